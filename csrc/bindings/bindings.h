@@ -1,0 +1,15 @@
+// One function per folder; module.cpp calls them in the order of the layers.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace hydra {
+
+void bind_base(pybind11::module_& module);
+void bind_memory(pybind11::module_& module);
+void bind_transfer(pybind11::module_& module);
+void bind_paging(pybind11::module_& module);
+void bind_pytorch(pybind11::module_& module);
+void bind_testing(pybind11::module_& module);
+
+}  // namespace hydra

@@ -1,0 +1,96 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/paged_model.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
+                                       Bytes budget, const std::optional<at::ScalarType>& face_dtype,
+                                       const std::optional<at::ScalarType>& gradient_dtype, Bytes gradient_bound,
+                                       bool poison_hosts, bool fault_path) {
+  PagedModelOptions options;
+  options.budget = budget;
+  options.face_dtype = face_dtype;
+  options.gradient_dtype = gradient_dtype;
+  options.gradient_bound = gradient_bound;
+  options.poison_hosts = poison_hosts;
+  options.fault_path = fault_path;
+  return std::make_shared<PagedModel>(std::move(backend), std::move(arena), options);
+}
+
+void bind_model(py::module_& module) {
+  py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
+  py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
+  py::class_<PagedModel, std::shared_ptr<PagedModel>>(module, "PagedModel")
+      .def(py::init(&make_model), py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("budget"),
+           py::arg("face_dtype") = std::nullopt, py::arg("gradient_dtype") = std::nullopt,
+           py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true)
+      .def("add_block", &PagedModel::add_block, py::arg("name"), py::arg("parameters"))
+      .def("faces", &PagedModel::faces)
+      .def("show_in_window", [](PagedModel& model, py::dict dictionary, py::str key, py::object host, py::object face) {
+             model.window().add(std::move(dictionary), std::move(key), std::move(host), std::move(face));
+           }, py::arg("dictionary"), py::arg("key"), py::arg("host"), py::arg("face"))
+      .def("watch", [](PagedModel& model, py::dict dictionary, std::string name) {
+             model.window().watch(std::move(dictionary), std::move(name));
+           }, py::arg("dictionary"), py::arg("name"))
+      .def("enter", &PagedModel::enter, py::arg("token"), py::arg("kind"))
+      .def("exit", &PagedModel::exit, py::arg("token"), py::kw_only(), py::arg("failed"))
+      .def("begin_visit", &PagedModel::begin_visit, py::arg("visit"), py::arg("blocks"), py::arg("kind"))
+      .def("end_visit", &PagedModel::end_visit, py::arg("visit"), py::kw_only(), py::arg("failed"))
+      .def("arrive_backward", &PagedModel::arrive_backward, py::arg("blocks"), Released())
+      .def("refresh", &PagedModel::refresh)
+      .def("note_optimizer_step", &PagedModel::note_optimizer_step)
+      .def("close", &PagedModel::close)
+      .def("block_state", [](PagedModel& model, std::int32_t block) { return model.pager().state(block); })
+      .def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
+      .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
+      .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
+      .def_property_readonly("pins", [](PagedModel& model) { return model.pager().pins(); })
+      .def_property_readonly("ledger", [](PagedModel& model) { return &model.account().ledger(); },
+                             py::return_value_policy::reference_internal)
+      .def_property_readonly("windows_opened", [](PagedModel& model) { return model.window().opens(); })
+      .def_property_readonly("foreign_entries", [](PagedModel& model) { return model.window().foreign_entries(); })
+      .def_property_readonly("window_open", &PagedModel::window_open)
+      .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
+      .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
+      .def_property_readonly("slot_peak_bytes", [](PagedModel& model) { return model.slot_statistics().peak_bytes; })
+      .def_property_readonly("slot_allocations", [](PagedModel& model) { return model.slot_statistics().allocations; })
+      .def("reset_statistics", [](PagedModel& model) {
+             model.pager().reset_statistics();
+             model.sink().reset_statistics();
+             model.account().ledger().reset_peak();
+           });
+}
+
+}  // namespace
+
+void bind_pytorch(py::module_& module) {
+  py::class_<GradientStatistics>(module, "GradientStatistics")
+      .def_readonly("bytes", &GradientStatistics::bytes)
+      .def_readonly("gradients", &GradientStatistics::gradients)
+      .def_readonly("synchronous", &GradientStatistics::synchronous)
+      .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
+  bind_model(module);
+  module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
+             "Why the parameter cannot be offloaded; empty when it can.");
+  module.def("is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
+             "Whether the tensor is a device parameter or a view of one.");
+  module.def("on_simulated_device", [](const at::Tensor& tensor) {
+               return page_of(tensor) != nullptr ||
+                      (tensor.has_storage() && is_charged(tensor.storage().data()));
+             }, py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
+  module.def("suspend_charging", [] { exchange_thread_account(nullptr); },
+             "Nothing the calling thread allocates is charged from here on, until it enters a window.");
+  module.def("counting_allocator_installed", &counting_allocator_installed);
+}
+
+}  // namespace hydra

@@ -1,0 +1,52 @@
+#include "csrc/testing/fault_script.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/account.h"
+#include "csrc/pytorch/counting_allocator.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+/// Charges what the calling thread allocates between begin() and end(): the peak of a plain step.
+class Meter {
+ public:
+  explicit Meter(Bytes limit) : account_(std::make_shared<Account>(limit)) {}
+  void begin() { before_ = exchange_thread_account(account_); }
+  void end() { exchange_thread_account(std::exchange(before_, nullptr)); }
+  Ledger& ledger() { return account_->ledger(); }
+
+ private:
+  AccountPtr account_;
+  AccountPtr before_;
+};
+
+}  // namespace
+
+void bind_testing(py::module_& module) {
+  using testing::FaultScript;
+  using testing::Operation;
+  auto tests = module.def_submodule("testing", "Tools for tests: scripted faults, meters.");
+  py::enum_<Operation>(tests, "Operation")
+      .value("TO_DEVICE", Operation::kToDevice)
+      .value("TO_HOST", Operation::kToHost)
+      .value("SLOT", Operation::kSlot);
+  py::class_<FaultScript, FaultInjector, std::shared_ptr<FaultScript>>(tests, "FaultScript")
+      .def(py::init<>())
+      .def("fail", &FaultScript::fail, py::arg("operation"), py::arg("nth"), py::arg("persistent") = false)
+      .def("jitter", &FaultScript::jitter, py::arg("operation"), py::arg("seconds"), py::arg("seed"))
+      .def("reset", &FaultScript::reset)
+      .def("count", &FaultScript::count, py::arg("operation"));
+  py::class_<Meter>(tests, "Meter")
+      .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
+      .def("begin", &Meter::begin)
+      .def("end", &Meter::end)
+      .def_property_readonly("ledger", &Meter::ledger, py::return_value_policy::reference_internal);
+}
+
+}  // namespace hydra

@@ -1,0 +1,26 @@
+// What the pager needs of whoever owns a block's pages and its backing.
+//
+// The backing is an arena span today; a file span with reads of its own fits the same calls. `publish` and
+// `withdraw` run under the pager's lock: they set pointers and nothing else. The jobs they make own what
+// they need.
+#pragma once
+
+#include "csrc/transfer/lane.h"
+
+namespace hydra {
+
+class BlockClient {
+ public:
+  virtual ~BlockClient() = default;
+
+  /// The copy that fills `slot` from the backing.
+  virtual Job fill(void* slot) = 0;
+  /// The copy that writes `slot` back; asked for only after mark_dirty().
+  virtual Job write_back(void* slot) = 0;
+  /// The pages are readable at `slot` from now on.
+  virtual void publish(void* slot) noexcept = 0;
+  /// The pages are absent from now on; reading them raises.
+  virtual void withdraw() noexcept = 0;
+};
+
+}  // namespace hydra

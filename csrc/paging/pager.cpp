@@ -1,0 +1,365 @@
+#include "csrc/paging/pager.h"
+
+#include <chrono>
+#include <limits>
+#include <utility>
+
+#include "csrc/base/errors.h"
+
+namespace hydra {
+
+namespace {
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& total) noexcept : total_(total) {}
+  ~Stopwatch() { total_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  double& total_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+constexpr Bytes kAnyRoom = std::numeric_limits<Bytes>::max();
+
+}  // namespace
+
+Pager::Pager(DeviceBackend& backend, Resource& slots, Ledger& ledger)
+    : backend_(backend), slots_(slots), ledger_(ledger) {}
+
+Pager::~Pager() { close(); }
+
+std::int32_t Pager::add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client) {
+  HYDRA_EXPECT(bytes > 0, StateError, "block '" + name + "' has no bytes to page");
+  auto block = std::make_unique<Block>();
+  block->key = key;
+  block->name = std::move(name);
+  block->bytes = bytes;
+  block->client = std::move(client);
+  block->next_use = kNever;
+  const std::lock_guard lock(mutex_);
+  const auto index = static_cast<std::int32_t>(blocks_.size());
+  block->index = index;
+  blocks_.push_back(std::move(block));
+  slot_bytes_.push_back(bytes);
+  return index;
+}
+
+Pager::Block& Pager::at(std::int32_t block) const {
+  HYDRA_EXPECT(block >= 0 && static_cast<std::size_t>(block) < blocks_.size(), StateError,
+               "block " + std::to_string(block) + " asked for, " + std::to_string(blocks_.size()) + " known");
+  return *blocks_[static_cast<std::size_t>(block)];
+}
+
+Bytes Pager::activation_peak() { return activation_meter_ ? activation_meter_() : ledger_.take_activation_peak(); }
+
+// ---- passes -----------------------------------------------------------------------------------
+
+void Pager::begin_pass(PassKind kind) {
+  activation_peak();  // what happened between passes is not this pass's
+  std::vector<std::int32_t> wanted;
+  Bytes room = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    trace_.begin(kind);
+    wanted = plan_locked(room);
+  }
+  fetch_ahead(wanted, room);
+}
+
+void Pager::end_pass(bool completed) noexcept {
+  const Bytes peak = activation_peak();
+  std::vector<TicketPtr> under_way;
+  {
+    const std::lock_guard lock(mutex_);
+    trace_.end(peak, completed);
+    for (const auto& block : blocks_) {
+      if (block->state == BlockState::kLoading && block->ticket) {
+        under_way.push_back(block->ticket);
+      }
+    }
+  }
+  double waited = 0.0;
+  {
+    const Stopwatch watch(waited);
+    for (const TicketPtr& ticket : under_way) {
+      ticket->wait_quietly();  // its error surfaces where the block is needed
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  statistics_.drain_wait_seconds += waited;
+}
+
+std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
+  for (const auto& block : blocks_) {
+    block->next_use = kNever;
+    block->wanted = false;
+  }
+  const std::vector<Use> future = trace_.future(ledger_.limit(), gradient_reserve_, blocks_.size());
+  if (future.empty()) {
+    return {};
+  }
+  for (std::size_t when = future.size(); when-- > 0;) {
+    at(future[when].block).next_use = static_cast<std::int64_t>(when);
+  }
+  std::vector<bool> resident(blocks_.size());
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    const BlockState state = blocks_[i]->state;
+    resident[i] = state == BlockState::kPresent || state == BlockState::kLoading;
+  }
+  room = future[0].room;
+  std::vector<std::int32_t> wanted = choose_resident(future, slot_bytes_, resident);
+  for (const std::int32_t index : wanted) {
+    at(index).wanted = true;
+  }
+  return wanted;
+}
+
+void Pager::arrive(std::int32_t index) {
+  Block& block = at(index);
+  const Bytes peak = activation_peak();
+  std::vector<std::int32_t> wanted;
+  Bytes room = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    trace_.arrive(index, peak);
+    block.last_arrival = ++arrivals_;
+    wanted = plan_locked(room);
+    ++block.pins;
+  }
+  try {
+    ensure_filling(block, Priority::kFault, false, kAnyRoom);
+    fetch_ahead(wanted, room);
+    wait_present(block, AcquireReason::kHook);
+  } catch (...) {  // re-raised: a failed arrival pins nothing
+    const std::lock_guard lock(mutex_);
+    --block.pins;
+    throw;
+  }
+}
+
+void Pager::fetch_ahead(const std::vector<std::int32_t>& wanted, Bytes room) {
+  if (wanted.empty()) {
+    return;
+  }
+  trim(room);
+  for (const std::int32_t index : wanted) {
+    try {
+      ensure_filling(at(index), Priority::kPrefetch, true, room);
+    } catch (const OutOfMemory&) {
+      return;  // no room yet: the block is fetched when it is needed
+    }
+  }
+}
+
+void Pager::trim(Bytes room) {
+  while (ledger_.in_use(MemoryClass::kWeights) > room) {
+    Slot slot;
+    Bytes bytes = 0;
+    TicketPtr ticket;
+    {
+      const std::lock_guard lock(mutex_);
+      Block* victim = victim_locked(-1);
+      if (victim == nullptr || victim->wanted) {
+        return;
+      }
+      bytes = victim->bytes;
+      ticket = victim->ticket;
+      slot = take_slot_locked(*victim);
+    }
+    give_back(slot.memory, bytes, ticket);
+  }
+}
+
+// ---- pins -------------------------------------------------------------------------------------
+
+void Pager::acquire(std::int32_t index, AcquireReason reason) {
+  Block& block = at(index);
+  {
+    const std::lock_guard lock(mutex_);
+    ++block.pins;
+    if (block.state == BlockState::kPresent && !block.ticket) {
+      block.used_since_fence = true;
+      return;
+    }
+  }
+  try {
+    wait_present(block, reason);
+  } catch (...) {  // re-raised: a failed acquire pins nothing
+    const std::lock_guard lock(mutex_);
+    --block.pins;
+    throw;
+  }
+}
+
+void Pager::wait_present(Block& block, AcquireReason reason) {
+  bool counted = false;
+  double waited = 0.0;
+  std::unique_lock lock(mutex_);
+  while (block.state != BlockState::kPresent || block.ticket) {
+    if (block.state != BlockState::kPresent && reason == AcquireReason::kFault && !counted) {
+      HYDRA_EXPECT(fault_path_, PageFaultError,
+                   "block '" + block.name + "' was read while absent and the fault path is off; "
+                   "turn it on, or enter the block through its module");
+      ++statistics_.faults;
+      counted = true;
+    }
+    if (block.state == BlockState::kReserving) {
+      changed_.wait(lock, [&] { return block.state != BlockState::kReserving; });
+      continue;
+    }
+    const Stopwatch watch(waited);
+    if (block.state == BlockState::kAbsent || block.state == BlockState::kStale) {
+      lock.unlock();
+      ensure_filling(block, Priority::kFault, false, kAnyRoom);
+      lock.lock();
+      continue;
+    }
+    const TicketPtr ticket = block.ticket;
+    lock.unlock();
+    try {
+      backend_.compute_waits(*ticket);
+    } catch (...) {  // re-raised
+      drop_failed_fill(block, ticket);
+      throw;
+    }
+    const bool finished = ticket->finished();
+    lock.lock();
+    if (block.ticket == ticket) {
+      if (block.state == BlockState::kLoading) {
+        block.state = BlockState::kPresent;
+        block.client->publish(block.slot);
+        changed_.notify_all();
+      }
+      if (finished) {
+        block.ticket = nullptr;
+      } else {
+        break;  // this thread's compute waits on the device; another thread's has to wait for itself
+      }
+    }
+  }
+  block.used_since_fence = true;
+  (reason == AcquireReason::kHook ? statistics_.hook_wait_seconds : statistics_.fault_wait_seconds) += waited;
+}
+
+void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
+  Block& block = at(index);
+  backend_.note_read(block.slot, block.bytes);
+  // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
+  FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : nullptr;
+  const std::lock_guard lock(mutex_);
+  if (fence) {
+    std::erase_if(block.last_uses, [](const FencePtr& use) { return use->reached(); });
+    block.last_uses.push_back(std::move(fence));
+    block.used_since_fence = false;
+  }
+  if (block.pins > 0) {
+    --block.pins;
+  }
+}
+
+// ---- contents ---------------------------------------------------------------------------------
+
+void Pager::invalidate(std::int32_t index) {
+  Block& block = at(index);
+  std::unique_lock lock(mutex_);
+  while (block.state == BlockState::kLoading || block.state == BlockState::kReserving) {
+    const TicketPtr ticket = block.ticket;
+    if (block.state == BlockState::kReserving || !ticket) {
+      changed_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    ticket->wait_quietly();
+    lock.lock();
+    if (block.state == BlockState::kLoading && block.ticket == ticket) {
+      block.state = BlockState::kStale;
+    }
+  }
+  if (block.state == BlockState::kPresent) {
+    block.client->withdraw();
+    block.state = BlockState::kStale;
+  }
+  block.dirty = false;
+}
+
+void Pager::mark_dirty(std::int32_t index) {
+  const std::lock_guard lock(mutex_);
+  at(index).dirty = true;
+}
+
+void Pager::write_back_dirty() {
+  std::vector<std::pair<Block*, TicketPtr>> under_way;
+  const FencePtr fence = backend_.record();
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& block : blocks_) {
+      if (block->dirty && block->state == BlockState::kPresent) {
+        Job job = block->client->write_back(block->slot);
+        job.priority = Priority::kFault;
+        job.fences.push_back(fence);
+        statistics_.written_back_bytes += job.bytes();
+        ++statistics_.write_backs;
+        under_way.emplace_back(block.get(), backend_.to_host().submit(std::move(job)));
+      }
+    }
+  }
+  for (const auto& [block, ticket] : under_way) {
+    ticket->wait();
+    const std::lock_guard lock(mutex_);
+    block->dirty = false;
+  }
+}
+
+// ---- what there is ----------------------------------------------------------------------------
+
+BlockState Pager::state(std::int32_t block) const {
+  const std::lock_guard lock(mutex_);
+  return at(block).state;
+}
+
+std::int64_t Pager::pins() const {
+  const std::lock_guard lock(mutex_);
+  std::int64_t sum = 0;
+  for (const auto& block : blocks_) {
+    sum += block->pins;
+  }
+  return sum;
+}
+
+Bytes Pager::resident_bytes() const {
+  const std::lock_guard lock(mutex_);
+  Bytes sum = 0;
+  for (const auto& block : blocks_) {
+    sum += block->slot != nullptr ? block->bytes : 0;
+  }
+  return sum;
+}
+
+PagerStatistics Pager::statistics() const {
+  const std::lock_guard lock(mutex_);
+  PagerStatistics statistics = statistics_;
+  statistics.order_changes = trace_.order_changes();
+  return statistics;
+}
+
+void Pager::reset_statistics() {
+  const std::lock_guard lock(mutex_);
+  statistics_ = {};
+}
+
+std::string Pager::describe_residents() const {
+  const std::lock_guard lock(mutex_);
+  std::string text;
+  for (const auto& block : blocks_) {
+    if (block->slot != nullptr) {
+      text += (text.empty() ? "" : ", ") + ("'" + block->name + "' " + human_bytes(block->bytes)) +
+              (block->pins > 0 ? " in use" : "");
+    }
+  }
+  return text.empty() ? "no block" : text;
+}
+
+}  // namespace hydra

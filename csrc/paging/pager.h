@@ -1,0 +1,175 @@
+// The pager: which block is in which slot, who pins it, and what goes when room is needed.
+//
+// It decides and keeps count; bytes are moved by the backend's lanes. A block is fetched when it is acquired,
+// or ahead of time when a pass runs in the order recorded before. Slots come from a resource under the run's
+// ledger; when the ledger refuses, unpinned blocks go, the one that is needed last first.
+//
+// Threads: every call may come from any thread. Blocking calls (acquire, end_pass, write_back, close) must
+// not be made with the interpreter lock held. Locking: one mutex; slot memory is never allocated or released
+// and no lane is waited for while it is held, so evict_one() may be called back from inside an allocation.
+// Unpinning means enqueued, not finished: each block remembers fences of its users, and the lane that
+// overwrites its slot waits for them.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/memory/ledger.h"
+#include "csrc/paging/block_client.h"
+#include "csrc/paging/trace.h"
+#include "csrc/transfer/device_backend.h"
+
+namespace hydra {
+
+enum class BlockState : std::uint8_t {
+  kAbsent,     // no slot; reading its pages raises
+  kReserving,  // a thread is getting it a slot; others wait
+  kLoading,    // has a slot that a lane fills; pages not readable
+  kPresent,    // pages readable; may be evicted when no pin holds it
+  kStale,      // has a slot with bytes that are no longer the host's; pages not readable
+};
+
+/// Why a block was acquired: a hook that foresaw the use, or an operation that met it absent.
+enum class AcquireReason : std::uint8_t { kHook, kFault };
+
+struct PagerStatistics {
+  std::int64_t loads = 0;           // all fills, whatever asked for them
+  std::int64_t prefetched = 0;      // fills begun ahead of their use
+  std::int64_t faults = 0;          // operations that met an absent block
+  std::int64_t evictions = 0;       // slots taken from a block with valid bytes
+  std::int64_t spills = 0;          // evictions asked for by an allocation of somebody else
+  std::int64_t write_backs = 0;
+  std::int64_t order_changes = 0;   // passes that ran in another order than recorded
+  Bytes loaded_bytes = 0;
+  Bytes written_back_bytes = 0;
+  double hook_wait_seconds = 0.0;   // compute waited for a block a hook had asked for
+  double fault_wait_seconds = 0.0;  // compute waited for a block it met absent
+  double drain_wait_seconds = 0.0;  // the end of a pass waited for loads under way
+};
+
+class Pager {
+ public:
+  /// `slots` hands out slot memory under `ledger`'s limit; both, and `backend`, have to outlive the pager.
+  Pager(DeviceBackend& backend, Resource& slots, Ledger& ledger);
+  ~Pager();
+  Pager(const Pager&) = delete;
+  Pager& operator=(const Pager&) = delete;
+
+  /// Before the first pass. `name` is for messages; `bytes` is the size of the slot.
+  std::int32_t add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
+
+  /// Asked before a slot is denied and before a block is evicted for somebody else's allocation: frees
+  /// something that costs no traffic (a gradient that is leaving) and says whether it did.
+  void set_reliever(std::function<bool()> reliever) { reliever_ = std::move(reliever); }
+  /// What activations took at most since the last call. The ledger's own count unless set.
+  void set_activation_meter(std::function<Bytes()> meter) { activation_meter_ = std::move(meter); }
+  /// Room that plans leave free for gradients on their way out, where nobody can wait for them in time.
+  void set_gradient_reserve(Bytes bytes) noexcept { gradient_reserve_ = bytes; }
+  /// Off: meeting an absent block throws PageFaultError.
+  void set_fault_path(bool enabled) noexcept { fault_path_ = enabled; }
+
+  void begin_pass(PassKind kind);
+  /// Blocks until loads under way have ended. `completed`: the pass ran to its end without an error.
+  void end_pass(bool completed) noexcept;
+
+  /// The pass uses `block` next: records it, fetches it, fetches ahead, pins it. Pair with release().
+  void arrive(std::int32_t block);
+  /// Pins the block and makes it present. Pair with release(). Throws the load's error; then nothing is pinned.
+  void acquire(std::int32_t block, AcquireReason reason);
+  void release(std::int32_t block, AcquireReason reason) noexcept;
+
+  /// The host's bytes have changed: what a slot holds is no longer valid.
+  void invalidate(std::int32_t block);
+  /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
+  void mark_dirty(std::int32_t block);
+  /// Blocks until every dirty block's bytes are home.
+  void write_back_dirty();
+
+  /// Makes room for an allocation of somebody else, from inside it: relieves, or takes one unpinned block's
+  /// slot. False when there is nothing left to take. `may_wait` false: never blocks, takes only what no lane
+  /// and no other thread holds.
+  bool evict_one(bool may_wait);
+  /// Forgets all pins, waits for the lanes, gives every slot back. The pager can be used again.
+  void close() noexcept;
+
+  BlockState state(std::int32_t block) const;
+  std::int64_t pins() const;
+  Bytes resident_bytes() const;
+  std::size_t blocks() const noexcept { return blocks_.size(); }
+  PagerStatistics statistics() const;
+  void reset_statistics();
+  /// "h.3 12.00 MiB pinned, ...": what holds slots now, for messages.
+  std::string describe_residents() const;
+
+ private:
+  struct Block {
+    std::int32_t index = 0;
+    BlockKey key;
+    std::string name;
+    Bytes bytes = 0;
+    std::unique_ptr<BlockClient> client;
+    BlockState state = BlockState::kAbsent;
+    void* slot = nullptr;
+    TicketPtr ticket;                  // of the last fill; null once known to have ended
+    std::vector<FencePtr> last_uses;   // compute that may still read the slot
+    bool used_since_fence = false;
+    bool dirty = false;
+    std::int32_t pins = 0;
+    std::int64_t next_use = 0;         // rank in the known future; kNever when unknown
+    bool wanted = false;               // the plan keeps it in, or brings it into, a slot
+    std::int64_t last_arrival = 0;
+  };
+  struct Slot {
+    void* memory = nullptr;
+    std::vector<FencePtr> fences;
+  };
+  /// What a reservation may do to get a slot.
+  struct Demand {
+    Bytes bytes = 0;
+    Bytes room = 0;                  // all slots together may hold this much afterwards
+    std::int64_t needed_after = -1;  // only blocks needed later than this may go
+    bool may_wait = true;
+  };
+  static constexpr std::int64_t kNever = std::int64_t{1} << 62;
+
+  Block& at(std::int32_t block) const;
+  // Names that end in _locked are called with mutex_ held; the others must not be.
+  Block* victim_locked(std::int64_t needed_after) const noexcept;
+  TicketPtr unfinished_fill_locked() const noexcept;
+  Slot take_slot_locked(Block& block);
+  void start_fill_locked(Block& block, Slot slot, Priority priority, bool ahead);
+  /// Ranks blocks by the known future; which to fetch, nearest use first, and the room all slots may take.
+  std::vector<std::int32_t> plan_locked(Bytes& room);
+
+  Slot reserve(const Demand& demand, const Block& wanted);
+  void give_back(void* memory, Bytes bytes, const TicketPtr& ticket) noexcept;
+  /// Starts a fill unless one runs or none is needed. `room`: as Demand::room.
+  void ensure_filling(Block& block, Priority priority, bool ahead, Bytes room);
+  void fetch_ahead(const std::vector<std::int32_t>& wanted, Bytes room);
+  void trim(Bytes room);
+  void wait_present(Block& block, AcquireReason reason);
+  void drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept;
+  Bytes activation_peak();
+
+  DeviceBackend& backend_;
+  Resource& slots_;
+  Ledger& ledger_;
+  std::function<bool()> reliever_;
+  std::function<Bytes()> activation_meter_;
+  Bytes gradient_reserve_ = 0;
+  bool fault_path_ = true;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::vector<Bytes> slot_bytes_;
+  Trace trace_;
+  std::int64_t arrivals_ = 0;
+  PagerStatistics statistics_;
+};
+
+}  // namespace hydra

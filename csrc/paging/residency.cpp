@@ -1,0 +1,52 @@
+#include "csrc/paging/residency.h"
+
+#include <algorithm>
+
+namespace hydra {
+
+std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span<const Bytes> slot_bytes,
+                                          const std::vector<bool>& resident) {
+  std::vector<std::int32_t> chosen;
+  if (future.empty()) {
+    return chosen;
+  }
+  const auto size_of = [&](std::int32_t block) { return slot_bytes[static_cast<std::size_t>(block)]; };
+  // What each moment holds already: at least the block that is used then.
+  std::vector<Bytes> held;
+  held.reserve(future.size());
+  for (const Use& use : future) {
+    held.push_back(size_of(use.block));
+  }
+  std::vector<bool> seen(slot_bytes.size(), false);
+  std::size_t distinct = 1;
+  bool loads_stopped = false;
+  chosen.push_back(future[0].block);
+  seen[static_cast<std::size_t>(future[0].block)] = true;
+  for (std::size_t when = 1; when < future.size() && distinct < slot_bytes.size(); ++when) {
+    const auto block = static_cast<std::size_t>(future[when].block);
+    if (seen[block]) {
+      continue;
+    }
+    seen[block] = true;
+    ++distinct;
+    if (!resident[block] && (loads_stopped || !future[when].loadable)) {
+      continue;
+    }
+    bool fits = true;
+    for (std::size_t moment = 0; moment < when && fits; ++moment) {
+      fits = held[moment] + slot_bytes[block] <= future[moment].room;
+    }
+    if (!fits) {
+      // A load out of turn would take the place of this one; keeping what is there would not.
+      loads_stopped = true;
+      continue;
+    }
+    for (std::size_t moment = 0; moment < when; ++moment) {
+      held[moment] += slot_bytes[block];
+    }
+    chosen.push_back(future[when].block);
+  }
+  return chosen;
+}
+
+}  // namespace hydra

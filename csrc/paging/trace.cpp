@@ -1,0 +1,97 @@
+#include "csrc/paging/trace.h"
+
+#include <algorithm>
+
+namespace hydra {
+
+void Trace::begin(PassKind kind) {
+  if (any_before_) {
+    successor_[previous_kind_] = kind;
+  }
+  open_ = true;
+  kind_ = kind;
+  current_.clear();
+  prologue_peak_ = 0;
+  next_ = 0;
+  const auto known = recorded_.find(kind);
+  following_ = known != recorded_.end() && !known->second.empty();
+}
+
+void Trace::arrive(std::int32_t block, Bytes activation_peak) {
+  if (!open_) {
+    return;
+  }
+  if (current_.empty()) {
+    prologue_peak_ = activation_peak;
+  } else {
+    current_.back().activations = activation_peak;
+  }
+  current_.push_back({block, 0});
+  if (!following_) {
+    return;
+  }
+  const Entries& expected = recorded_[kind_];
+  const auto from = expected.begin() + static_cast<std::ptrdiff_t>(next_);
+  const auto found = std::find_if(from, expected.end(), [&](const Entry& entry) { return entry.block == block; });
+  following_ = found != expected.end();
+  if (following_) {
+    next_ = static_cast<std::size_t>(found - expected.begin()) + 1;
+  }
+}
+
+void Trace::end(Bytes activation_peak, bool completed) {
+  if (!open_) {
+    return;
+  }
+  open_ = false;
+  following_ = false;
+  any_before_ = true;
+  previous_kind_ = kind_;
+  if (!completed || current_.empty()) {
+    return;
+  }
+  current_.back().activations = activation_peak;
+  current_.front().activations = std::max(current_.front().activations, prologue_peak_);
+  Entries& recorded = recorded_[kind_];
+  const bool same = recorded.size() == current_.size() &&
+                    std::equal(recorded.begin(), recorded.end(), current_.begin(),
+                               [](const Entry& a, const Entry& b) { return a.block == b.block; });
+  if (same) {
+    for (std::size_t i = 0; i < recorded.size(); ++i) {
+      recorded[i].activations = std::max(recorded[i].activations, current_[i].activations);
+    }
+    return;
+  }
+  if (!recorded.empty()) {
+    ++order_changes_;
+  }
+  recorded = std::move(current_);
+  current_ = {};
+}
+
+std::vector<Use> Trace::future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const {
+  std::vector<Use> uses;
+  if (!open_ || !following_) {
+    return uses;
+  }
+  const auto append = [&](PassKind kind, std::size_t from, bool loadable) {
+    const Bytes room = kind == PassKind::kBackward ? limit - gradient_reserve : limit;
+    const Entries& entries = recorded_.at(kind);
+    for (std::size_t i = from; i < entries.size(); ++i) {
+      uses.push_back({entries[i].block, room - entries[i].activations, loadable});
+    }
+  };
+  append(kind_, next_ == 0 ? 0 : next_ - 1, true);
+  PassKind kind = kind_;
+  for (int pass = 0; pass < 2 && uses.size() < 4 * blocks; ++pass) {
+    const auto successor = successor_.find(kind);
+    if (successor == successor_.end() || !recorded_.contains(successor->second)) {
+      break;
+    }
+    kind = successor->second;
+    append(kind, 0, false);
+  }
+  return uses;
+}
+
+}  // namespace hydra

@@ -1,0 +1,40 @@
+// One run's account with a simulated device: its ledger, and what to do when the ledger refuses.
+//
+// Shared by the run and by every allocation charged to it, so that tensors may outlive the run. After
+// close() nothing is relieved any more; what is live goes on being counted down.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "csrc/memory/ledger.h"
+
+namespace hydra {
+
+class Account {
+ public:
+  explicit Account(Bytes limit) : ledger_(limit) {}
+  Account(const Account&) = delete;
+  Account& operator=(const Account&) = delete;
+
+  Ledger& ledger() noexcept { return ledger_; }
+
+  /// `relieve` frees something and says whether it did; `explain` tells where, what is held and what to change.
+  void open(std::function<bool()> relieve, std::function<std::string()> explain);
+  void close() noexcept;
+
+  /// Charges `bytes`, relieving as often as needed. Throws c10::OutOfMemoryError with the explanation.
+  void charge(MemoryClass cls, Bytes bytes);
+
+ private:
+  Ledger ledger_;
+  std::mutex mutex_;
+  std::function<bool()> relieve_;
+  std::function<std::string()> explain_;
+};
+
+using AccountPtr = std::shared_ptr<Account>;
+
+}  // namespace hydra

@@ -1,0 +1,39 @@
+// One region of the host arena, shared by the storages that lie in it.
+//
+// The last owner gives the region back. Storages own it through their data pointers, so that parameters and
+// gradients may live on after the context that moved them there.
+#pragma once
+
+#include <c10/core/Storage.h>
+
+#include <memory>
+
+#include "csrc/memory/host_arena.h"
+
+namespace hydra {
+
+class ArenaRegion {
+ public:
+  ArenaRegion(std::shared_ptr<HostArena> arena, Bytes bytes)
+      : arena_(std::move(arena)), bytes_(bytes), data_(static_cast<std::byte*>(arena_->allocate(bytes))) {}
+  ~ArenaRegion() { arena_->release(data_, bytes_); }
+  ArenaRegion(const ArenaRegion&) = delete;
+  ArenaRegion& operator=(const ArenaRegion&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  Bytes bytes() const noexcept { return bytes_; }
+
+ private:
+  std::shared_ptr<HostArena> arena_;
+  Bytes bytes_;
+  std::byte* data_;
+};
+
+using ArenaRegionPtr = std::shared_ptr<ArenaRegion>;
+
+/// A data pointer at `offset` that keeps the region alive.
+c10::DataPtr data_pointer_into(const ArenaRegionPtr& region, Bytes offset);
+/// A storage of `bytes` at `offset` that keeps the region alive; not resizable.
+c10::Storage storage_in(const ArenaRegionPtr& region, Bytes offset, Bytes bytes);
+
+}  // namespace hydra

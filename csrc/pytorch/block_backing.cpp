@@ -1,0 +1,149 @@
+#include "csrc/pytorch/block_backing.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/ParallelGuard.h>
+
+#include <cstring>
+
+#include "csrc/pytorch/counting_allocator.h"
+
+namespace hydra {
+
+BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena)
+    : parameters_(std::move(parameters)) {
+  for (HostParameter* parameter : parameters_) {
+    parameter->page->offset = slot_bytes_;
+    home_offsets_.push_back(home_bytes_);
+    slot_bytes_ += round_up(parameter->face_bytes(), kPageAlignment);
+    home_bytes_ += round_up(parameter->host_bytes(), kPageAlignment);
+  }
+  home_ = std::make_shared<ArenaRegion>(arena, home_bytes_);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    HostParameter& parameter = *parameters_[i];
+    parameter.adopted = adopt_into(parameter.host, home_, home_offsets_[i]);
+    whole_ = whole_ && parameter.adopted;
+    parameter.note_seen();
+  }
+  if (casts()) {
+    staging_ = std::make_shared<ArenaRegion>(arena, slot_bytes_);
+  }
+}
+
+bool BlockBacking::casts() const noexcept {
+  for (const HostParameter* parameter : parameters_) {
+    if (!parameter->same_dtype()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Bytes BlockBacking::foreign_bytes() const noexcept {
+  Bytes bytes = 0;
+  for (const HostParameter* parameter : parameters_) {
+    bytes += parameter->adopted ? 0 : parameter->host_bytes();
+  }
+  return bytes;
+}
+
+const std::byte* BlockBacking::source_of(const HostParameter& parameter) const {
+  if (aside_) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (parameters_[i] == &parameter) {
+        return aside_.get() + home_offsets_[i];
+      }
+    }
+  }
+  return parameter.host_data();
+}
+
+void BlockBacking::cast_into_staging() {
+  if (staged_) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const HostScope on_the_host;
+  const c10::ParallelGuard one_thread(true);
+  for (const HostParameter* parameter : parameters_) {
+    const auto view = [&](void* data, at::ScalarType dtype) {
+      return at::from_blob(data, parameter->host.sizes(), parameter->host.strides(), at::TensorOptions().dtype(dtype));
+    };
+    at::Tensor staging = view(staging_->data() + parameter->page->offset, parameter->face.scalar_type());
+    staging.copy_(view(const_cast<std::byte*>(source_of(*parameter)), parameter->host.scalar_type()));
+  }
+  staged_ = true;
+}
+
+Job BlockBacking::fill(void* slot) {
+  Job job;
+  auto* const base = static_cast<std::byte*>(slot);
+  if (staging_) {
+    job.before = [this] { cast_into_staging(); };
+    job.segments.push_back({base, staging_->data(), slot_bytes_});
+    return job;
+  }
+  bool in_place = whole_;
+  for (std::size_t i = 0; i < parameters_.size() && in_place; ++i) {
+    in_place = aside_ != nullptr || parameters_[i]->host_data() == home_->data() + home_offsets_[i];
+  }
+  if (in_place) {
+    job.segments.push_back({base, aside_ ? aside_.get() : home_->data(), slot_bytes_});
+    return job;
+  }
+  for (const HostParameter* parameter : parameters_) {
+    job.segments.push_back({base + parameter->page->offset, source_of(*parameter), parameter->face_bytes()});
+  }
+  return job;
+}
+
+Job BlockBacking::write_back(void* slot) {
+  Job job;
+  const auto* const base = static_cast<const std::byte*>(slot);
+  for (HostParameter* parameter : parameters_) {
+    if (!parameter->same_dtype()) {
+      continue;  // refused where the write was seen
+    }
+    job.segments.push_back({const_cast<std::byte*>(source_of(*parameter)), base + parameter->page->offset,
+                            parameter->face_bytes()});
+  }
+  return job;
+}
+
+void BlockBacking::publish(void* slot) noexcept {
+  for (const HostParameter* parameter : parameters_) {
+    hydra::publish(*parameter->page, static_cast<std::byte*>(slot) + parameter->page->offset);
+  }
+}
+
+void BlockBacking::withdraw() noexcept {
+  for (const HostParameter* parameter : parameters_) {
+    hydra::withdraw(*parameter->page, "made room for another block");
+  }
+}
+
+void BlockBacking::conceal() {
+  if (!aside_) {
+    aside_ = std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    const HostParameter& parameter = *parameters_[i];
+    const auto bytes = static_cast<std::size_t>(parameter.host_bytes());
+    std::memcpy(aside_.get() + home_offsets_[i], parameter.host_data(), bytes);
+    std::memset(parameter.host_data(), 0xff, bytes);
+  }
+}
+
+void BlockBacking::reveal() noexcept {
+  if (!aside_) {
+    return;
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    std::memcpy(parameters_[i]->host_data(), aside_.get() + home_offsets_[i],
+                static_cast<std::size_t>(parameters_[i]->host_bytes()));
+  }
+  aside_.reset();
+}
+
+}  // namespace hydra

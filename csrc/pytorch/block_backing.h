@@ -1,0 +1,57 @@
+// What stands behind a block on the host: the bytes its pages are filled from, and written back to.
+//
+// Layout: every parameter at its own 512-byte aligned offset, the same in the slot and in the arena, so that
+// a block whose parameters all lie in the arena is one copy. Parameters that could not be moved there are
+// copied one by one. When faces have another dtype than hosts the lane casts into a staging region first
+// and moves the smaller bytes; staging is valid until the host changes.
+//
+// Poison (tests): conceal() takes the hosts' bytes aside and fills the hosts with 0xff, so that a forward
+// that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it.
+// Threads: fill() under the pager's lock, its job on the lane; conceal/reveal while no lane is at work.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "csrc/paging/block_client.h"
+#include "csrc/pytorch/host_parameter.h"
+
+namespace hydra {
+
+class BlockBacking final : public BlockClient {
+ public:
+  /// Adopts the hosts' bytes into `arena` where that is possible. The parameters have to outlive the backing.
+  BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena);
+
+  Job fill(void* slot) override;
+  Job write_back(void* slot) override;
+  void publish(void* slot) noexcept override;
+  void withdraw() noexcept override;
+
+  /// The hosts' bytes have changed since the last fill.
+  void host_changed() noexcept { staged_ = false; }
+  void conceal();
+  void reveal() noexcept;
+
+  const std::vector<HostParameter*>& parameters() const noexcept { return parameters_; }
+  Bytes slot_bytes() const noexcept { return slot_bytes_; }
+  /// Bytes of parameters that stay outside the arena.
+  Bytes foreign_bytes() const noexcept;
+
+ private:
+  bool casts() const noexcept;
+  const std::byte* source_of(const HostParameter& parameter) const;
+  void cast_into_staging();
+
+  std::vector<HostParameter*> parameters_;
+  ArenaRegionPtr home_;     // the adopted hosts' bytes
+  ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
+  std::unique_ptr<std::byte[]> aside_;
+  std::vector<Bytes> home_offsets_;
+  Bytes home_bytes_ = 0;
+  Bytes slot_bytes_ = 0;
+  bool whole_ = true;  // all hosts adopted, and the home laid out as the slot is
+  bool staged_ = false;
+};
+
+}  // namespace hydra

@@ -1,0 +1,25 @@
+// Blocking without the interpreter lock.
+#pragma once
+
+#include <Python.h>
+
+namespace hydra {
+
+/// Releases the interpreter lock for its lifetime if the calling thread holds it. Needed round every wait for
+/// a lane: a lane may have to drop a tensor that Python has seen, and takes the lock for it.
+class ReleaseGilIfHeld {
+ public:
+  ReleaseGilIfHeld() noexcept : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~ReleaseGilIfHeld() {
+    if (saved_ != nullptr) {
+      PyEval_RestoreThread(saved_);
+    }
+  }
+  ReleaseGilIfHeld(const ReleaseGilIfHeld&) = delete;
+  ReleaseGilIfHeld& operator=(const ReleaseGilIfHeld&) = delete;
+
+ private:
+  PyThreadState* saved_;
+};
+
+}  // namespace hydra

@@ -1,0 +1,83 @@
+// Where gradients go when they leave the device.
+//
+// A hook on every trainable face hands its gradient over as soon as autograd has summed it, on the thread
+// that runs backward and without the interpreter lock. The sink here brings it to the host parameter's
+// `.grad`, in the order and dtype of plain accumulation; an optimizer that wants gradients itself can take
+// the sink's place.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <mutex>
+
+#include "csrc/pytorch/account.h"
+#include "csrc/pytorch/host_parameter.h"
+#include "csrc/transfer/device_backend.h"
+
+namespace hydra {
+
+class GradientSink {
+ public:
+  virtual ~GradientSink() = default;
+  /// Takes the gradient. It may be read by the device until the sink's own transfer of it has ended.
+  virtual void accept(HostParameter& parameter, at::Tensor gradient) = 0;
+  /// Frees the oldest gradient on its way out, waiting for it. False when there is none.
+  virtual bool relieve() = 0;
+  /// Blocks until every accepted gradient is home. Throws the first error.
+  virtual void drain() = 0;
+};
+
+struct GradientStatistics {
+  Bytes bytes = 0;              // as they crossed the lane
+  std::int64_t gradients = 0;
+  std::int64_t synchronous = 0;  // went the slow way: sparse, strided, or with a graph of their own
+  double wait_seconds = 0.0;
+};
+
+/// Copies to, or adds into, the host parameter's `.grad`.
+class AccumulatingSink final : public GradientSink {
+ public:
+  AccumulatingSink(DeviceBackend& backend, std::shared_ptr<HostArena> arena);
+  ~AccumulatingSink() override;
+
+  /// Gradients cross the lane in this dtype; their own unless set.
+  void set_transfer_dtype(std::optional<at::ScalarType> dtype) { transfer_dtype_ = dtype; }
+  /// At most this many bytes are on their way at once; without a bound, as many as the budget holds.
+  void set_bound(Bytes bytes) noexcept { bound_ = bytes; }
+
+  void accept(HostParameter& parameter, at::Tensor gradient) override;
+  bool relieve() override;
+  void drain() override;
+  GradientStatistics statistics() const;
+  void reset_statistics();
+
+ private:
+  struct Leaving {
+    TicketPtr ticket;
+    HostParameter* parameter = nullptr;
+    bool first = false;  // `.grad` has no valid bytes before the ticket ends
+  };
+
+  void accept_on_lane(HostParameter& parameter, at::Tensor gradient);
+  void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
+  at::Tensor staging_like(const at::Tensor& gradient);
+  void run_host_hooks(HostParameter& parameter);
+
+  DeviceBackend& backend_;
+  std::shared_ptr<HostArena> arena_;
+  std::optional<at::ScalarType> transfer_dtype_;
+  Bytes bound_ = 0;
+  mutable std::mutex mutex_;
+  std::deque<Leaving> leaving_;
+  Bytes leaving_bytes_ = 0;
+  std::exception_ptr error_;
+  std::vector<c10::Storage> staging_;  // free when nobody else holds them
+  GradientStatistics statistics_;
+};
+
+/// Makes `parameter`'s face hand its gradients to `sink`, and its gradient pass the hooks that users put on the
+/// host parameter. Both have to outlive the face's use; clear_gradient_hooks() ends it.
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink);
+void clear_gradient_hooks(HostParameter& parameter);
+
+}  // namespace hydra

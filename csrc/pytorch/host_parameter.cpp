@@ -1,0 +1,126 @@
+#include "csrc/pytorch/host_parameter.h"
+
+#include <c10/core/impl/COW.h>
+
+#include <cstring>
+
+namespace hydra {
+
+namespace {
+
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kLines = 16;
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t word) noexcept {
+  hash ^= word;
+  hash *= 0x9e3779b97f4a7c15ULL;
+  return hash ^ (hash >> 29);
+}
+
+std::uint64_t hash_line(std::uint64_t hash, const std::byte* line, std::size_t bytes) noexcept {
+  for (std::size_t i = 0; i < bytes; i += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, line + i, std::min<std::size_t>(8, bytes - i));
+    hash = mix(hash, word);
+  }
+  return hash;
+}
+
+/// Samples evenly spaced cache lines, first and last among them; all bytes of small tensors.
+std::uint64_t fingerprint(const std::byte* data, std::size_t bytes) noexcept {
+  if (bytes <= kLine * kLines) {
+    return hash_line(bytes, data, bytes);
+  }
+  std::uint64_t hash = bytes;
+  for (std::size_t i = 0; i < kLines; ++i) {
+    hash = hash_line(hash, data + (bytes - kLine) / (kLines - 1) * i, kLine);
+  }
+  return hash;
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  return std::string(c10::toString(tensor.scalar_type())) + c10::str(tensor.sizes());
+}
+
+}  // namespace
+
+std::byte* HostParameter::host_data() const {
+  auto* storage = host.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return static_cast<std::byte*>(storage->_mutable_data_ptr_no_checks().get()) +
+         host.storage_offset() * static_cast<std::int64_t>(host.itemsize());
+}
+
+std::string HostParameter::mismatch() const {
+  if (!host.device().is_cpu()) {
+    return "'" + name + "' is on " + host.device().str();
+  }
+  if (host.sizes() != face.sizes() || host.strides() != face.strides()) {
+    return "'" + name + "' is " + shape_of(host) + ", was " + shape_of(face) + ", or has other strides";
+  }
+  return {};
+}
+
+bool HostParameter::changed_since_seen() {
+  const auto version = static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
+  if (version != version_seen) {
+    face.unsafeGetTensorImpl()->bump_version();  // any difference is what autograd looks for
+    return true;
+  }
+  const std::byte* data = host_data();
+  return data != data_seen || fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
+}
+
+void HostParameter::note_seen() {
+  version_seen = static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
+  data_seen = host_data();
+  fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
+}
+
+at::Tensor HostParameter::gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena) {
+  const Bytes bytes = gradient.numel() * static_cast<std::int64_t>(host.itemsize());
+  if (!gradient_storage || gradient_storage.use_count() > 1 ||
+      gradient_storage.nbytes() < static_cast<std::size_t>(bytes)) {
+    gradient_storage = storage_in(std::make_shared<ArenaRegion>(arena, bytes), 0, bytes);
+  }
+  at::Tensor buffer = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(gradient_storage), c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
+  buffer.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
+  return buffer;
+}
+
+std::string why_not_pageable(const at::Tensor& host) {
+  if (host.is_meta()) {
+    return "is on the meta device and has no bytes; materialise it first";
+  }
+  if (host.layout() != at::kStrided) {
+    return "is " + c10::str(host.layout()) + "; only dense parameters can be offloaded";
+  }
+  if (host.is_quantized()) {
+    return "is quantised; de-quantise it or keep it out of the model";
+  }
+  if (!host.device().is_cpu()) {
+    return "is on " + host.device().str() + "; build the model on the CPU";
+  }
+  if (!host.unsafeGetTensorImpl()->has_storage() || host.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return "is a tensor subclass without plain storage; only plain dense parameters can be offloaded";
+  }
+  if (!host.is_non_overlapping_and_dense()) {
+    return "has strides that overlap or leave gaps; replace it by its .contiguous() copy";
+  }
+  return {};
+}
+
+bool adopt_into(const at::Tensor& host, const ArenaRegionPtr& region, Bytes offset) {
+  const c10::Storage& storage = host.unsafeGetTensorImpl()->unsafe_storage();
+  const bool sole = storage.use_count() == 1 && host.storage_offset() == 0 &&
+                    storage.nbytes() == static_cast<std::size_t>(host.nbytes());
+  c10::StorageImpl* implementation = storage.unsafeGetStorageImpl();
+  if (!sole || !implementation->resizable() || c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {
+    return false;
+  }
+  std::memcpy(region->data() + offset, storage.data(), static_cast<std::size_t>(host.nbytes()));
+  implementation->set_data_ptr_noswap(data_pointer_into(region, offset));
+  return true;
+}
+
+}  // namespace hydra

@@ -1,0 +1,55 @@
+// A host parameter and its device face: the user's own CPU Parameter, which stays the truth, and the paged
+// leaf that the forward sees.
+//
+// The pair watches for changes of the host's bytes: by version counter, by address, and by a fingerprint of
+// sampled cache lines for writers that bump no version (`.data`, numpy). A change that the version counter
+// shows is passed on to the face's counter, so that autograd raises for a saved face what it would raise for
+// a saved host parameter.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "csrc/pytorch/arena_region.h"
+#include "csrc/pytorch/page.h"
+
+namespace hydra {
+
+struct HostParameter {
+  std::string name;
+  at::Tensor host;
+  at::Tensor face;
+  PagePtr page;
+  bool adopted = false;  // the host's bytes lie in the arena
+
+  // What the host was when its bytes were last known to be those of the face.
+  std::uint32_t version_seen = 0;
+  const void* data_seen = nullptr;
+  std::uint64_t fingerprint_seen = 0;
+
+  c10::Storage gradient_storage;  // kept for reuse; somebody else holds it while its count is above one
+
+  Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
+  Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
+  std::byte* host_data() const;
+  bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
+
+  /// Empty when the host still is what the face was made for (dtype, shape, strides, device), else what differs.
+  std::string mismatch() const;
+  /// Whether the host's bytes changed since note_seen(); passes version bumps on to the face.
+  bool changed_since_seen();
+  void note_seen();
+  /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if nobody else holds it,
+  /// else in fresh memory of `arena`.
+  at::Tensor gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena);
+};
+
+/// Whether the parameter can be paged; empty if so, else the reason.
+std::string why_not_pageable(const at::Tensor& host);
+
+/// Moves the host's bytes to `offset` in `region`, under the storage it has, so that every alias follows.
+/// False (and nothing changed) when others share the storage and may hold raw pointers into it.
+bool adopt_into(const at::Tensor& host, const ArenaRegionPtr& region, Bytes offset);
+
+}  // namespace hydra

@@ -1,0 +1,310 @@
+#include "csrc/pytorch/paged_model.h"
+
+#include "csrc/base/errors.h"
+#include "csrc/memory/limited_resource.h"
+#include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/error_bridge.h"
+#include "csrc/pytorch/fault_path.h"
+#include "csrc/pytorch/gil.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
+                       const PagedModelOptions& options)
+    : backend_(std::move(backend)),
+      arena_(std::move(arena)),
+      options_(options),
+      account_(std::make_shared<Account>(options.budget)),
+      tracked_(std::make_unique<TrackedResource>(backend_->slots())),
+      slots_(std::make_unique<LimitedResource>(*tracked_, account_->ledger(), MemoryClass::kWeights)),
+      pager_(std::make_unique<Pager>(*backend_, *slots_, account_->ledger())),
+      sink_(std::make_unique<AccumulatingSink>(*backend_, arena_)) {
+  register_fault_path();
+  sink_->set_transfer_dtype(options.gradient_dtype);
+  sink_->set_bound(options.gradient_bound);
+  pager_->set_fault_path(options.fault_path);
+  pager_->set_reliever([this] { return sink_->relieve(); });
+  account_->open(
+      [this] {
+        const ReleaseGilIfHeld released;
+        return pager_->evict_one(/*may_wait=*/true);
+      },
+      [this] { return explain(); });
+}
+
+PagedModel::~PagedModel() { close(); }
+
+std::int32_t PagedModel::add_block(std::string name,
+                                   const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
+  std::vector<HostParameter*> members;
+  for (const auto& [parameter_name, host] : parameters) {
+    auto parameter = std::make_unique<HostParameter>();
+    parameter->name = parameter_name;
+    parameter->host = host;
+    parameter->page = c10::make_intrusive<Page>();
+    parameter->page->name = parameter_name;
+    parameter->page->device = options_.device;
+    parameter->page->block = static_cast<std::int32_t>(pager_->blocks());
+    parameter->page->owner = weak_from_this();
+    const bool casts = options_.face_dtype && at::isFloatingType(host.scalar_type());
+    parameter->face =
+        make_paged_tensor(parameter->page, host, casts ? *options_.face_dtype : host.scalar_type());
+    parameter->face.set_requires_grad(host.requires_grad());
+    install_gradient_hooks(*parameter, *sink_);
+    members.push_back(parameter.get());
+    parameters_.push_back(std::move(parameter));
+  }
+  auto backing = std::make_unique<BlockBacking>(std::move(members), arena_);
+  backings_.push_back(backing.get());
+  block_names_.push_back(name);
+  const Bytes bytes = backing->slot_bytes();
+  const BlockKey key{static_cast<std::int32_t>(pager_->blocks()), 0};
+  return pager_->add_block(key, std::move(name), bytes, std::move(backing));
+}
+
+std::vector<at::Tensor> PagedModel::faces() const {
+  std::vector<at::Tensor> faces;
+  for (const auto& parameter : parameters_) {
+    faces.push_back(parameter->face);
+  }
+  return faces;
+}
+
+// ---- the window -------------------------------------------------------------------------------
+
+void PagedModel::enter(WindowToken& token, PassKind kind) {
+  HYDRA_EXPECT(!closed_, StateError, "the offload context of this model has ended");
+  std::unique_lock gate(gate_, std::defer_lock);
+  {
+    const py::gil_scoped_release released;
+    gate.lock();
+  }
+  const Window::Depths before = window_.enter();
+  token = {true, before.thread, exchange_thread_account(account_), kind};
+  if (before.total == 0) {
+    try {
+      open_window(kind);
+    } catch (...) {  // re-raised: nobody is inside
+      window_.exit_to(before.thread);
+      exchange_thread_account(token.account);
+      token.entered = false;
+      throw;
+    }
+  }
+}
+
+void PagedModel::open_window(PassKind kind) {
+  const std::string changes = window_.changes();
+  HYDRA_EXPECT(changes.empty(), ModelChanged,
+               "the model changed inside its offload context: " + changes +
+                   ". Leave the context, change the model, and enter it again");
+  open_kind_ = kind;
+  {
+    const py::gil_scoped_release released;
+    synchronise_hosts();
+    if (options_.poison_hosts) {
+      for (BlockBacking* backing : backings_) {
+        backing->conceal();
+      }
+    }
+  }
+  window_.show_device();
+  const py::gil_scoped_release released;
+  pager_->begin_pass(kind);
+}
+
+void PagedModel::synchronise_hosts() {
+  const bool all_stale = all_stale_.exchange(false);
+  std::string mismatches;
+  for (std::size_t block = 0; block < backings_.size(); ++block) {
+    bool stale = false;
+    for (HostParameter* parameter : backings_[block]->parameters()) {
+      const std::string mismatch = parameter->mismatch();
+      if (!mismatch.empty()) {
+        mismatches += (mismatches.empty() ? "" : "; ") + mismatch;
+        continue;
+      }
+      if (parameter->face.requires_grad() != parameter->host.requires_grad()) {
+        parameter->face.set_requires_grad(parameter->host.requires_grad());
+      }
+      if (parameter->changed_since_seen() || all_stale) {
+        parameter->note_seen();
+        stale = true;
+      }
+    }
+    if (stale) {
+      backings_[block]->host_changed();
+      pager_->invalidate(static_cast<std::int32_t>(block));
+    }
+  }
+  HYDRA_EXPECT(mismatches.empty(), ModelChanged,
+               "parameters changed inside the offload context: " + mismatches +
+                   ". Leave the context, change them, and enter it again");
+}
+
+void PagedModel::exit(WindowToken& token, bool failed) {
+  if (!std::exchange(token.entered, false)) {
+    return;
+  }
+  std::unique_lock gate(gate_, std::defer_lock);
+  {
+    const py::gil_scoped_release released;
+    gate.lock();
+  }
+  const bool last = window_.exit_to(token.thread_depth);
+  if (token.thread_depth == 0) {
+    // Backward ends what the forward began; a loss between the two belongs to the model that ran first.
+    const bool loss_follows = token.kind == PassKind::kForward && !failed;
+    const AccountPtr next = loss_follows && !token.account ? account_ : token.account;
+    exchange_thread_account(token.kind == PassKind::kBackward ? nullptr : next);
+  }
+  if (last) {
+    close_window(failed);
+  }
+}
+
+void PagedModel::close_window(bool failed) {
+  window_.show_host();
+  const py::gil_scoped_release released;
+  leave(exchange_backward_blocks({}));
+  pager_->end_pass(!failed);
+  std::exception_ptr error;
+  try {
+    write_back();
+    sink_->drain();
+  } catch (...) {  // re-raised below, once the hosts are as they were
+    error = std::current_exception();
+  }
+  for (BlockBacking* backing : backings_) {
+    backing->reveal();
+  }
+  if (error && !failed) {
+    std::rethrow_exception(error);
+  }
+}
+
+void PagedModel::write_back() {
+  const std::int64_t before = pager_->statistics().write_backs;
+  pager_->write_back_dirty();
+  if (pager_->statistics().write_backs == before) {
+    return;
+  }
+  for (const auto& parameter : parameters_) {
+    if (parameter->page->written) {
+      parameter->page->written = false;
+      parameter->host.unsafeGetTensorImpl()->bump_version();
+      parameter->version_seen =
+          static_cast<std::uint32_t>(parameter->host.unsafeGetTensorImpl()->version_counter().current_version());
+      all_stale_ = true;  // the fingerprint is taken anew at the next opening
+    }
+  }
+}
+
+// ---- blocks -----------------------------------------------------------------------------------
+
+void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind) {
+  if (window_.depths().thread == 0) {
+    enter(visit.window, kind);
+  }
+  const py::gil_scoped_release released;
+  arrive(blocks);
+  visit.blocks = blocks;
+}
+
+void PagedModel::end_visit(SiteVisit& visit, bool failed) {
+  {
+    const py::gil_scoped_release released;
+    leave(std::exchange(visit.blocks, {}));
+  }
+  exit(visit.window, failed);
+}
+
+void PagedModel::arrive(const BlockList& blocks) {
+  std::size_t arrived = 0;
+  try {
+    for (; arrived < blocks.size(); ++arrived) {
+      latest_block_ = blocks[arrived];
+      pager_->arrive(blocks[arrived]);
+    }
+  } catch (...) {  // re-raised: all or none
+    leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
+    rethrow_for_torch(explain());
+  }
+}
+
+void PagedModel::leave(const BlockList& blocks) noexcept {
+  for (const std::int32_t block : blocks) {
+    dropped_copies_ += derived_pages_.drop(block);
+    pager_->release(block, AcquireReason::kHook);
+  }
+}
+
+BlockList PagedModel::exchange_backward_blocks(BlockList next) {
+  const std::lock_guard lock(backward_mutex_);
+  return std::exchange(backward_blocks_, std::move(next));
+}
+
+void PagedModel::arrive_backward(const BlockList& blocks) {
+  if (closed_) {
+    return;
+  }
+  exchange_thread_account(account_);  // one backward may run through several models
+  leave(exchange_backward_blocks({}));
+  arrive(blocks);
+  leave(exchange_backward_blocks(blocks));
+}
+
+void PagedModel::refresh() { all_stale_ = true; }
+void PagedModel::note_optimizer_step() { all_stale_ = true; }
+
+void PagedModel::note_face_written(const Page& page) {
+  const auto& backing = *backings_[static_cast<std::size_t>(page.block)];
+  for (const HostParameter* parameter : backing.parameters()) {
+    if (parameter->page.get() == &page) {
+      TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
+                  "', whose device copy is ", parameter->face.scalar_type(), " and whose truth on the host is ",
+                  parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
+      parameter->page->written = true;
+    }
+  }
+  pager_->mark_dirty(page.block);
+}
+
+std::string PagedModel::explain() const {
+  const Ledger& ledger = account_->ledger();
+  const std::int32_t block = latest_block_;
+  const char* pass = open_kind_ == PassKind::kBackward ? "backward" : "forward";
+  return "While running " + std::string(pass) +
+         (block < 0 ? std::string() : " of block '" + block_names_[static_cast<std::size_t>(block)] + "'") +
+         ", the device held weights " + human_bytes(ledger.in_use(MemoryClass::kWeights)) + ", gradients " +
+         human_bytes(ledger.in_use(MemoryClass::kGradients)) + ", activations and workspace " +
+         human_bytes(ledger.in_use(MemoryClass::kActivations)) + ", buffers " +
+         human_bytes(ledger.in_use(MemoryClass::kBuffers)) + "; in slots: " + pager_->describe_residents() +
+         ". Nothing more can be moved out. Raise the budget, shrink the batch, or checkpoint activations "
+         "(torch.utils.checkpoint).";
+}
+
+Bytes PagedModel::foreign_bytes() const noexcept {
+  Bytes bytes = 0;
+  for (const BlockBacking* backing : backings_) {
+    bytes += backing->foreign_bytes();
+  }
+  return bytes;
+}
+
+void PagedModel::close() {
+  if (closed_.exchange(true)) {
+    return;
+  }
+  const ReleaseGilIfHeld released;
+  pager_->close();
+  account_->close();
+  for (const auto& parameter : parameters_) {
+    clear_gradient_hooks(*parameter);
+    withdraw(*parameter->page, "belonged to an offload context that has ended");
+  }
+}
+
+}  // namespace hydra

@@ -1,0 +1,142 @@
+// One model under one budget: its parameters' two faces, its blocks, its window and its gradients.
+//
+// The Python side decides what the blocks are and hooks modules; everything per tensor happens here. Life:
+// add_block() for every block, then windows, then close(). A window is what one thread's outermost forward or
+// backward opens and the last thread inside closes; passes, swaps and version checks happen at those edges.
+//
+// Threads: windows may be entered from any thread, one edge at a time (gate_). Calls marked "lock" need the
+// interpreter lock and release it while they wait; the others are made without it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/memory/tracked_resource.h"
+#include "csrc/paging/pager.h"
+#include "csrc/pytorch/account.h"
+#include "csrc/pytorch/block_backing.h"
+#include "csrc/pytorch/derived_page.h"
+#include "csrc/pytorch/gradient_sink.h"
+#include "csrc/pytorch/window.h"
+
+namespace hydra {
+
+using BlockList = std::vector<std::int32_t>;
+
+struct PagedModelOptions {
+  Bytes budget = 0;
+  c10::Device device = c10::Device(c10::kCPU);  // where faces live; cpu on the simulated device
+  std::optional<at::ScalarType> face_dtype;     // of floating-point faces; the host's unless set
+  std::optional<at::ScalarType> gradient_dtype;
+  Bytes gradient_bound = 0;
+  bool poison_hosts = false;
+  bool fault_path = true;
+};
+
+/// What a thread takes into a window and gives back on leaving it. It knows whether the window was entered, so
+/// that the caller can make it first and leave in a `finally`, wherever an interrupt arrives.
+struct WindowToken {
+  bool entered = false;
+  std::int64_t thread_depth = 0;
+  AccountPtr account;  // the thread's before
+  PassKind kind = PassKind::kForward;
+};
+
+/// One call of a module that uses blocks; a window of its own if its thread is inside none.
+struct SiteVisit {
+  WindowToken window;
+  BlockList blocks;  // those pinned
+};
+
+class PagedModel : public std::enable_shared_from_this<PagedModel> {
+ public:
+  PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
+             const PagedModelOptions& options);
+  ~PagedModel();
+  PagedModel(const PagedModel&) = delete;
+  PagedModel& operator=(const PagedModel&) = delete;
+
+  /// Makes faces for the parameters and moves their bytes into the arena. Returns the block's number.
+  std::int32_t add_block(std::string name, const std::vector<std::pair<std::string, at::Tensor>>& parameters);
+  /// Faces in the order parameters were added.
+  std::vector<at::Tensor> faces() const;
+  Window& window() noexcept { return window_; }
+  Pager& pager() noexcept { return *pager_; }
+
+  /// Lock. Opens the window if nobody is inside.
+  void enter(WindowToken& token, PassKind kind);
+  /// Lock. Restores the depth the thread had at enter(); closes the window when the last thread leaves. After a
+  /// forward that did not fail, what the thread allocates still belongs to this model (the loss), until backward
+  /// ends. Throws what went wrong on the lanes, unless `failed` says that another error is on its way. Does
+  /// nothing with a token that entered no window.
+  void exit(WindowToken& token, bool failed);
+
+  /// Lock. A module that uses these blocks is called, returns. All blocks or none.
+  void begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind);
+  void end_visit(SiteVisit& visit, bool failed);
+  /// Backward has reached these blocks: those before are unpinned, these pinned, until the window closes or
+  /// the next ones are reached. Nothing happens after close().
+  void arrive_backward(const BlockList& blocks);
+
+  /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
+  void refresh();
+  /// The optimizer has written: everything trainable is stale.
+  void note_optimizer_step();
+  void note_face_written(const Page& page);
+
+  /// Ends it all: lanes drained, slots given back, faces absent for ever. Idempotent.
+  void close();
+
+  /// Where the run is, what the device holds, and what to change: the second half of an out-of-memory message.
+  std::string explain() const;
+  DerivedPages& derived_pages() noexcept { return derived_pages_; }
+  Account& account() noexcept { return *account_; }
+  AccumulatingSink& sink() noexcept { return *sink_; }
+  const HostArena& arena() const noexcept { return *arena_; }
+  DeviceBackend& backend() noexcept { return *backend_; }
+  /// Bytes of parameters that could not be moved into the arena.
+  Bytes foreign_bytes() const noexcept;
+  /// Low-precision copies that were dropped, to be cast anew.
+  std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
+  ResourceStatistics slot_statistics() const noexcept { return tracked_->statistics(); }
+  bool window_open() const { return window_.depths().total > 0; }
+
+ private:
+  void arrive(const BlockList& blocks);
+  void leave(const BlockList& blocks) noexcept;
+  void open_window(PassKind kind);
+  void close_window(bool failed);
+  void synchronise_hosts();
+  void write_back();
+  BlockList exchange_backward_blocks(BlockList next);
+
+  std::shared_ptr<DeviceBackend> backend_;
+  std::shared_ptr<HostArena> arena_;
+  PagedModelOptions options_;
+  AccountPtr account_;
+  std::unique_ptr<TrackedResource> tracked_;
+  std::unique_ptr<Resource> slots_;
+  std::vector<std::unique_ptr<HostParameter>> parameters_;
+  std::vector<BlockBacking*> backings_;  // owned by the pager
+  std::vector<std::string> block_names_;
+  std::unique_ptr<Pager> pager_;
+  std::unique_ptr<AccumulatingSink> sink_;
+  DerivedPages derived_pages_;
+  Window window_;
+
+  std::mutex gate_;
+  std::mutex backward_mutex_;
+  BlockList backward_blocks_;
+  std::atomic<std::int32_t> latest_block_{-1};
+  std::atomic<std::int64_t> dropped_copies_{0};
+  std::atomic<bool> all_stale_{false};
+  std::atomic<bool> closed_{false};
+  PassKind open_kind_ = PassKind::kForward;
+};
+
+}  // namespace hydra

@@ -1,0 +1,67 @@
+// The compute order of a simulated device in its asynchronous mode: kernels that end late, in the order of
+// their calls, on one thread.
+//
+// A position is the number of kernels up to there. Besides what has ended the lane knows what was *seen* to
+// have ended, by anybody who waited for a fence or asked one with success. Fences may outlive the lane, whose
+// destructor drains. Thread-safe.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "csrc/transfer/fence.h"
+
+namespace hydra {
+
+class FaultInjector;
+
+class ComputeLane {
+ public:
+  using Position = std::int64_t;
+
+  /// `faults` may be null.
+  ComputeLane(double longest_delay_seconds, std::uint64_t seed, std::shared_ptr<FaultInjector> faults);
+  ComputeLane(const ComputeLane&) = delete;
+  ComputeLane& operator=(const ComputeLane&) = delete;
+  ~ComputeLane();
+
+  /// Runs `kernel` (which must not throw and may be empty) after a random delay. Its position.
+  Position enqueue(std::function<void()> kernel);
+  /// Behind every kernel so far.
+  FencePtr record();
+  /// Blocks until every kernel so far has ended, and has seen it.
+  void drain() noexcept;
+  /// The last position that anybody has seen reached.
+  Position seen() const noexcept;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Kernel {
+    std::function<void()> function;
+    Clock::time_point not_before;
+  };
+  struct Progress;
+  class PositionFence;
+
+  void run() noexcept;
+
+  const std::shared_ptr<Progress> progress_;
+  const std::shared_ptr<FaultInjector> faults_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Kernel> queue_;
+  Position enqueued_ = 0;
+  bool stopping_ = false;
+  std::mt19937_64 random_;
+  std::uniform_real_distribution<double> delay_seconds_;
+  std::thread thread_;
+};
+
+}  // namespace hydra

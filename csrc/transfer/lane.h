@@ -1,0 +1,74 @@
+// One direction of transfer, served in order within a priority class.
+//
+// A job moves segments, in pieces small enough that a more urgent job gets its turn between two of them.
+// `before`, then the wait for the fences, then the pieces, then `after`. The two functions run on the
+// lane's own host thread, outside every lock of the core: casts into staging, sums into a host gradient.
+// An exception from either fails the ticket, as a failed copy does; what would have come later is left out,
+// and the lane goes on with the next job.
+// Source and destination have to live until the ticket has finished: the job may own them through its
+// functions, which are destroyed before the ticket ends.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "csrc/base/types.h"
+#include "csrc/transfer/fence.h"
+#include "csrc/transfer/ticket.h"
+
+namespace hydra {
+
+/// Served in this order.
+enum class Priority : std::uint8_t { kFault, kGradient, kPrefetch };
+
+struct Segment {
+  void* destination = nullptr;
+  const void* source = nullptr;
+  Bytes bytes = 0;
+};
+
+struct Job {
+  std::vector<Segment> segments;
+  Priority priority = Priority::kPrefetch;
+  /// Reached before the first byte moves. Null entries are allowed.
+  std::vector<FencePtr> fences;
+  std::function<void()> before;
+  std::function<void()> after;
+
+  Bytes bytes() const noexcept {
+    Bytes sum = 0;
+    for (const Segment& segment : segments) {
+      sum += segment.bytes;
+    }
+    return sum;
+  }
+};
+
+/// Counted where the bytes are copied. `jobs` are those that ended, failed ones included; `busy_seconds` is
+/// the time bytes were moving.
+struct LaneStatistics {
+  Bytes bytes = 0;
+  std::int64_t jobs = 0;
+  std::int64_t failures = 0;
+  double busy_seconds = 0.0;
+};
+
+class Lane {
+ public:
+  Lane() = default;
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+  /// Drains.
+  virtual ~Lane() = default;
+
+  /// Never blocks on the transfer itself. Throws StateError for a segment without memory, and once the lane
+  /// is being destroyed (a job's function may still try).
+  virtual TicketPtr submit(Job job) = 0;
+  /// Blocks until everything submitted before this call has finished, whatever the outcome. Never call it
+  /// from a job's function.
+  virtual void drain() noexcept = 0;
+  virtual LaneStatistics statistics() const noexcept = 0;
+};
+
+}  // namespace hydra

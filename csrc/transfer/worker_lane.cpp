@@ -1,0 +1,170 @@
+#include "csrc/transfer/worker_lane.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "csrc/base/errors.h"
+
+namespace hydra {
+namespace {
+
+void check(const Job& job) {
+  for (const Segment& segment : job.segments) {
+    const bool has_memory = segment.destination != nullptr && segment.source != nullptr;
+    HYDRA_EXPECT(
+        segment.bytes == 0 || (segment.bytes > 0 && has_memory), StateError,
+        "a segment of " + std::to_string(segment.bytes) + " bytes lacks its source, its destination or a valid size");
+  }
+}
+
+}  // namespace
+
+TicketPtr WorkerLane::submit(Job job) {
+  check(job);
+  Pending pending;
+  pending.ticket = std::make_shared<Ticket>(job.bytes());
+  pending.submitted = Clock::now();
+  TicketPtr ticket = pending.ticket;
+  Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
+  pending.job = std::move(job);
+  const std::lock_guard lock(mutex_);
+  HYDRA_EXPECT(!stopping_, StateError, "this lane is being closed and takes no more jobs");
+  pending.sequence = submitted_ + 1;
+  queue.push_back(std::move(pending));
+  ++submitted_;
+  changed_.notify_all();
+  return ticket;
+}
+
+void WorkerLane::drain() noexcept {
+  std::unique_lock lock(mutex_);
+  const std::int64_t last = submitted_;
+  changed_.wait(lock, [this, last] {
+    return std::ranges::all_of(queues_,
+                               [last](const Queue& queue) { return queue.empty() || queue.front().sequence > last; });
+  });
+}
+
+LaneStatistics WorkerLane::statistics() const noexcept {
+  const std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+void WorkerLane::start() {
+  thread_ = std::thread([this] { run(); });
+}
+
+void WorkerLane::stop() noexcept {
+  if (!thread_.joinable()) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void WorkerLane::run() noexcept {
+  on_thread_start();
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    Queue* queue = nullptr;
+    changed_.wait(lock, [this, &queue] {
+      queue = next_queue();
+      return queue != nullptr || stopping_;
+    });
+    if (queue == nullptr) {
+      return;
+    }
+    // Stays valid without the lock: others only append, and a deque keeps its elements in place then.
+    Pending& pending = queue->front();
+    lock.unlock();
+    bool ended = true;
+    std::exception_ptr error;
+    try {
+      ended = advance(pending);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (ended) {
+      finish(pending, std::move(error));
+    }
+    lock.lock();
+    if (ended) {
+      queue->pop_front();
+      changed_.notify_all();
+    }
+  }
+}
+
+WorkerLane::Queue* WorkerLane::next_queue() noexcept {
+  const auto found = std::ranges::find_if(queues_, [](const Queue& queue) { return !queue.empty(); });
+  return found == queues_.end() ? nullptr : &*found;
+}
+
+bool WorkerLane::advance(Pending& pending) {
+  if (!pending.begun) {
+    pending.begun = true;
+    run_host_function(pending.job.before);
+    runnable_since_ = std::max(pending.submitted, host_function_end_);
+    begin(pending.job);
+  } else {
+    runnable_since_ = std::max(pending.submitted, host_function_end_);
+    move_next_piece(pending);
+  }
+  const std::vector<Segment>& segments = pending.job.segments;
+  while (pending.segment < segments.size() && pending.offset == segments[pending.segment].bytes) {
+    ++pending.segment;
+    pending.offset = 0;
+  }
+  if (pending.segment < segments.size()) {
+    return false;
+  }
+  run_host_function(pending.job.after);
+  return true;
+}
+
+void WorkerLane::move_next_piece(Pending& pending) {
+  const Segment& segment = pending.job.segments[pending.segment];
+  const Segment piece{.destination = static_cast<char*>(segment.destination) + pending.offset,
+                      .source = static_cast<const char*>(segment.source) + pending.offset,
+                      .bytes = std::min(kPieceBytes, segment.bytes - pending.offset)};
+  const double seconds = move(piece);
+  pending.offset += piece.bytes;
+  pending.seconds += seconds;
+  const std::lock_guard lock(mutex_);
+  statistics_.bytes += piece.bytes;
+  statistics_.busy_seconds += seconds;
+}
+
+void WorkerLane::run_host_function(const std::function<void()>& function) {
+  if (!function) {
+    return;
+  }
+  // On a failure too: the lane was held up all the same.
+  struct Stamp {
+    Clock::time_point& end;
+    ~Stamp() { end = Clock::now(); }
+  } const stamp{host_function_end_};
+  function();
+}
+
+void WorkerLane::finish(Pending& pending, std::exception_ptr error) noexcept {
+  // What the job owns goes first: whoever waits for the ticket may count on it.
+  pending.job = Job{};
+  {
+    const std::lock_guard lock(mutex_);
+    ++statistics_.jobs;
+    statistics_.failures += error ? 1 : 0;
+  }
+  if (error) {
+    pending.ticket->fail(std::move(error));
+  } else {
+    pending.ticket->complete(pending.seconds);
+  }
+  pending.ticket.reset();
+}
+
+}  // namespace hydra

@@ -1,0 +1,87 @@
+// A lane with a thread of its own: the queue, its priorities and the bookkeeping; how bytes move is left to
+// a subclass.
+//
+// Order: the most urgent class first, first come first served within a class. Between two pieces of a job a
+// more urgent one may run; a job's own pieces stay in order.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "csrc/transfer/lane.h"
+
+namespace hydra {
+
+class WorkerLane : public Lane {
+ public:
+  static constexpr Bytes kPieceBytes = 16 * kMiB;
+
+  TicketPtr submit(Job job) final;
+  void drain() noexcept final;
+  LaneStatistics statistics() const noexcept final;
+
+ protected:
+  using Clock = std::chrono::steady_clock;
+
+  WorkerLane() = default;
+  /// Subclasses call start() at the end of construction and stop() first thing in their destructor, since
+  /// the thread calls their virtual functions. stop() drains.
+  void start();
+  void stop() noexcept;
+
+  /// Runs once on the worker before the first job (device, priority, name). Must not throw.
+  virtual void on_thread_start() {}
+  /// Before the first byte of a job: wait for its fences. May throw.
+  virtual void begin(Job& job) = 0;
+  /// Moves one piece, 1 to kPieceBytes long, and returns when the bytes are there: the seconds it took.
+  /// May throw.
+  virtual double move(const Segment& piece) = 0;
+
+  /// Inside begin() and move(): since when nothing but this lane's own transfers has held the job up, that
+  /// is, its submission or the end of the last host function here. Lets a model of a link take up a late
+  /// wake-up of this thread without running ahead of what was asked.
+  Clock::time_point runnable_since() const noexcept { return runnable_since_; }
+
+ private:
+  struct Pending {
+    Job job;
+    TicketPtr ticket;
+    std::int64_t sequence = 0;
+    Clock::time_point submitted;
+    std::size_t segment = 0;
+    Bytes offset = 0;
+    bool begun = false;
+    double seconds = 0.0;
+  };
+  using Queue = std::deque<Pending>;
+
+  void run() noexcept;
+  /// The queue of the most urgent job, or null. Under the mutex.
+  Queue* next_queue() noexcept;
+  /// One step of one job: its begin or one piece. True when the job has ended.
+  bool advance(Pending& pending);
+  void move_next_piece(Pending& pending);
+  void run_host_function(const std::function<void()>& function);
+  void finish(Pending& pending, std::exception_ptr error) noexcept;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  /// By priority. A job stays at the front of its queue until its ticket has ended, so the fronts are the
+  /// oldest unfinished jobs of their classes. Only the worker pops.
+  std::array<Queue, 3> queues_;
+  std::int64_t submitted_ = 0;
+  bool stopping_ = false;
+  LaneStatistics statistics_;
+
+  // The worker's own.
+  Clock::time_point host_function_end_;
+  Clock::time_point runnable_since_;
+
+  std::thread thread_;
+};
+
+}  // namespace hydra

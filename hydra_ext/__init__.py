@@ -1,0 +1,30 @@
+"""Train models bigger than the GPU."""
+
+import sys
+
+from hydra_ext import _guard
+
+if (_problem := _guard.load_extension()) is not None:
+    if not _guard.doctor_was_asked_for():
+        raise ImportError(_problem)
+    from hydra_ext.cli import main
+
+    sys.exit(main.run(sys.argv[1:]))
+
+from hydra_ext import _build_info
+from hydra_ext.offload import offload
+from hydra_ext.policy import Checks, SimulatedDevice
+from hydra_ext.runtime.report import Report
+from hydra_ext.runtime.run import Run
+
+# ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
+__all__ = [
+    "Checks",
+    "Report",
+    "Run",
+    "SimulatedDevice",
+    "__version__",
+    "offload",
+]
+
+__version__ = _build_info.VERSION

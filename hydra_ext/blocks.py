@@ -1,0 +1,138 @@
+"""Blocks: which parameters move together, and which modules announce their use.
+
+A *block* is a set of parameters; a *site* is a module whose call uses blocks. Both are found for any
+:class:`torch.nn.Module` by size alone: a module becomes one block when it is small enough against the whole model
+and is called as a module; else its own parameters form a block and its children are looked at one by one. A
+parameter that several modules share belongs to the first and is a use of its block at every one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hydra_ext.errors import UnsupportedModel
+
+# Containers whose own __call__ never runs: their parents call the elements, or read the parameters.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Parameters that move together, by their names in the model."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for _, parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module whose forward uses the blocks with these indices."""
+
+    name: str
+    module: nn.Module
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class Layout:
+    """Every parameter with elements in exactly one block, and a site for every module that uses one."""
+
+    blocks: list[Block] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+
+
+def discover(model: nn.Module, *, largest_bytes: int, modules: Sequence[nn.Module | str] | None = None) -> Layout:
+    """Splits a model into blocks of at most ``largest_bytes`` each, where its modules allow it.
+
+    Args:
+        model: any module.
+        largest_bytes: a module with more bytes of parameters than this is looked into.
+        modules: modules (or their names) to take as blocks whatever their size; the rest is found as usual.
+
+    Raises:
+        UnsupportedModel: ``modules`` names what the model does not have, or one inside another.
+    """
+    finder = _Finder(model, largest_bytes, _chosen(model, modules or ()))
+    finder.visit("", model)
+    return finder.layout()
+
+
+def _chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Module]:
+    by_name = dict(model.named_modules())
+    chosen: set[nn.Module] = set()
+    for wanted in modules:
+        module = by_name.get(wanted) if isinstance(wanted, str) else wanted
+        if module is None or all(module is not known for known in by_name.values()):
+            raise UnsupportedModel(f"blocks={wanted!r} is not a module of {type(model).__name__}: name one of its modules")
+        chosen.add(module)
+    for outer in chosen:
+        for inner in outer.modules():
+            if inner is not outer and inner in chosen:
+                raise UnsupportedModel(
+                    f"blocks: a {type(inner).__name__} lies inside a {type(outer).__name__} that is a block too; "
+                    "name one of the two"
+                )
+    return chosen
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, largest_bytes: int, chosen: set[nn.Module]) -> None:
+        self._largest = largest_bytes
+        self._chosen = chosen
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._block_of: dict[nn.Parameter, int] = {}
+        self._blocks: list[Block] = []
+        self._users: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
+        self._seen: set[nn.Module] = set()
+
+    def layout(self) -> Layout:
+        layout = Layout(blocks=self._blocks)
+        for name, module, parameters in self._users:
+            blocks = tuple(dict.fromkeys(self._block_of[parameter] for parameter in parameters))
+            layout.sites.append(Site(name=name, module=module, blocks=blocks))
+        return layout
+
+    def visit(self, name: str, module: nn.Module) -> None:
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        parameters = [parameter for parameter in module.parameters() if parameter.numel() > 0]
+        if not parameters:
+            return
+        whole = module in self._chosen or sum(p.nbytes for p in parameters) <= self._largest
+        if whole and not isinstance(module, _CONTAINERS):
+            self._seen.update(module.modules())
+            self._use(name, module, parameters)
+            return
+        own = [p for p in module._parameters.values() if p is not None and p.numel() > 0]
+        own += _read_by_parent(module)
+        if own:
+            self._use(name, module, own)
+        for child_name, child in module.named_children():
+            if not isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+                self.visit(f"{name}.{child_name}" if name else child_name, child)
+
+    def _use(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        unique = list(dict.fromkeys(parameters))
+        new = [parameter for parameter in unique if parameter not in self._block_of]
+        if new:
+            index = len(self._blocks)
+            self._blocks.append(Block(name or "(root)", tuple((self._names[p], p) for p in new)))
+            self._block_of.update(dict.fromkeys(new, index))
+        self._users.append((name, module, unique))
+
+
+def _read_by_parent(module: nn.Module) -> list[nn.Parameter]:
+    found: list[nn.Parameter] = []
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            found += [p for p in child.parameters() if isinstance(p, torch.Tensor) and p.numel() > 0]
+    return found

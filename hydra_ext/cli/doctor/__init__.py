@@ -1,0 +1,36 @@
+"""`python -m hydra_ext doctor`: what is installed, what will work here and what will not."""
+
+from __future__ import annotations
+
+import argparse
+
+from hydra_ext.cli.doctor import build, device, host
+from hydra_ext.cli.doctor.report import Report, to_json, to_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if what is needed works, warnings or not; 1 if something that is needed fails."""
+    report = examine()
+    print(to_json(report) if options.json else to_text(report))
+    return report.exit_code
+
+
+def examine() -> Report:
+    built = build.collect()
+    machine = host.collect()
+    accelerator = device.collect()
+    sections = {
+        "build": build.section(built),
+        "host": host.section(machine),
+        "device": device.section(accelerator),
+    }
+    found = [
+        *build.checks(built),
+        *host.checks(machine),
+        *device.checks(accelerator, built.built_cuda, machine.memlock_limit_bytes),
+    ]
+    return Report(sections, found)

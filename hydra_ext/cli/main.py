@@ -1,0 +1,45 @@
+"""Verbs and their parser.
+
+A verb is a module with `add_arguments(parser)` and `run(options) -> exit code`. It is imported only when it is the one
+asked for: `doctor` has to run where nothing else can be imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+
+class Verb(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def run(self, options: argparse.Namespace) -> int: ...
+
+
+class Entry(NamedTuple):
+    module: str
+    summary: str
+
+
+VERBS = {
+    "doctor": Entry("hydra_ext.cli.doctor", "say what is installed, what will work here and what will not"),
+}
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb; the exit code. `arguments` default to those of the process."""
+    parser = argparse.ArgumentParser(prog="python -m hydra_ext", description="Train models bigger than the GPU.")
+    lines = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in VERBS.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"verbs:\n{lines}\n\n`python -m hydra_ext VERB --help` says more."
+    parser.add_argument("verb", choices=list(VERBS), metavar="VERB")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+
+    verb = cast(Verb, importlib.import_module(VERBS[chosen.verb].module))
+    verb_parser = argparse.ArgumentParser(
+        prog=f"python -m hydra_ext {chosen.verb}", description=VERBS[chosen.verb].summary.capitalize() + "."
+    )
+    verb.add_arguments(verb_parser)
+    return verb.run(verb_parser.parse_args(chosen.rest))

@@ -1,0 +1,55 @@
+"""The errors of hydra_ext: each says what was asked, what was there, and what to do.
+
+One tree under :class:`HydraError`. Running out of device memory is not in it: it is ``torch.OutOfMemoryError``, as
+with plain PyTorch, with our explanation appended.
+"""
+
+from __future__ import annotations
+
+
+class HydraError(Exception):
+    """Base of all errors of hydra_ext."""
+
+
+class InvalidBudget(HydraError, ValueError):
+    """A budget that is not a positive number of bytes, nor a text such as ``"8GiB"``."""
+
+
+class BudgetTooSmall(HydraError, ValueError):
+    """The budget cannot hold the largest block. Raised when wrapping, before anything is changed.
+
+    Attributes:
+        block: name of the largest block.
+        block_bytes: device bytes it takes.
+        smallest_budget: the smallest budget, in bytes, that can be entered at all; activations come on top.
+    """
+
+    def __init__(self, message: str, *, block: str, block_bytes: int, smallest_budget: int) -> None:
+        super().__init__(message)
+        self.block = block
+        self.block_bytes = block_bytes
+        self.smallest_budget = smallest_budget
+
+
+class UnsupportedModel(HydraError, ValueError):
+    """A model, a parameter or a combination that cannot be offloaded; the message names it and the way out."""
+
+
+class AlreadyOffloaded(HydraError, RuntimeError):
+    """The model, or a part of it, is inside another offload context."""
+
+
+class ModelChanged(HydraError, RuntimeError):
+    """The model's parameters or modules are no longer what the context was entered with."""
+
+
+class StateError(HydraError, RuntimeError):
+    """A call that the present state does not allow, for example after the context has ended."""
+
+
+class TransferError(HydraError, RuntimeError):
+    """A copy between device and host failed. The operation that needed it can be tried again."""
+
+
+class PageFaultError(HydraError, RuntimeError):
+    """An operation met an absent device parameter while the fault path is off."""

@@ -1,0 +1,151 @@
+"""``hydra_ext.offload``: trains, or evaluates, a model whose weights do not fit on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout, discover
+from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, StateError, UnsupportedModel
+from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
+from hydra_ext.runtime import root
+from hydra_ext.runtime.run import Run
+
+# A block is at most this part of the model, where modules allow it, and this part of the budget.
+_BLOCKS_PER_MODEL = 16
+_BLOCKS_PER_BUDGET = 4
+
+
+class offload:  # noqa: N801 - a verb: it is used as a function
+    """Keeps a model's weights on the host and brings each block to the device when it is needed.
+
+    Inside the context the training loop is what it was: parameters are ordinary CPU tensors to optimizers, clipping,
+    ``state_dict()``; forward and backward see device tensors. Losses, gradients and weights are bit for bit those of
+    plain PyTorch. After the context the model is a plain model again.
+
+    Args:
+        model: any module, on the CPU.
+        optimizer: the optimizer of its parameters, if it is trained.
+        budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
+        device: ``None`` takes CUDA if there is one, else a simulated device; or a :class:`SimulatedDevice`.
+        blocks: modules, or their names, that are to move as one; found by size unless given.
+        param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
+        grad_dtype: dtype in which gradients leave the device; their own unless given.
+        checks: switches for tests.
+
+    Raises:
+        InvalidBudget: the budget is no size.
+        BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
+        UnsupportedModel: the model has parameters that cannot be offloaded.
+        AlreadyOffloaded: the model, or a part of it, is inside another context.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        budget: int | str,
+        device: SimulatedDevice | None = None,
+        blocks: Sequence[nn.Module | str] | None = None,
+        param_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
+        checks: Checks | None = None,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._budget = parse_bytes(budget)
+        self._device = device or SimulatedDevice()
+        self._param_dtype = param_dtype
+        self._grad_dtype = grad_dtype
+        self._checks = checks or Checks()
+        self._run: Run | None = None
+        _refuse_unsupported(model)
+        self._layout = self._find_layout(blocks)
+        self._check_budget()
+
+    def _find_layout(self, blocks: Sequence[nn.Module | str] | None) -> Layout:
+        total = sum(_face_bytes(parameter, self._param_dtype) for parameter in self._model.parameters())
+        largest = min(total // _BLOCKS_PER_MODEL, self._budget // _BLOCKS_PER_BUDGET)
+        return discover(self._model, largest_bytes=largest, modules=blocks)
+
+    def _check_budget(self) -> None:
+        sizes = {block.name: _slot_bytes(block.parameters, self._param_dtype) for block in self._layout.blocks}
+        buffers = sum(buffer.nbytes for buffer in self._model.buffers())
+        name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+        smallest = size + buffers
+        if smallest > self._budget:
+            raise BudgetTooSmall(
+                f"budget={self._budget} cannot hold the largest block '{name}' of {_C.human_bytes(size)}"
+                + (f" beside buffers of {_C.human_bytes(buffers)}" if buffers else "")
+                + f": give at least {smallest} bytes, and room for activations on top, or name smaller blocks=",
+                block=name,
+                block_bytes=size,
+                smallest_budget=smallest,
+            )
+
+    def __enter__(self) -> Run:
+        if self._run is not None:
+            raise StateError("this offload context was entered before; make a new one")
+        _refuse_nested(self._model)
+        core = _C.PagedModel(
+            backend=_backend(self._device),
+            arena=_C.HostArena(),
+            budget=self._budget,
+            face_dtype=self._param_dtype,
+            gradient_dtype=self._grad_dtype,
+            poison_hosts=self._checks.poison_hosts,
+            fault_path=self._checks.fault_path,
+        )
+        for block in self._layout.blocks:
+            core.add_block(block.name, list(block.parameters))
+        self._run = Run(self._model, self._layout, core, budget=self._budget, device=torch.device("cpu"))
+        self._run.open(self._optimizer)
+        return self._run
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._run is not None:
+            self._run.close()
+
+
+def _backend(device: SimulatedDevice) -> _C.SimulatedDevice:
+    return _C.SimulatedDevice(
+        to_device_bytes_per_second=device.to_device_bytes_per_second or 0.0,
+        to_host_bytes_per_second=device.to_host_bytes_per_second or 0.0,
+        latency_seconds=device.latency_seconds,
+        poison=device.poison,
+        asynchronous=device.asynchronous,
+        seed=device.seed,
+    )
+
+
+def _face_bytes(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
+    itemsize = dtype.itemsize if dtype is not None and parameter.is_floating_point() else parameter.itemsize
+    return parameter.numel() * itemsize
+
+
+def _slot_bytes(parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> int:
+    alignment = _C.PAGE_ALIGNMENT
+    return sum(-(-_face_bytes(parameter, dtype) // alignment) * alignment for _, parameter in parameters)
+
+
+def _refuse_unsupported(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        reason = _C.why_not_pageable(parameter)
+        if reason:
+            raise UnsupportedModel(f"the parameter '{name}' {reason}")
+
+
+def _refuse_nested(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if root.is_swapped(module):
+            raise AlreadyOffloaded(f"'{name or type(model).__name__}' is inside another offload context; leave that first")
+        for parameter in module._parameters.values():
+            if parameter is not None and _C.is_face(parameter):
+                raise AlreadyOffloaded(f"'{name}' belongs to a model whose window is open; wrap it outside forward")

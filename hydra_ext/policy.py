@@ -1,0 +1,66 @@
+"""What can be chosen: frozen dataclasses and the text form of sizes. Knows neither torch nor the engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hydra_ext.errors import InvalidBudget
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes of a size: a whole number of bytes, or a text such as ``"8GiB"``, ``"512 MiB"``, ``"1.5GB"``.
+
+    Raises:
+        InvalidBudget: not a positive size.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise InvalidBudget(f"budget={size!r} is a {type(size).__name__}: give bytes as an int or a text such as '8GiB'")
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        unit = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or unit is None:
+            raise InvalidBudget(f"budget={size!r} is no size: write a number and a unit, such as '8GiB' or '512MB'")
+        size = int(float(match.group(1)) * unit)
+    if size <= 0:
+        raise InvalidBudget(f"budget={size!r} leaves no memory: give a positive number of bytes")
+    return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedDevice:
+    """A device made of host memory: the budget is enforced to the byte, the link can be given a speed.
+
+    Attributes:
+        to_device_bytes_per_second: speed of the host-to-device lane; None for as fast as memory copies.
+        to_host_bytes_per_second: speed of the device-to-host lane; None likewise.
+        latency_seconds: what every transfer takes at least.
+        poison: fill evicted slots with NaN, so that a stale read shows.
+        asynchronous: finish compute late on a lane of its own and check slots then: finds missing waits.
+        seed: of the delays in the asynchronous mode.
+    """
+
+    to_device_bytes_per_second: float | None = None
+    to_host_bytes_per_second: float | None = None
+    latency_seconds: float = 0.0
+    poison: bool = True
+    asynchronous: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """Switches for tests and for hunting a fault; all of them cost time.
+
+    Attributes:
+        poison_hosts: host parameters read as NaN while forward and backward run, so that a weight taken from the
+            wrong face shows in the loss.
+        fault_path: serve reads of absent parameters; off, they raise :class:`~hydra_ext.errors.PageFaultError`.
+    """
+
+    poison_hosts: bool = False
+    fault_path: bool = True

@@ -1,0 +1,1 @@
+"""The running context: windows, hooks, the autograd engine's wrapper, reports."""

@@ -1,0 +1,103 @@
+"""What a run did: one documented schema, as an object, a dict and a text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of a run since its beginning. Bytes are bytes, times seconds.
+
+    Attributes:
+        budget_bytes: what the device may hold.
+        peak_bytes: what it held at most, and by class at that moment: ``peak_weights_bytes`` (slots),
+            ``peak_gradients_bytes`` (on their way to the host), ``peak_activations_bytes`` (everything else that
+            tensors hold: activations, workspace, inputs), ``peak_buffers_bytes``.
+        parameter_bytes: of all blocks on the device, were they there at once.
+        blocks: how many blocks there are.
+        weights_moved_bytes: host to device, counted where they are copied.
+        gradients_moved_bytes: device to host, likewise.
+        loads: fills of a slot; ``prefetched`` of them ahead of their use.
+        evictions: slots taken from a block with valid bytes; ``spills`` of them because an allocation met a full budget.
+        faults: operations that met an absent parameter which no hook had announced.
+        order_changes: passes whose blocks ran in another order than the time before.
+        waited_for_weights_seconds: compute waited for a block that a hook announced.
+        waited_for_faults_seconds: compute waited for a block that it met absent.
+        waited_for_gradients_seconds: the host waited for gradients to arrive.
+        waited_at_window_end_seconds: the end of a forward or backward waited for transfers under way.
+        windows: forwards and backwards that ran inside the context.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    peak_weights_bytes: int
+    peak_gradients_bytes: int
+    peak_activations_bytes: int
+    peak_buffers_bytes: int
+    parameter_bytes: int
+    blocks: int
+    weights_moved_bytes: int
+    gradients_moved_bytes: int
+    loads: int
+    prefetched: int
+    evictions: int
+    spills: int
+    faults: int
+    order_changes: int
+    waited_for_weights_seconds: float
+    waited_for_faults_seconds: float
+    waited_for_gradients_seconds: float
+    waited_at_window_end_seconds: float
+    windows: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        human = _C.human_bytes
+        return "\n".join(
+            (
+                f"peak {human(self.peak_bytes)} of a budget of {human(self.budget_bytes)}: weights "
+                f"{human(self.peak_weights_bytes)}, gradients {human(self.peak_gradients_bytes)}, activations and "
+                f"workspace {human(self.peak_activations_bytes)}, buffers {human(self.peak_buffers_bytes)}",
+                f"moved {human(self.weights_moved_bytes)} of weights in ({self.loads} loads, {self.prefetched} ahead "
+                f"of time) and {human(self.gradients_moved_bytes)} of gradients out",
+                f"{self.blocks} blocks of {human(self.parameter_bytes)}; {self.evictions} evictions ({self.spills} by "
+                f"allocations), {self.faults} faults, {self.order_changes} changes of order, {self.windows} windows",
+                f"waited {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
+                f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
+                f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
+            )
+        )
+
+
+def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
+    pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
+    return Report(
+        budget_bytes=budget,
+        peak_bytes=ledger.peak,
+        peak_weights_bytes=ledger.peak_by(_C.MemoryClass.WEIGHTS),
+        peak_gradients_bytes=ledger.peak_by(_C.MemoryClass.GRADIENTS),
+        peak_activations_bytes=ledger.peak_by(_C.MemoryClass.ACTIVATIONS),
+        peak_buffers_bytes=ledger.peak_by(_C.MemoryClass.BUFFERS),
+        parameter_bytes=sum(face.nbytes for face in core.faces()),
+        blocks=len(layout.blocks),
+        weights_moved_bytes=pager.loaded_bytes,
+        gradients_moved_bytes=gradients.bytes,
+        loads=pager.loads,
+        prefetched=pager.prefetched,
+        evictions=pager.evictions,
+        spills=pager.spills,
+        faults=pager.faults,
+        order_changes=pager.order_changes,
+        waited_for_weights_seconds=pager.hook_wait_seconds,
+        waited_for_faults_seconds=pager.fault_wait_seconds,
+        waited_for_gradients_seconds=gradients.wait_seconds,
+        waited_at_window_end_seconds=pager.drain_wait_seconds,
+        windows=core.windows_opened,
+    )

@@ -1,0 +1,85 @@
+"""The root's class: its ``__call__`` opens the window, and closes it on every way out.
+
+Hooks would miss a ``KeyboardInterrupt``; a class of the same name whose ``__call__`` has a ``finally`` does not. Only
+the root's class is changed: libraries find submodules by their exact class. Copies and pickles of the model are of the
+plain class.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hydra_ext.errors import ModelChanged
+
+
+class RootContext(Protocol):
+    """What the swapped class needs of a model's context."""
+
+    def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def unhooked(self) -> Any: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+_CONTEXT = "_hydra_ext_context"
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    plain = type(self).__mro__[1]
+    return self.__dict__[_CONTEXT].forward(lambda *a, **k: plain.__call__(self, *a, **k), args, kwargs)
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    with self.__dict__[_CONTEXT].unhooked():
+        return copy.deepcopy(self, memo)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    plain = type(self).__mro__[1]
+    reduced = list(plain.__reduce_ex__(self, protocol))
+    reduced[1] = tuple(plain if part is type(self) else part for part in reduced[1])
+    if isinstance(reduced[2], dict):
+        reduced[2] = {key: value for key, value in reduced[2].items() if key != _CONTEXT}
+    return tuple(reduced)
+
+
+def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    probe = torch.empty(0)
+    moved = function(probe)
+    context: RootContext = self.__dict__[_CONTEXT]
+    if moved.dtype != probe.dtype or moved.device not in (probe.device, context.device):
+        raise ModelChanged(
+            f"{type(self).__name__} is inside an offload context and was asked to become "
+            f"{moved.dtype} on {moved.device}; convert it before the context, or use param_dtype="
+        )
+    return self
+
+
+def swap(root: nn.Module, context: RootContext) -> None:
+    """Gives the root a class of its own. :func:`restore` undoes it."""
+    cls = type(root)
+    namespace = {
+        "__call__": _call,
+        "__deepcopy__": _deepcopy,
+        "__reduce_ex__": _reduce,
+        "_apply": _apply,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    root.__dict__[_CONTEXT] = context
+    root.__class__ = type(cls.__name__, (cls,), namespace)
+
+
+def restore(root: nn.Module) -> None:
+    root.__class__ = type(root).__mro__[1]
+    root.__dict__.pop(_CONTEXT, None)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    return _CONTEXT in module.__dict__

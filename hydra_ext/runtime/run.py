@@ -1,0 +1,147 @@
+"""One model inside its offload context: what its windows, hooks and reports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.runtime import engine, root, sites
+from hydra_ext.runtime.report import Report, make_report
+
+
+class Run:
+    """The handle that ``with hydra_ext.offload(...) as run`` gives.
+
+    Attributes:
+        budget: device bytes the run keeps to.
+        device: where the forward's tensors live.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, device: torch.device):
+        self.budget = budget
+        self.device = device
+        self._model = model
+        self._layout = layout
+        self.core = core
+        self._optimizer_handles: list[RemovableHandle] = []
+        self._faces: dict[int, torch.Tensor] = {}
+        self._awaits_backward = False
+        self._closed = False
+
+    # ---- for users --------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
+        return make_report(self.core, self._layout, budget=self.budget)
+
+    def refresh(self) -> None:
+        """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
+
+        Sampled fingerprints notice most of such writes by themselves; a write of a few elements may escape them.
+        """
+        self.core.refresh()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def open(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+        hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
+        for host, face in zip(hosts, self.core.faces(), strict=True):
+            face._is_param = True  # what isinstance(..., nn.Parameter) looks at
+            self._faces[id(host)] = face
+        for name, module in self._model.named_modules():
+            self.core.watch(module._parameters, f"the parameters of '{name}'")
+            self.core.watch(module._modules, f"the modules of '{name}'")
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in self._faces:
+                    self.core.show_in_window(module._parameters, key, parameter, self._faces[id(parameter)])
+        sites.install(self, self._layout.sites)
+        root.swap(self._model, self)
+        if optimizer is not None:
+            self._optimizer_handles = [
+                optimizer.register_step_pre_hook(lambda *_: _C.suspend_charging()),
+                optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
+            ]
+        engine.join(self)
+
+    def close(self) -> None:
+        """Undoes :meth:`open` and ends the core. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        engine.leave(self)
+        for handle in self._optimizer_handles:
+            handle.remove()
+        sites.remove(self._layout.sites)
+        if root.is_swapped(self._model):
+            root.restore(self._model)
+        _C.suspend_charging()
+        self.core.close()
+
+    @contextmanager
+    def unhooked(self) -> Iterator[None]:
+        """The model as a plain one, for the length of a copy."""
+        root.restore(self._model)
+        try:
+            yield
+        finally:
+            root.swap(self._model, self)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The root's call, inside a window."""
+        token = _C.WindowToken()
+        failed = True
+        try:
+            # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
+            self.core.enter(token, self.forward_kind())
+            args, kwargs = tree_map_only(torch.Tensor, self._to_device, (args, kwargs))
+            output = call(*args, **kwargs)
+            failed = False
+            return output
+        finally:
+            self.core.exit(token, failed=failed)
+
+    def forward_kind(self) -> _C.PassKind:
+        if not torch.is_grad_enabled():
+            return _C.PassKind.INFERENCE
+        self._awaits_backward = True
+        return _C.PassKind.FORWARD
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or _C.on_simulated_device(tensor):
+            return tensor
+        return tensor.clone()
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def awaits_backward(self) -> bool:
+        return self._awaits_backward or self.core.window_open
+
+    @contextmanager
+    def backward_window(self) -> Iterator[None]:
+        token = _C.WindowToken()
+        failed = True
+        try:
+            self.core.enter(token, _C.PassKind.BACKWARD)
+            yield
+            failed = False
+        finally:
+            self.core.exit(token, failed=failed)
+
+    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._faces.get(id(tensor))
+
+    def to_host(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient that the caller asked for by its host parameter."""
+        _C.suspend_charging()
+        return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")

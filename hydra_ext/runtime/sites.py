@@ -1,0 +1,102 @@
+"""Sites: what a module's call tells the engine, forward and backward.
+
+A site's call is wrapped through the instance attribute that ``nn.Module.__call__`` asks for first (the one that
+``Module.compile`` sets), so that the blocks are pinned before the first of the user's hooks and released after the
+last, on every way out, ``KeyboardInterrupt`` included. The class, the hooks and the state of the module stay as they
+are, and copies and pickles leave the attribute behind.
+
+Backward, a hook before the node that made a site's output announces the site: autograd runs nodes in the reverse order
+of their making, so that reaching one site means that the later ones are done. That hook holds no tensor and no node: it
+would keep the graph alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Site
+from hydra_ext.errors import UnsupportedModel
+
+
+class SiteListener(Protocol):
+    """The context a site belongs to."""
+
+    core: _C.PagedModel
+
+    def forward_kind(self) -> _C.PassKind: ...
+
+
+class SiteCall:
+    """Stands in for ``module._call_impl``, or for the compiled one that was there."""
+
+    def __init__(self, listener: SiteListener, site: Site) -> None:
+        self.replaced = site.module.__dict__.get("_compiled_call_impl")
+        self._inner: Callable[..., Any] = self.replaced or site.module._call_impl
+        self._listener = listener
+        self._blocks = list(site.blocks)
+
+    # Not traced: the blocks are pinned around the compiled region. What is called inside is compiled as usual.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        core = self._listener.core
+        visit = _C.SiteVisit()
+        failed = True
+        try:
+            # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
+            core.begin_visit(visit, self._blocks, self._listener.forward_kind())
+            output = self._inner(*args, **kwargs)
+            if torch.is_grad_enabled():
+                for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+                    node.register_prehook(self._reached_backward)
+            failed = False
+            return output
+        finally:
+            core.end_visit(visit, failed=failed)
+
+    def _reached_backward(self, _gradients: Any) -> None:
+        self._listener.core.arrive_backward(self._blocks)
+
+
+def install(listener: SiteListener, sites: list[Site]) -> None:
+    for site in sites:
+        if type(site.module).__call__ is not nn.Module.__call__ and not _calls_through(type(site.module)):
+            raise UnsupportedModel(
+                f"'{site.name}' is a {type(site.module).__name__}, whose __call__ does not run nn.Module's; "
+                "name the module around it in blocks="
+            )
+        site.module._compiled_call_impl = SiteCall(listener, site)
+
+
+def remove(sites: list[Site]) -> None:
+    for site in sites:
+        call = site.module.__dict__.get("_compiled_call_impl")
+        if isinstance(call, SiteCall):
+            del site.module._compiled_call_impl
+            if call.replaced is not None:
+                site.module._compiled_call_impl = call.replaced
+
+
+def _calls_through(cls: type[nn.Module]) -> bool:
+    """A class with a ``__call__`` of its own is taken to call nn.Module's; scripted modules do not."""
+    return not issubclass(cls, torch.jit.ScriptModule)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name, None))

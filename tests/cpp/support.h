@@ -1,0 +1,78 @@
+// What several C++ tests need: a gate between threads, byte patterns, a fence opened by hand.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "csrc/base/types.h"
+#include "csrc/transfer/lane.h"
+
+namespace hydra::test {
+
+/// Closed until opened, then open for good.
+class Gate {
+ public:
+  void open() {
+    const std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return open_; });
+  }
+  bool is_open() {
+    const std::lock_guard lock(mutex_);
+    return open_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false;
+};
+
+class ManualFence final : public Fence {
+ public:
+  bool reached() const noexcept override { return gate_.is_open(); }
+  void wait() noexcept override { gate_.wait(); }
+  void reach() { gate_.open(); }
+
+ private:
+  mutable Gate gate_;
+};
+
+inline std::vector<std::uint8_t> random_bytes(Bytes size, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<std::uint8_t> bytes(static_cast<std::size_t>(size));
+  for (std::uint8_t& byte : bytes) {
+    byte = static_cast<std::uint8_t>(random() & 0x7fU);  // never poison
+  }
+  return bytes;
+}
+
+/// The message of the error that the ticket carries; empty when it has none.
+inline std::string message_of(Ticket& ticket) {
+  try {
+    ticket.wait();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return {};
+}
+
+template <class Container>
+Job copy_job(void* destination, const Container& source) {
+  Job job;
+  job.segments.push_back(
+      {.destination = destination, .source = source.data(), .bytes = static_cast<Bytes>(source.size())});
+  return job;
+}
+
+}  // namespace hydra::test
