@@ -30,7 +30,8 @@ SRC      := $(shell find csrc hydra_ext CMakeLists.txt pyproject.toml README.md 
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Not at the root: ./hydra_ext, which holds no build, would hide the installed one.
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
-CMAKE    := cmake -S . -G Ninja -DHYDRA_WERROR=ON
+# Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
+CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 # ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 

@@ -15,6 +15,10 @@ class InvalidBudget(HydraError, ValueError):
     """A budget that is not a positive number of bytes, nor a text such as ``"8GiB"``."""
 
 
+class InvalidDevice(HydraError, ValueError):
+    """A device that is not there, or that this build of hydra_ext cannot use."""
+
+
 class BudgetTooSmall(HydraError, ValueError):
     """The budget cannot hold the largest block. Raised when wrapping, before anything is changed.
 

@@ -12,7 +12,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, StateError, UnsupportedModel
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import root
+from hydra_ext.runtime import devices, root
 from hydra_ext.runtime.run import Run
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
@@ -31,7 +31,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         model: any module, on the CPU.
         optimizer: the optimizer of its parameters, if it is trained.
         budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
-        device: ``None`` takes CUDA if there is one, else a simulated device; or a :class:`SimulatedDevice`.
+        device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``, ``"simulated"``,
+            a :class:`SimulatedDevice`.
         blocks: modules, or their names, that are to move as one; found by size unless given.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
@@ -39,6 +40,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     Raises:
         InvalidBudget: the budget is no size.
+        InvalidDevice: there is no such device, or this build cannot use it.
         BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
@@ -50,7 +52,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         optimizer: torch.optim.Optimizer | None = None,
         *,
         budget: int | str,
-        device: SimulatedDevice | None = None,
+        device: SimulatedDevice | devices.Place | torch.device | str | None = None,
         blocks: Sequence[nn.Module | str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
@@ -59,7 +61,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._model = model
         self._optimizer = optimizer
         self._budget = parse_bytes(budget)
-        self._device = device or SimulatedDevice()
+        self._place = devices.choose(device)
         self._param_dtype = param_dtype
         self._grad_dtype = grad_dtype
         self._checks = checks or Checks()
@@ -92,9 +94,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
+        arena = self._place.make_arena()
         core = _C.PagedModel(
-            backend=_backend(self._device),
-            arena=_C.HostArena(),
+            backend=self._place.make_backend(),
+            arena=arena,
+            device=self._place.device,
+            gradient_bound=self._place.gradient_bound(self._budget),
             budget=self._budget,
             face_dtype=self._param_dtype,
             gradient_dtype=self._grad_dtype,
@@ -103,8 +108,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         for block in self._layout.blocks:
             core.add_block(block.name, list(block.parameters))
-        self._run = Run(self._model, self._layout, core, budget=self._budget, device=torch.device("cpu"))
-        self._run.open(self._optimizer)
+        self._run = Run(self._model, self._layout, core, budget=self._budget, place=self._place)
+        self._run.open(self._optimizer, arena)
         return self._run
 
     def __exit__(
@@ -112,17 +117,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     ) -> None:
         if self._run is not None:
             self._run.close()
-
-
-def _backend(device: SimulatedDevice) -> _C.SimulatedDevice:
-    return _C.SimulatedDevice(
-        to_device_bytes_per_second=device.to_device_bytes_per_second or 0.0,
-        to_host_bytes_per_second=device.to_host_bytes_per_second or 0.0,
-        latency_seconds=device.latency_seconds,
-        poison=device.poison,
-        asynchronous=device.asynchronous,
-        seed=device.seed,
-    )
 
 
 def _face_bytes(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -135,7 +129,17 @@ def _slot_bytes(parameters: Sequence[tuple[str, torch.Tensor]], dtype: torch.dty
     return sum(-(-_face_bytes(parameter, dtype) // alignment) * alignment for _, parameter in parameters)
 
 
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
 def _refuse_unsupported(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
+                raise UnsupportedModel(
+                    f"'{name or type(model).__name__}' is a {cls.__name__}, which moves parameters and gradients by "
+                    "itself; offload the module that it wraps, in one process"
+                )
     for name, parameter in model.named_parameters():
         reason = _C.why_not_pageable(parameter)
         if reason:

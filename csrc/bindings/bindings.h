@@ -11,5 +11,6 @@ void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
+void bind_cuda(pybind11::module_& module);  // in builds with CUDA
 
 }  // namespace hydra

@@ -16,7 +16,7 @@ using Released = py::call_guard<py::gil_scoped_release>;
 std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
                                        Bytes budget, const std::optional<at::ScalarType>& face_dtype,
                                        const std::optional<at::ScalarType>& gradient_dtype, Bytes gradient_bound,
-                                       bool poison_hosts, bool fault_path) {
+                                       bool poison_hosts, bool fault_path, const at::Device& device) {
   PagedModelOptions options;
   options.budget = budget;
   options.face_dtype = face_dtype;
@@ -24,16 +24,24 @@ std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, s
   options.gradient_bound = gradient_bound;
   options.poison_hosts = poison_hosts;
   options.fault_path = fault_path;
+  options.device = device;
   return std::make_shared<PagedModel>(std::move(backend), std::move(arena), options);
 }
 
 void bind_model(py::module_& module) {
+  py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
+      .def_readonly("kind", &MemorySample::kind)
+      .def_readonly("block", &MemorySample::block)
+      .def("bytes", [](const MemorySample& sample, MemoryClass cls) {
+             return sample.use.by_class[static_cast<std::size_t>(cls)];
+           }, py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
   py::class_<PagedModel, std::shared_ptr<PagedModel>>(module, "PagedModel")
       .def(py::init(&make_model), py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("budget"),
            py::arg("face_dtype") = std::nullopt, py::arg("gradient_dtype") = std::nullopt,
-           py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true)
+           py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true,
+           py::arg("device") = at::Device(at::kCPU))
       .def("add_block", &PagedModel::add_block, py::arg("name"), py::arg("parameters"))
       .def("faces", &PagedModel::faces)
       .def("show_in_window", [](PagedModel& model, py::dict dictionary, py::str key, py::object host, py::object face) {
@@ -46,7 +54,11 @@ void bind_model(py::module_& module) {
       .def("exit", &PagedModel::exit, py::arg("token"), py::kw_only(), py::arg("failed"))
       .def("begin_visit", &PagedModel::begin_visit, py::arg("visit"), py::arg("blocks"), py::arg("kind"))
       .def("end_visit", &PagedModel::end_visit, py::arg("visit"), py::kw_only(), py::arg("failed"))
-      .def("arrive_backward", &PagedModel::arrive_backward, py::arg("blocks"), Released())
+      .def("mark", [](const std::shared_ptr<PagedModel>& model, const std::vector<at::Tensor>& outputs,
+                      const BlockList& blocks) { model->marks().mark(outputs, blocks, model); },
+           py::arg("outputs"), py::arg("blocks"))
+      .def("record_timeline", &PagedModel::record_timeline, py::arg("samples"))
+      .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
       .def("close", &PagedModel::close)
@@ -82,6 +94,8 @@ void bind_pytorch(py::module_& module) {
   bind_model(module);
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
              "Why the parameter cannot be offloaded; empty when it can.");
+  module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
+             "Those of the models that the graph behind the roots belongs to.");
   module.def("is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
              "Whether the tensor is a device parameter or a view of one.");
   module.def("on_simulated_device", [](const at::Tensor& tensor) {

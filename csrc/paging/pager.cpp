@@ -76,7 +76,7 @@ void Pager::end_pass(bool completed) noexcept {
     const std::lock_guard lock(mutex_);
     trace_.end(peak, completed);
     for (const auto& block : blocks_) {
-      if (block->state == BlockState::kLoading && block->ticket) {
+      if (block->ticket) {  // of present blocks too: compute may wait where the host does not
         under_way.push_back(block->ticket);
       }
     }
@@ -119,6 +119,7 @@ std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
 
 void Pager::arrive(std::int32_t index) {
   Block& block = at(index);
+  backend_.expect_usable();
   const Bytes peak = activation_peak();
   std::vector<std::int32_t> wanted;
   Bytes room = 0;
@@ -161,15 +162,15 @@ void Pager::trim(Bytes room) {
     TicketPtr ticket;
     {
       const std::lock_guard lock(mutex_);
-      Block* victim = victim_locked(-1);
-      if (victim == nullptr || victim->wanted) {
+      Block* victim = victim_locked(true);
+      if (victim == nullptr) {
         return;
       }
       bytes = victim->bytes;
       ticket = victim->ticket;
       slot = take_slot_locked(*victim);
     }
-    give_back(slot.memory, bytes, ticket);
+    give_back(slot, bytes, ticket);
   }
 }
 
@@ -177,6 +178,7 @@ void Pager::trim(Bytes room) {
 
 void Pager::acquire(std::int32_t index, AcquireReason reason) {
   Block& block = at(index);
+  backend_.expect_usable();
   {
     const std::lock_guard lock(mutex_);
     ++block.pins;
@@ -247,13 +249,14 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
 void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
   Block& block = at(index);
   backend_.note_read(block.slot, block.bytes);
-  // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
-  FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : nullptr;
+  // Recorded under the lock: another thread's use in between would pass for covered by this fence.
   const std::lock_guard lock(mutex_);
+  // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
+  FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : backend_.record_use();
+  block.used_since_fence = reason != AcquireReason::kHook;
   if (fence) {
     std::erase_if(block.last_uses, [](const FencePtr& use) { return use->reached(); });
     block.last_uses.push_back(std::move(fence));
-    block.used_since_fence = false;
   }
   if (block.pins > 0) {
     --block.pins;

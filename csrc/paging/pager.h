@@ -131,14 +131,14 @@ class Pager {
   struct Demand {
     Bytes bytes = 0;
     Bytes room = 0;                  // all slots together may hold this much afterwards
-    std::int64_t needed_after = -1;  // only blocks needed later than this may go
-    bool may_wait = true;
+    bool ahead = false;              // takes only what the plan does not want, and never waits
   };
   static constexpr std::int64_t kNever = std::int64_t{1} << 62;
 
   Block& at(std::int32_t block) const;
   // Names that end in _locked are called with mutex_ held; the others must not be.
-  Block* victim_locked(std::int64_t needed_after) const noexcept;
+  /// The block to go next; null when all that is left is pinned, dirty, loading, or (`spare_wanted`) wanted.
+  Block* victim_locked(bool spare_wanted) const noexcept;
   TicketPtr unfinished_fill_locked() const noexcept;
   Slot take_slot_locked(Block& block);
   void start_fill_locked(Block& block, Slot slot, Priority priority, bool ahead);
@@ -146,7 +146,7 @@ class Pager {
   std::vector<std::int32_t> plan_locked(Bytes& room);
 
   Slot reserve(const Demand& demand, const Block& wanted);
-  void give_back(void* memory, Bytes bytes, const TicketPtr& ticket) noexcept;
+  void give_back(const Slot& slot, Bytes bytes, const TicketPtr& ticket) noexcept;
   /// Starts a fill unless one runs or none is needed. `room`: as Demand::room.
   void ensure_filling(Block& block, Priority priority, bool ahead, Bytes room);
   void fetch_ahead(const std::vector<std::int32_t>& wanted, Bytes room);

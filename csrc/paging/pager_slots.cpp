@@ -6,7 +6,7 @@
 
 namespace hydra {
 
-Pager::Block* Pager::victim_locked(std::int64_t needed_after) const noexcept {
+Pager::Block* Pager::victim_locked(bool spare_wanted) const noexcept {
   // What the plan does not want goes first, then worthless bytes, then what is needed last, then what was used
   // longest ago.
   const auto better = [](const Block& a, const Block& b) {
@@ -28,7 +28,7 @@ Pager::Block* Pager::victim_locked(std::int64_t needed_after) const noexcept {
     Block& block = *candidate;
     const bool movable = block.state == BlockState::kPresent || block.state == BlockState::kStale ||
                          (block.state == BlockState::kLoading && block.ticket->finished());
-    if (!movable || block.pins > 0 || block.dirty || block.next_use <= needed_after) {
+    if (!movable || block.pins > 0 || block.dirty || (spare_wanted && block.wanted)) {
       continue;
     }
     if (best == nullptr || better(block, *best)) {
@@ -80,7 +80,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
         refusal = std::current_exception();
       }
     }
-    if (demand.may_wait && reliever_ && reliever_()) {
+    if (!demand.ahead && reliever_ && reliever_()) {
       continue;
     }
     Slot slot;
@@ -89,12 +89,12 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
     TicketPtr unfinished;
     {
       const std::lock_guard lock(mutex_);
-      Block* victim = victim_locked(demand.needed_after);
+      Block* victim = victim_locked(demand.ahead);
       if (victim != nullptr) {
         bytes = victim->bytes;
         ticket = victim->ticket;
         slot = take_slot_locked(*victim);
-      } else if (demand.may_wait) {
+      } else if (!demand.ahead) {
         unfinished = unfinished_fill_locked();
       }
     }
@@ -102,7 +102,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
       return slot;
     }
     if (slot.memory != nullptr) {
-      give_back(slot.memory, bytes, ticket);
+      give_back(slot, bytes, ticket);
       continue;
     }
     if (unfinished) {
@@ -117,16 +117,9 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
   }
 }
 
-void Pager::give_back(void* memory, Bytes bytes, const TicketPtr& ticket) noexcept {
-  if (ticket) {
-    try {
-      backend_.compute_waits(*ticket);
-    } catch (const std::exception&) {
-      // A failed fill writes nothing any more: the memory is free to go.
-      ticket->wait_quietly();
-    }
-  }
-  slots_.release(memory, bytes);
+void Pager::give_back(const Slot& slot, Bytes bytes, const TicketPtr& ticket) noexcept {
+  backend_.slot_returns(ticket.get(), slot.fences);
+  slots_.release(slot.memory, bytes);
 }
 
 void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes room) {
@@ -149,7 +142,7 @@ void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes ro
     block.state = BlockState::kReserving;
   }
   try {
-    slot = reserve({block.bytes, room, ahead ? block.next_use : -1, !ahead}, block);
+    slot = reserve({block.bytes, room, ahead}, block);
   } catch (...) {  // re-raised: nothing was reserved
     const std::lock_guard lock(mutex_);
     block.state = BlockState::kAbsent;
@@ -210,7 +203,7 @@ bool Pager::evict_one(bool may_wait) {
       } else if (!lock.try_lock()) {
         return false;
       }
-      Block* victim = victim_locked(-1);
+      Block* victim = victim_locked(false);
       if (victim != nullptr) {
         bytes = victim->bytes;
         ticket = victim->ticket;
@@ -221,7 +214,7 @@ bool Pager::evict_one(bool may_wait) {
       }
     }
     if (slot.memory != nullptr) {
-      give_back(slot.memory, bytes, ticket);
+      give_back(slot, bytes, ticket);
       return true;
     }
     if (!unfinished) {
@@ -234,7 +227,7 @@ bool Pager::evict_one(bool may_wait) {
 void Pager::close() noexcept {
   backend_.to_device().drain();
   backend_.to_host().drain();
-  std::vector<std::pair<void*, Bytes>> memory;
+  std::vector<std::pair<Slot, Bytes>> slots;
   {
     const std::lock_guard lock(mutex_);
     const std::int64_t evictions = statistics_.evictions;
@@ -242,13 +235,13 @@ void Pager::close() noexcept {
       block->pins = 0;
       block->dirty = false;
       if (block->slot != nullptr) {
-        memory.emplace_back(take_slot_locked(*block).memory, block->bytes);
+        slots.emplace_back(take_slot_locked(*block), block->bytes);
       }
     }
     statistics_.evictions = evictions;  // nobody needed the room
   }
-  for (const auto& [pointer, bytes] : memory) {
-    slots_.release(pointer, bytes);
+  for (const auto& [slot, bytes] : slots) {
+    give_back(slot, bytes, nullptr);
   }
 }
 

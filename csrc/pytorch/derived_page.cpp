@@ -66,6 +66,12 @@ bool DerivedPage::drop() noexcept {
   return !memory_;
 }
 
+void DerivedPage::release_resources() {
+  const std::lock_guard lock(mutex_);
+  memory_ = c10::DataPtr();
+  parameter_.reset();
+}
+
 void DerivedPage::drop_locked() noexcept {
   if (pins_ > 0 || kept_) {
     return;

@@ -32,6 +32,8 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   void unpin() noexcept;
   /// Lets the bytes go, now or at the last unpin. False if they stay or are gone already.
   bool drop() noexcept;
+  /// The last owner is gone; without this the bytes would stay for as long as somebody looks on weakly.
+  void release_resources() override;
 
  private:
   c10::DataPtr pointer() noexcept;

@@ -84,6 +84,20 @@ bool detaches_storage(const c10::OperatorName& name) {
          name.name == "aten::set_data" || name.name == "aten::swap_";
 }
 
+/// Collectives run on streams of their own, which nobody here knows of, after the operation has returned.
+bool communicates(const c10::OperatorName& name) {
+  return name.name.starts_with("c10d::") || name.name.starts_with("_c10d_functional::");
+}
+
+void refuse_unsupported(const c10::OperatorName& name, const Page& page, bool written) {
+  TORCH_CHECK(!(written && detaches_storage(name)), "hydra_ext: ", c10::toString(name),
+              " would detach the device parameter '", page.name,
+              "' from its storage; change the model's own parameter outside forward and backward instead");
+  TORCH_CHECK(!communicates(name), "hydra_ext: ", c10::toString(name), " was given the device parameter '", page.name,
+              "', which may leave the device before a collective has read it; communicate the model's own (host) "
+              "parameter outside forward and backward, or a clone() inside");
+}
+
 bool casts_under_autocast(const c10::OperatorHandle& op) {
   if (op.operator_name().name != "aten::_to_copy") {
     return false;
@@ -115,9 +129,7 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
     const bool written = alias != nullptr && alias->isWrite();
     each_tensor(values[i], [&](const at::Tensor& tensor) {
       if (const Page* page = page_of(tensor)) {
-        TORCH_CHECK(!(written && detaches_storage(op.operator_name())), "hydra_ext: ",
-                    c10::toString(op.operator_name()), " would detach the device parameter '", page->name,
-                    "' from its storage; change the model's own parameter outside forward and backward instead");
+        refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);

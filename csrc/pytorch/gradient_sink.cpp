@@ -195,6 +195,7 @@ void AccumulatingSink::run_host_hooks(HostParameter& parameter) {
   const auto& hook = autograd::impl::post_acc_grad_hooks(parameter.host);
   if (hook) {
     drain();
+    const HostScope on_the_host;  // what the hook makes, an optimizer's state say, is the host's
     (*hook)(parameter.host);
   }
 }

@@ -32,6 +32,12 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
         return pager_->evict_one(/*may_wait=*/true);
       },
       [this] { return explain(); });
+  service_ = backend_->serve({options.budget, [this] { return pager_->evict_one(/*may_wait=*/false); }});
+  if (std::function<Bytes()> meter = backend_->activation_meter()) {
+    pager_->set_activation_meter(std::move(meter));
+    // Gradients on their way are activations to the meter until they have left; nobody can wait for them then.
+    pager_->set_gradient_reserve(options.gradient_bound);
+  }
 }
 
 PagedModel::~PagedModel() { close(); }
@@ -82,7 +88,7 @@ void PagedModel::enter(WindowToken& token, PassKind kind) {
     gate.lock();
   }
   const Window::Depths before = window_.enter();
-  token = {true, before.thread, exchange_thread_account(account_), kind};
+  token = {true, before.thread, exchange_thread_account(thread_account()), kind};
   if (before.total == 0) {
     try {
       open_window(kind);
@@ -117,6 +123,7 @@ void PagedModel::open_window(PassKind kind) {
 
 void PagedModel::synchronise_hosts() {
   const bool all_stale = all_stale_.exchange(false);
+  const bool trainable_stale = trainable_stale_.exchange(false);
   std::string mismatches;
   for (std::size_t block = 0; block < backings_.size(); ++block) {
     bool stale = false;
@@ -126,10 +133,11 @@ void PagedModel::synchronise_hosts() {
         mismatches += (mismatches.empty() ? "" : "; ") + mismatch;
         continue;
       }
+      const bool trained = parameter->face.requires_grad() || parameter->host.requires_grad();
       if (parameter->face.requires_grad() != parameter->host.requires_grad()) {
         parameter->face.set_requires_grad(parameter->host.requires_grad());
       }
-      if (parameter->changed_since_seen() || all_stale) {
+      if (parameter->changed_since_seen() || all_stale || (trainable_stale && trained)) {
         parameter->note_seen();
         stale = true;
       }
@@ -157,7 +165,7 @@ void PagedModel::exit(WindowToken& token, bool failed) {
   if (token.thread_depth == 0) {
     // Backward ends what the forward began; a loss between the two belongs to the model that ran first.
     const bool loss_follows = token.kind == PassKind::kForward && !failed;
-    const AccountPtr next = loss_follows && !token.account ? account_ : token.account;
+    const AccountPtr next = loss_follows && !token.account ? thread_account() : token.account;
     exchange_thread_account(token.kind == PassKind::kBackward ? nullptr : next);
   }
   if (last) {
@@ -209,7 +217,7 @@ void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind
     enter(visit.window, kind);
   }
   const py::gil_scoped_release released;
-  arrive(blocks);
+  arrive(blocks, kind);
   visit.blocks = blocks;
 }
 
@@ -221,12 +229,38 @@ void PagedModel::end_visit(SiteVisit& visit, bool failed) {
   exit(visit.window, failed);
 }
 
-void PagedModel::arrive(const BlockList& blocks) {
+void PagedModel::record_timeline(std::size_t samples) {
+  const std::lock_guard lock(timeline_mutex_);
+  timeline_room_ = timeline_.size() + samples;
+  timeline_.reserve(timeline_room_);
+}
+
+std::vector<MemorySample> PagedModel::timeline() const {
+  const std::lock_guard lock(timeline_mutex_);
+  return timeline_;
+}
+
+void PagedModel::note_timeline(std::int32_t block, PassKind kind) {
+  const std::lock_guard lock(timeline_mutex_);
+  if (timeline_.size() >= timeline_room_) {
+    return;
+  }
+  MemorySample sample{kind, block, {}};
+  const Ledger& ledger = account_->ledger();
+  for (std::size_t i = 0; i < kMemoryClasses; ++i) {
+    sample.use.by_class[i] = ledger.in_use(static_cast<MemoryClass>(i));
+    sample.use.total += sample.use.by_class[i];
+  }
+  timeline_.push_back(sample);
+}
+
+void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
   std::size_t arrived = 0;
   try {
     for (; arrived < blocks.size(); ++arrived) {
       latest_block_ = blocks[arrived];
       pager_->arrive(blocks[arrived]);
+      note_timeline(blocks[arrived], kind);
     }
   } catch (...) {  // re-raised: all or none
     leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
@@ -250,14 +284,14 @@ void PagedModel::arrive_backward(const BlockList& blocks) {
   if (closed_) {
     return;
   }
-  exchange_thread_account(account_);  // one backward may run through several models
+  exchange_thread_account(thread_account());  // one backward may run through several models
   leave(exchange_backward_blocks({}));
-  arrive(blocks);
+  arrive(blocks, PassKind::kBackward);
   leave(exchange_backward_blocks(blocks));
 }
 
 void PagedModel::refresh() { all_stale_ = true; }
-void PagedModel::note_optimizer_step() { all_stale_ = true; }
+void PagedModel::note_optimizer_step() { trainable_stale_ = true; }
 
 void PagedModel::note_face_written(const Page& page) {
   const auto& backing = *backings_[static_cast<std::size_t>(page.block)];
@@ -299,8 +333,10 @@ void PagedModel::close() {
     return;
   }
   const ReleaseGilIfHeld released;
+  service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
   account_->close();
+  arena_->unpin_all();  // the parameters stay in the arena, and are read by forked children again
   for (const auto& parameter : parameters_) {
     clear_gradient_hooks(*parameter);
     withdraw(*parameter->page, "belonged to an offload context that has ended");

@@ -22,6 +22,7 @@
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/gradient_sink.h"
+#include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/window.h"
 
 namespace hydra {
@@ -45,6 +46,13 @@ struct WindowToken {
   std::int64_t thread_depth = 0;
   AccountPtr account;  // the thread's before
   PassKind kind = PassKind::kForward;
+};
+
+/// What the device held when a pass reached a block.
+struct MemorySample {
+  PassKind kind = PassKind::kForward;
+  std::int32_t block = 0;
+  MemoryUse use;
 };
 
 /// One call of a module that uses blocks; a window of its own if its thread is inside none.
@@ -92,8 +100,13 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Ends it all: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
 
+  /// From now on every arrival at a block is noted, as long as there is room for `samples` more.
+  void record_timeline(std::size_t samples);
+  std::vector<MemorySample> timeline() const;
+
   /// Where the run is, what the device holds, and what to change: the second half of an out-of-memory message.
   std::string explain() const;
+  GraphMarks& marks() noexcept { return marks_; }
   DerivedPages& derived_pages() noexcept { return derived_pages_; }
   Account& account() noexcept { return *account_; }
   AccumulatingSink& sink() noexcept { return *sink_; }
@@ -107,8 +120,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   bool window_open() const { return window_.depths().total > 0; }
 
  private:
-  void arrive(const BlockList& blocks);
+  /// What the calling thread's allocations on the host are charged to: the simulated device's memory is there.
+  AccountPtr thread_account() const { return options_.device.is_cpu() ? account_ : nullptr; }
+  void arrive(const BlockList& blocks, PassKind kind);
   void leave(const BlockList& blocks) noexcept;
+  void note_timeline(std::int32_t block, PassKind kind);
   void open_window(PassKind kind);
   void close_window(bool failed);
   void synchronise_hosts();
@@ -125,9 +141,15 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::vector<BlockBacking*> backings_;  // owned by the pager
   std::vector<std::string> block_names_;
   std::unique_ptr<Pager> pager_;
+  std::shared_ptr<void> service_;
   std::unique_ptr<AccumulatingSink> sink_;
   DerivedPages derived_pages_;
+  GraphMarks marks_;
   Window window_;
+
+  mutable std::mutex timeline_mutex_;
+  std::size_t timeline_room_ = 0;
+  std::vector<MemorySample> timeline_;
 
   std::mutex gate_;
   std::mutex backward_mutex_;
@@ -135,6 +157,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};
+  std::atomic<bool> trainable_stale_{false};
   std::atomic<bool> closed_{false};
   PassKind open_kind_ = PassKind::kForward;
 };

@@ -2,16 +2,25 @@
 //
 // Two implementations, one contract suite: CUDA and the simulated device. No backend takes the interpreter
 // lock. allocate() may run the memory system's own callbacks and so must never be called under a lock of
-// the engine. Slots return to the device in compute order: whoever releases one has made compute wait for
-// every transfer into it (compute_waits).
+// the engine. Slots return to the device in compute order: whoever releases one calls slot_returns() first.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "csrc/memory/resource.h"
 #include "csrc/transfer/lane.h"
 
 namespace hydra {
+
+/// What a run lends its backend.
+struct MemoryClient {
+  Bytes budget = 0;
+  /// Takes one block's slot away without ever blocking. False when there is none to take.
+  std::function<bool()> evict_one;
+};
 
 class DeviceBackend {
  public:
@@ -31,9 +40,22 @@ class DeviceBackend {
   /// The position behind everything the calling thread has enqueued on its compute order. Null when compute
   /// is synchronous.
   virtual FencePtr record() = 0;
+  /// As record(), for the end of a single operation. Null when any later record() will cover it.
+  virtual FencePtr record_use() { return nullptr; }
   /// Whatever the calling thread's compute does from here on starts after `ticket`. Throws the ticket's
   /// error. Blocks the host where the device has no wait of its own, or until the ticket is enqueued.
   virtual void compute_waits(Ticket& ticket) = 0;
+  /// A slot is about to be released: compute on whatever its memory becomes starts after `ticket` (may be null)
+  /// and after `fences`. Does not wait for a lane or another thread if the ticket is enqueued.
+  virtual void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept;
+  /// Throws StateError when the calling thread's compute must not use a slot now: where addresses are recorded
+  /// to be used again later.
+  virtual void expect_usable() {}
+  /// Serves a run until the result is destroyed: keeps memory that the engine does not hand out to the run's
+  /// budget. Null where the ledger sees every byte.
+  virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
+  /// Counts what others than slots() took at most since its last call. Empty where the ledger sees every byte.
+  virtual std::function<Bytes()> activation_meter() { return {}; }
   /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.
   virtual void note_read(const void* /*pointer*/, Bytes /*bytes*/) {}
   /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a

@@ -45,6 +45,9 @@ struct Job {
   }
 };
 
+/// Throws StateError for a segment that lacks its source, its destination or a valid size.
+void expect_memory(const Job& job);
+
 /// Counted where the bytes are copied. `jobs` are those that ended, failed ones included; `busy_seconds` is
 /// the time bytes were moving.
 struct LaneStatistics {

@@ -6,21 +6,9 @@
 #include "csrc/base/errors.h"
 
 namespace hydra {
-namespace {
-
-void check(const Job& job) {
-  for (const Segment& segment : job.segments) {
-    const bool has_memory = segment.destination != nullptr && segment.source != nullptr;
-    HYDRA_EXPECT(
-        segment.bytes == 0 || (segment.bytes > 0 && has_memory), StateError,
-        "a segment of " + std::to_string(segment.bytes) + " bytes lacks its source, its destination or a valid size");
-  }
-}
-
-}  // namespace
 
 TicketPtr WorkerLane::submit(Job job) {
-  check(job);
+  expect_memory(job);
   Pending pending;
   pending.ticket = std::make_shared<Ticket>(job.bytes());
   pending.submitted = Clock::now();

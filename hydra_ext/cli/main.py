@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 
 VERBS = {
     "doctor": Entry("hydra_ext.cli.doctor", "say what is installed, what will work here and what will not"),
+    "demo": Entry("hydra_ext.cli.demo", "train a transformer beyond a device budget, next to plain PyTorch"),
 }
 
 

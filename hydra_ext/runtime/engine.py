@@ -1,7 +1,7 @@
 """A wrapper of autograd's engine: device parameters stay in place while backward runs.
 
-torch asks ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model that awaits
-one, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way out. It chains
+torch asks ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model whose
+graph it is, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way out. It chains
 to whatever engine was there, is installed with the first context and taken out with the last.
 """
 
@@ -14,11 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.variable import Variable
 
+from hydra_ext import _C
+
 
 class BackwardParticipant(Protocol):
     """What the wrapper needs of a model's context."""
 
-    def awaits_backward(self) -> bool: ...
+    core: _C.PagedModel
+
     def backward_window(self) -> Any: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
@@ -44,7 +47,7 @@ class EngineWrapper:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        awaiting = [participant for participant in self.participants if participant.awaits_backward()]
+        awaiting = self._reached_by(tensors)
         if not awaiting:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
         with ExitStack() as windows:
@@ -60,6 +63,14 @@ class EngineWrapper:
                 owners[index].to_host(gradient) if index in owners and gradient is not None else gradient
                 for index, gradient in enumerate(gradients)
             )
+
+    def _reached_by(self, roots: Any) -> list[BackwardParticipant]:
+        """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""
+        roots = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+        reached = _C.reached_models(
+            [root for root in roots if isinstance(root, torch.Tensor)], [known.core for known in self.participants]
+        )
+        return [known for known in self.participants if any(known.core is core for core in reached)]
 
 
 def _faces(

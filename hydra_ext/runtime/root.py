@@ -8,12 +8,14 @@ plain class.
 from __future__ import annotations
 
 import copy
+import copyreg
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hydra_ext.errors import ModelChanged
+from hydra_ext.runtime.tracing import not_traced
 
 
 class RootContext(Protocol):
@@ -27,8 +29,10 @@ class RootContext(Protocol):
 
 
 _CONTEXT = "_hydra_ext_context"
+_NEW_OBJECT = copyreg.__newobj__  # type: ignore[attr-defined]
 
 
+@not_traced
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(self).__mro__[1]
     return self.__dict__[_CONTEXT].forward(lambda *a, **k: plain.__call__(self, *a, **k), args, kwargs)
@@ -42,7 +46,11 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     plain = type(self).__mro__[1]
     reduced = list(plain.__reduce_ex__(self, protocol))
-    reduced[1] = tuple(plain if part is type(self) else part for part in reduced[1])
+    if reduced[0] is _NEW_OBJECT and reduced[1] == (type(self),):
+        # pickle would insist on the class that the module has now.
+        reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+    else:
+        reduced[1] = tuple(plain if part is type(self) else part for part in reduced[1])
     if isinstance(reduced[2], dict):
         reduced[2] = {key: value for key, value in reduced[2].items() if key != _CONTEXT}
     return tuple(reduced)
@@ -60,6 +68,12 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     return self
 
 
+def _device(self: nn.Module) -> torch.device:
+    """Where the forward runs: what code asks a model's ``device`` for."""
+    context: RootContext = self.__dict__[_CONTEXT]
+    return context.device
+
+
 def swap(root: nn.Module, context: RootContext) -> None:
     """Gives the root a class of its own. :func:`restore` undoes it."""
     cls = type(root)
@@ -72,6 +86,8 @@ def swap(root: nn.Module, context: RootContext) -> None:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
     }
+    if isinstance(getattr(cls, "device", None), property):
+        namespace["device"] = property(_device)
     root.__dict__[_CONTEXT] = context
     root.__class__ = type(cls.__name__, (cls,), namespace)
 

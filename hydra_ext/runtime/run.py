@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine, root, sites
+from hydra_ext.runtime.devices import MOVED, Place
 from hydra_ext.runtime.report import Report, make_report
+from hydra_ext.runtime.tracing import not_traced
 
 
 class Run:
@@ -25,22 +28,24 @@ class Run:
         device: where the forward's tensors live.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, device: torch.device):
+    def __init__(self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, place: Place):
         self.budget = budget
-        self.device = device
+        self.device = place.device
+        self._place = place
         self._model = model
         self._layout = layout
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
-        self._awaits_backward = False
         self._closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        return make_report(self.core, self._layout, budget=self.budget)
+        report = make_report(self.core, self._layout, budget=self.budget)
+        peak = self._place.peak_bytes()
+        return report if peak is None else replace(report, peak_bytes=peak)
 
     def refresh(self) -> None:
         """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
@@ -51,8 +56,9 @@ class Run:
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    def open(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+    def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
+        """Moves what is no parameter to the device, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+        self._place.open(self._model, arena)
         hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at
@@ -85,18 +91,22 @@ class Run:
             root.restore(self._model)
         _C.suspend_charging()
         self.core.close()
+        self._place.close()
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """The model as a plain one, for the length of a copy."""
         root.restore(self._model)
+        self._place.suspend()
         try:
             yield
         finally:
+            self._place.resume()
             root.swap(self._model, self)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
+    @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
         token = _C.WindowToken()
@@ -104,28 +114,24 @@ class Run:
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
             self.core.enter(token, self.forward_kind())
-            args, kwargs = tree_map_only(torch.Tensor, self._to_device, (args, kwargs))
+            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs))
             output = call(*args, **kwargs)
+            if torch.is_grad_enabled():
+                self.core.mark(list(sites.tensors_in(output)), [])
             failed = False
             return output
         finally:
             self.core.exit(token, failed=failed)
 
+    @not_traced
     def forward_kind(self) -> _C.PassKind:
-        if not torch.is_grad_enabled():
-            return _C.PassKind.INFERENCE
-        self._awaits_backward = True
-        return _C.PassKind.FORWARD
+        return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
 
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided or _C.on_simulated_device(tensor):
-            return tensor
-        return tensor.clone()
+    @not_traced
+    def _to_device(self, value: Any) -> Any:
+        return self._place.move_input(value)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
-
-    def awaits_backward(self) -> bool:
-        return self._awaits_backward or self.core.window_open
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
@@ -137,6 +143,7 @@ class Run:
             failed = False
         finally:
             self.core.exit(token, failed=failed)
+        self._place.backward_ended()
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))

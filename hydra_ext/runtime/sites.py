@@ -22,6 +22,7 @@ from torch import nn
 from hydra_ext import _C
 from hydra_ext.blocks import Site
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.runtime.tracing import not_traced
 
 
 class SiteListener(Protocol):
@@ -42,7 +43,7 @@ class SiteCall:
         self._blocks = list(site.blocks)
 
     # Not traced: the blocks are pinned around the compiled region. What is called inside is compiled as usual.
-    @torch.compiler.disable(recursive=False)
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         core = self._listener.core
         visit = _C.SiteVisit()
@@ -52,15 +53,11 @@ class SiteCall:
             core.begin_visit(visit, self._blocks, self._listener.forward_kind())
             output = self._inner(*args, **kwargs)
             if torch.is_grad_enabled():
-                for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
-                    node.register_prehook(self._reached_backward)
+                core.mark(list(tensors_in(output)), self._blocks)
             failed = False
             return output
         finally:
             core.end_visit(visit, failed=failed)
-
-    def _reached_backward(self, _gradients: Any) -> None:
-        self._listener.core.arrive_backward(self._blocks)
 
 
 def install(listener: SiteListener, sites: list[Site]) -> None:
@@ -87,6 +84,7 @@ def _calls_through(cls: type[nn.Module]) -> bool:
     return not issubclass(cls, torch.jit.ScriptModule)
 
 
+@not_traced
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):

@@ -1,0 +1,175 @@
+"""A training step under a budget against the plain step: python benchmarks/offload_step.py [--rounds 9] [--tiny]
+
+Compute runs on one thread, the lanes on another core. Three questions:
+
+(a) Room for all: how much slower than plain PyTorch? The goal is at most 3 %.
+(b) Room for 30 % of the weights, over a simulated link on which the weights that move in take half of the plain step:
+    how near to the bound max(compute, bytes / bandwidth)? The goal is 90 %. Compute is the plain step, optimizer
+    included, in the same process.
+(c) Do the bytes moved, counted where they are copied, equal the formula, to the byte?
+
+    Room for all: every step moves each block in once (its weights were updated) and each gradient out once.
+        weights in = S,   gradients out = G
+    Room for less: a block that is still in its slot when backward comes back to it is not moved again.
+        weights in = 2 S - K,   gradients out = G
+    where S is the sum of slot bytes (parameters rounded up to 512 bytes each), G the sum of gradient bytes, and K the
+    slot bytes of the blocks that Belady's rule keeps across the turn from forward to backward, computed here from
+    the recorded order and room by the rule alone, without the engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from measure import Comparison, compare
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import hydra_ext
+from hydra_ext import _C
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    tokens: int
+
+
+FULL = Size(layers=8, width=768, tokens=256)
+TINY = Size(layers=4, width=128, tokens=64)
+
+
+def make_model(size: Size) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=size.layers, n_embd=size.width, n_head=size.width // 64, n_positions=size.tokens,
+        vocab_size=256, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+class Training:
+    """One model, its optimizer, its batch: a step is forward, backward, update."""
+
+    def __init__(self, model: GPT2LMHeadModel, ids: torch.Tensor) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.ids = ids
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+
+def plain_peak(model: GPT2LMHeadModel, ids: torch.Tensor) -> int:
+    """Counter peak of a plain step without its parameters and gradients."""
+    probe = copy.deepcopy(model)
+    for parameter in probe.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    meter = _C.testing.Meter()
+    meter.begin()
+    probe(input_ids=ids.clone(), labels=ids.clone(), use_cache=False).loss.backward()
+    meter.end()
+    return int(meter.ledger.peak)
+
+
+def slot_bytes(model: GPT2LMHeadModel) -> int:
+    return sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
+
+
+def gradient_bytes(model: GPT2LMHeadModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@dataclass(frozen=True)
+class Moved:
+    weights: int
+    gradients: int
+
+
+def moved_in_one_step(run: hydra_ext.Run, training: Training) -> Moved:
+    before = run.report()
+    training.step()
+    after = run.report()
+    return Moved(
+        after.weights_moved_bytes - before.weights_moved_bytes,
+        after.gradients_moved_bytes - before.gradients_moved_bytes,
+    )
+
+
+def room_for_all(model: GPT2LMHeadModel, ids: torch.Tensor, rounds: int) -> tuple[Comparison, bool]:
+    plain, offloaded = Training(copy.deepcopy(model), ids), Training(copy.deepcopy(model), ids)
+    budget = plain_peak(model, ids) + int(1.1 * gradient_bytes(model))
+    device = hydra_ext.SimulatedDevice(poison=False)
+    with hydra_ext.offload(offloaded.model, offloaded.optimizer, budget=budget, device=device) as run:
+        result = compare(plain.step, offloaded.step, rounds=rounds)
+        moved = moved_in_one_step(run, offloaded)
+        report = run.report()
+    expected = Moved(slot_bytes(model), gradient_bytes(model))
+    check_equal(plain, offloaded)
+    print(f"(a) moved {moved}, formula {expected}; evictions {report.evictions}, faults {report.faults}")
+    return result, moved == expected and report.evictions == 0
+
+
+def room_for_some(model: GPT2LMHeadModel, ids: torch.Tensor, rounds: int) -> tuple[Comparison, float]:
+    plain, offloaded = Training(copy.deepcopy(model), ids), Training(copy.deepcopy(model), ids)
+    budget = plain_peak(model, ids) + int(0.3 * gradient_bytes(model))
+    compute = compare(plain.step, plain.step, rounds=3).reference_seconds
+    probe = Training(copy.deepcopy(model), ids)
+    with hydra_ext.offload(probe.model, probe.optimizer, budget=budget) as run:
+        for _ in range(2):
+            probe.step()
+        weights = moved_in_one_step(run, probe).weights
+    bandwidth = weights / (0.5 * compute)
+    device = hydra_ext.SimulatedDevice(
+        to_device_bytes_per_second=bandwidth, to_host_bytes_per_second=bandwidth, poison=False
+    )
+    with hydra_ext.offload(offloaded.model, offloaded.optimizer, budget=budget, device=device) as run:
+        result = compare(plain.step, offloaded.step, rounds=rounds)
+        moved = moved_in_one_step(run, offloaded)
+        print(run.report())
+    check_equal(plain, offloaded)
+    bound = max(result.reference_seconds, moved.weights / bandwidth)
+    print(f"(b) link {bandwidth / 1e9:.2f} GB/s, {moved}, bound {bound:.3f} s, step {result.subject_seconds:.3f} s")
+    return result, bound / result.reference_seconds / result.ratio
+
+
+def check_equal(plain: Training, offloaded: Training) -> None:
+    shared = min(len(plain.losses), len(offloaded.losses))
+    if not all(torch.equal(a, b) for a, b in zip(plain.losses[:shared], offloaded.losses[:shared], strict=True)):
+        sys.exit("the losses of the offloaded run differ from the plain run's")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark runs")
+    options: Any = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    size = TINY if options.tiny else FULL
+    model = make_model(size)
+    ids = torch.randint(0, 256, (1, size.tokens))
+    print(f"GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size.tokens} tokens")
+
+    result, bytes_equal = room_for_all(model, ids, options.rounds)
+    print(f"(a) plain {result.reference_seconds:.3f} s, offloaded {result.subject_seconds:.3f} s, ratio "
+          f"{result.ratio:.4f}, spread {result.spread:.4f}: at most 1.03 "
+          f"{result.verdict(margin=0.03, holds=result.ratio <= 1.03)}")  # fmt: skip
+    some, of_bound = room_for_some(model, ids, options.rounds)
+    print(f"(b) {of_bound:.1%} of the bound, spread {some.spread:.4f}: at least 90 % "
+          f"{some.verdict(margin=0.10, holds=of_bound >= 0.90)}")  # fmt: skip
+    print(f"(c) bytes moved with room for all equal the formula: {bytes_equal}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+#include "csrc/pytorch/cuda_backend.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "csrc/pytorch/cuda_budget.h"
+#include "csrc/pytorch/cuda_relief.h"
+#include "csrc/transfer/cuda_error.h"
+
+namespace hydra {
+
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
+cudaStream_t current_stream_of(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+struct Service {
+  Service(int device, MemoryClient client) : budget(device, client.budget), relief(device, std::move(client)) {}
+  CudaBudget budget;
+  CudaReliefClient relief;
+};
+
+}  // namespace
+
+CudaBackend::CudaBackend(int device, cudaStream_t home, std::unique_ptr<CudaSlots> slots)
+    : CudaDevice(device, home, [device] { return current_stream_of(device); }, std::move(slots)),
+      cuda_slots_(static_cast<CudaSlots&>(this->slots())) {}
+
+std::shared_ptr<CudaBackend> CudaBackend::make(int device) {
+  const CudaDeviceGuard guard(device);
+  const cudaStream_t home = current_stream_of(device);
+  auto slots = std::make_unique<CudaSlots>(device, home);
+  return std::shared_ptr<CudaBackend>(
+      std::unique_ptr<CudaBackend>(new CudaBackend(device, home, std::move(slots))));  // the constructor is private
+}
+
+std::shared_ptr<void> CudaBackend::serve(MemoryClient client) {
+  return std::make_shared<Service>(device(), std::move(client));
+}
+
+std::function<Bytes()> CudaBackend::activation_meter() {
+  return [this] { return cuda_slots_.take_activation_peak(); };
+}
+
+CudaMemory CudaBackend::memory() const {
+  const CudaDeviceGuard guard(device());
+  std::size_t free = 0;
+  std::size_t total = 0;
+  HYDRA_CUDA(cudaMemGetInfo(&free, &total));
+  const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device()));
+  CudaMemory memory;
+  memory.total = static_cast<Bytes>(total);
+  memory.allocated = stats.allocated_bytes[kAll].current;
+  memory.reserved = stats.reserved_bytes[kAll].current;
+  memory.reserved_peak = std::max(cuda_slots_.reserved_peak(), stats.reserved_bytes[kAll].peak);
+  memory.slots = cuda_slots_.live_bytes();
+  memory.outside = memory.total - static_cast<Bytes>(free) - memory.reserved;
+  return memory;
+}
+
+}  // namespace hydra

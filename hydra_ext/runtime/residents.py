@@ -1,0 +1,91 @@
+"""What of a model is no parameter and has to be on the device: buffers, and the caches of recurrent modules.
+
+Buffers live on the device for the whole context, since forwards write to them. ``state_dict()`` gives host copies
+meanwhile, and in the end the model has its own buffers back, with the new values.
+
+Recurrent modules keep a list of their weights and lay them out anew as soon as they find other ones there, which would
+detach a paged weight from its storage; in the context they leave them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Residents:
+    """The residents of one model. :meth:`move_in` and :meth:`move_out` come in turn."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._in = False
+        self._hosts: dict[int, torch.Tensor] = {}  # by the device buffer's identity
+        self._held: list[torch.Tensor] = []  # the device buffers: identities stay theirs
+        self._handles: list[RemovableHandle] = []
+
+    def move_in(self) -> None:
+        if self._in:
+            return
+        self._in = True
+        for module in _recurrent(self._model):
+            module.__dict__["flatten_parameters"] = _leave_weights
+        if self._device.type == "cpu":
+            return
+        moved: dict[int, torch.Tensor] = {}  # by the host buffer's identity: modules may share one
+        for module in self._model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type == "cpu":
+                    module._buffers[key] = self._moved(buffer, moved)
+            if module._buffers:
+                self._handles.append(module.register_state_dict_post_hook(_state_on_host))
+
+    def move_out(self) -> None:
+        if not self._in:
+            return
+        self._in = False
+        for module in _recurrent(self._model):
+            module.__dict__.pop("flatten_parameters", None)
+            module._init_flat_weights()
+        for handle in self._handles:
+            handle.remove()
+        with torch.no_grad():
+            for module in self._model.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and buffer.device == self._device:
+                        module._buffers[key] = self._home(buffer)
+        self._handles, self._hosts, self._held = [], {}, []
+
+    def _moved(self, host: torch.Tensor, moved: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(host) not in moved:
+            buffer = host.to(self._device)
+            moved[id(host)] = buffer
+            self._hosts[id(buffer)] = host
+            self._held.append(buffer)
+        return moved[id(host)]
+
+    def _home(self, buffer: torch.Tensor) -> torch.Tensor:
+        host = self._hosts.get(id(buffer))
+        if host is None or host.shape != buffer.shape or host.dtype != buffer.dtype:
+            return buffer.to("cpu")  # a forward has put another tensor there
+        host.copy_(buffer)
+        return host
+
+
+def _recurrent(model: nn.Module) -> Iterator[nn.RNNBase]:
+    return (module for module in model.modules() if isinstance(module, nn.RNNBase))
+
+
+def _leave_weights() -> None:
+    """In place of a recurrent module's ``flatten_parameters``."""
+
+
+def _state_on_host(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]) -> None:
+    for key in module._buffers:
+        value = state.get(prefix + key)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            state[prefix + key] = value.to("cpu")

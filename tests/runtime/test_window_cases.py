@@ -1,0 +1,28 @@
+"""The window: whatever a user does around forward and backward gives what plain PyTorch gives."""
+
+import pytest
+import torch
+
+from support import window_cases, window_cases_compiled, window_cases_interrupted, window_cases_users
+from support.benches import Case, assert_equal_to_plain
+
+CASES = window_cases.CASES + window_cases_compiled.CASES + window_cases_interrupted.CASES + window_cases_users.CASES
+
+# torch.compile looks at `.grad` of what it traces and hides the warning where warnings are no errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gives_what_plain_pytorch_gives_with_room_for_some_weights(case: Case) -> None:
+    assert_equal_to_plain(case, tight=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gives_what_plain_pytorch_gives_with_room_for_all(case: Case) -> None:
+    assert_equal_to_plain(case, tight=False)

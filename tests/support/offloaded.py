@@ -1,0 +1,56 @@
+"""An offloaded run for tests: hosts poisoned, reports step by step, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import hydra_ext
+import torch
+from hydra_ext import Checks, Report, Run, _C
+from hydra_ext.runtime import engine
+from torch import nn
+
+
+@dataclass
+class Observed:
+    """The run inside its context, and a report after every step that was noted."""
+
+    run: Run
+    reports: list[Report] = field(default_factory=list)
+
+    def note(self, _step: int = 0) -> None:
+        self.reports.append(self.run.report())
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, budget: int, fault_path: bool = True
+) -> Iterator[Observed]:
+    """``hydra_ext.offload`` with poisoned hosts; at the end, asserts that it was at work and left nothing behind."""
+    checks = Checks(poison_hosts=True, fault_path=fault_path)
+    with hydra_ext.offload(model, optimizer, budget=budget, checks=checks) as run:
+        yield Observed(run)
+        assert run.core.windows_opened > 0, "nothing ran on the device, so that equality proves nothing"
+        assert not run.core.window_open
+        assert run.core.pins == 0
+        assert run.core.foreign_entries == 0, "parameters that the window did not replace"
+        assert run.report().peak_bytes <= budget
+    assert not engine.installed()
+    assert run.core.resident_bytes == 0
+    assert run.core.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == 0
+
+
+def updated_bytes(run: Run) -> int:
+    """Bytes that go to the device after an optimizer step: the whole blocks that hold a trainable parameter."""
+    alignment = _C.PAGE_ALIGNMENT
+    return sum(
+        sum(-(-parameter.nbytes // alignment) * alignment for _, parameter in block.parameters)
+        for block in run._layout.blocks
+        if any(parameter.requires_grad for _, parameter in block.parameters)
+    )
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

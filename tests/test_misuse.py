@@ -1,0 +1,410 @@
+"""What users do wrong, or at the wrong moment: an error that says so before anything is changed, or the right result."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, HydraError, InvalidBudget, ModelChanged, StateError
+from hydra_ext.errors import UnsupportedModel
+from hydra_ext.runtime import engine
+from support.benches import ROOMY, Bench, activation_bytes, assert_same, parameter_bytes, tight_budget
+from support.footprint import footprint
+from support.window_cases import train
+from support.window_subjects import batch, hidden, language_loss, tiny_gpt2
+from torch import nn
+
+import hydra_ext
+
+POISONED = hydra_ext.Checks(poison_hosts=True)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outcome(model: nn.Module, run: hydra_ext.Run | None = None, **options: Any) -> list[Any]:
+    """Losses of a few steps, and the parameters after them."""
+    losses = train(Bench([model], [run] if run else []), **options)
+    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+# ---- budgets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, []])
+def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
+    with pytest.raises(InvalidBudget, match="budget="):
+        hydra_ext.offload(nn.Linear(4, 4), budget=budget)
+
+
+@pytest.mark.parametrize("budget", ["8GiB", "512 MiB", " 1.5gb ", "123456789", 2**30])
+def test_a_budget_that_is_a_size_is_taken(budget: Any) -> None:
+    with hydra_ext.offload(nn.Linear(4, 4), budget=budget) as run:
+        assert run.report().budget_bytes == run.core.ledger.limit > 0
+
+
+def test_a_budget_below_the_largest_block_is_refused_before_anything_is_changed() -> None:
+    model = tiny_gpt2()
+    before = footprint(model)
+    with pytest.raises(BudgetTooSmall) as caught:
+        hydra_ext.offload(model, budget=1000)
+    error = caught.value
+    assert footprint(model) == before
+    assert f"'{error.block}'" in str(error)
+    assert "budget=1000" in str(error)
+    assert f"at least {error.smallest_budget} bytes" in str(error)
+    assert error.block_bytes <= error.smallest_budget
+    assert error.block in dict(model.named_modules())
+
+
+def test_the_smallest_budget_that_a_refusal_names_can_be_entered_and_one_byte_less_cannot() -> None:
+    model = tiny_gpt2()
+    with pytest.raises(BudgetTooSmall) as caught:
+        hydra_ext.offload(model, budget=1000)
+    smallest = caught.value.smallest_budget
+    with pytest.raises(BudgetTooSmall):
+        hydra_ext.offload(model, budget=smallest - 1)
+    with hydra_ext.offload(model, budget=smallest) as run:
+        assert run.report().budget_bytes == smallest
+
+
+def test_a_budget_below_the_activations_says_where_what_was_held_and_what_to_change() -> None:
+    model = tiny_gpt2()
+    budget = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
+    with hydra_ext.offload(model, budget=budget, checks=POISONED) as run:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            language_loss(model, 0).backward()
+        text = str(caught.value)
+        assert "While running forward of block 'transformer." in text or "While running backward of block" in text
+        for part in ("asked", f"({budget} bytes)", "held weights", "gradients", "activations", "in slots:"):
+            assert part in text
+        assert "Raise the budget" in text
+        del caught
+        assert run.core.ledger.peak <= budget
+        assert run.core.pins == 0
+        assert not run.core.window_open
+
+
+def test_training_goes_on_equal_after_running_out_of_memory_and_raising_the_budget() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    expected = outcome(plain)
+    small = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
+    with hydra_ext.offload(model, budget=small, checks=POISONED) as run:
+        for index in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                language_loss(model, index).backward()
+            model.zero_grad()
+        assert run.report().windows > 0
+        run.core.ledger.set_limit(tight_budget(model, language_loss))
+        found = outcome(model, run)
+        assert run.report().evictions > 0
+    assert_same(expected, found)
+
+
+def test_training_goes_on_equal_in_a_new_context_after_running_out_of_memory() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    expected = outcome(plain)
+    small = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
+    with pytest.raises(torch.OutOfMemoryError), hydra_ext.offload(model, budget=small, checks=POISONED):
+        language_loss(model, 0).backward()
+    assert not engine.installed()
+    model.zero_grad()
+    with hydra_ext.offload(model, budget=tight_budget(model, language_loss), checks=POISONED) as run:
+        found = outcome(model, run)
+        assert run.report().windows > 0
+    assert_same(expected, found)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def with_weight(make: Callable[[], torch.Tensor]) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    model[1].weight = nn.Parameter(make(), requires_grad=False)
+    return model
+
+
+class Labelled(torch.Tensor):
+    """A tensor subclass with a mind of its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(function)
+
+
+def labelled() -> torch.Tensor:
+    return torch.Tensor._make_wrapper_subclass(Labelled, (4, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: torch.eye(4).to_sparse(), "only dense parameters"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8), "quantised"),
+        (lambda: torch.empty(4, 4, device="meta"), "meta device"),
+        (lambda: torch.randn(1).expand(4, 4), "strides"),
+        (lambda: torch.randn(4, 8)[:, ::2], "strides"),
+        (labelled, "subclass"),
+    ],
+    ids=["sparse", "quantised", "meta", "expanded", "with gaps", "subclass"],
+)
+def test_a_parameter_that_cannot_be_paged_is_named(make: Callable[[], torch.Tensor], says: str) -> None:
+    model = with_weight(make)
+    before = footprint(model)
+    with pytest.raises(UnsupportedModel, match=f"'1.weight' .*{says}"):
+        hydra_ext.offload(model, budget=ROOMY)
+    assert footprint(model) == before
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda"), "cuda:0", "nonsense", 7])
+def test_a_device_that_is_not_there_is_a_typed_error_and_changes_nothing(device: Any) -> None:
+    assert not torch.cuda.is_available()
+    model = nn.Linear(4, 4)
+    before = footprint(model)
+    with pytest.raises((HydraError, TypeError), match="device"), hydra_ext.offload(model, budget=ROOMY, device=device):
+        pass
+    assert footprint(model) == before
+
+
+def test_blocks_that_are_no_modules_of_the_model_are_named() -> None:
+    model = tiny_gpt2()
+    with pytest.raises(UnsupportedModel, match="'transformer.h.9'"):
+        hydra_ext.offload(model, budget=ROOMY, blocks=["transformer.h.9"])
+    with pytest.raises(UnsupportedModel, match="not a module"):
+        hydra_ext.offload(model, budget=ROOMY, blocks=[nn.Linear(2, 2)])
+    with pytest.raises(UnsupportedModel, match="lies inside"):
+        hydra_ext.offload(model, budget=ROOMY, blocks=["transformer.h.1", "transformer.h.1.mlp"])
+
+
+def test_a_scripted_model_is_refused_by_name_and_nothing_is_left() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    scripted = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(model, torch.ones(1, 4)))
+    before = footprint(scripted)
+    with pytest.raises(UnsupportedModel, match="'1'"), hydra_ext.offload(scripted, budget=ROOMY):
+        pass
+    assert footprint(scripted) == before
+    assert not engine.installed()
+
+
+def test_a_model_without_parameters_is_as_it_is() -> None:
+    with hydra_ext.offload(nn.ReLU(), budget="1MiB") as run:
+        assert run.report().blocks == 0
+
+
+# ---- contexts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_inside_a_context_cannot_be_offloaded_once_more() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    expected = outcome(plain)
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        with pytest.raises(AlreadyOffloaded), hydra_ext.offload(model, budget=ROOMY):
+            pass
+        found = outcome(model, run)
+        assert run.report().windows > 0
+    assert_same(expected, found)
+
+
+def test_a_model_cannot_be_offloaded_from_inside_its_own_forward() -> None:
+    model = tiny_gpt2()
+
+    def offload_again(*_args: Any) -> None:
+        with pytest.raises((AlreadyOffloaded, UnsupportedModel)), hydra_ext.offload(model.transformer, budget=ROOMY):
+            pass
+
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        handle = model.lm_head.register_forward_pre_hook(offload_again)
+        language_loss(model, 0).backward()
+        handle.remove()
+        assert run.report().windows == 2
+
+
+def part_of(model: nn.Module) -> nn.Module:
+    return model.transformer.h[0]
+
+
+def around(model: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"inner": model, "head": nn.Linear(4, 4)})
+
+
+def beside(model: nn.Module) -> nn.Module:
+    other = tiny_gpt2()
+    other.transformer.h[0] = model.transformer.h[0]
+    return other
+
+
+def tied_to(model: nn.Module) -> nn.Module:
+    other = nn.Linear(4, 4)
+    other.weight = model.lm_head.weight
+    return other
+
+
+@pytest.mark.parametrize("other_of", [part_of, around, beside, tied_to])
+def test_two_contexts_cannot_share_what_they_move(other_of: Callable[[nn.Module], nn.Module]) -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    expected = outcome(plain)
+    other = other_of(model)
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        with pytest.raises(AlreadyOffloaded), hydra_ext.offload(other, budget=ROOMY):
+            pass
+        assert_same(expected, outcome(model, run))
+        assert run.report().windows > 0
+
+
+@pytest.mark.parametrize("other_of", [part_of, around, beside, tied_to])
+def test_contexts_over_shared_parts_may_follow_each_other(other_of: Callable[[nn.Module], nn.Module]) -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    with hydra_ext.offload(other_of(model), budget=ROOMY):
+        pass
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        assert_same(outcome(plain), outcome(model, run))
+
+
+def test_a_context_object_is_entered_once() -> None:
+    context = hydra_ext.offload(nn.Linear(4, 4), budget=ROOMY)
+    with context:
+        with pytest.raises(StateError, match="entered before"):
+            context.__enter__()
+    with pytest.raises(StateError, match="entered before"):
+        context.__enter__()
+    assert not engine.installed()
+
+
+def test_a_model_can_be_offloaded_again_and_again() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    budget = tight_budget(model, language_loss)
+    for first in range(3):
+        expected = outcome(plain, steps=1, first=first)
+        with hydra_ext.offload(model, budget=budget, checks=POISONED) as run:
+            assert_same(expected, outcome(model, run, steps=1, first=first))
+            assert run.report().evictions > 0
+
+
+# ---- changes inside the context -------------------------------------------------------------------------------------
+
+
+def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:
+    """The change is refused where it is made or at the next forward; undone, all goes on equal."""
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    expected = outcome(plain)
+    with hydra_ext.offload(model, budget=tight_budget(model, language_loss), checks=POISONED) as run:
+        memo = copy.deepcopy(model.state_dict())
+        with pytest.raises(ModelChanged):
+            memo = change(model) or memo
+            language_loss(model, 0)
+        assert not run.core.window_open
+        undo(model, memo)
+        assert_same(expected, outcome(model, run))
+        assert run.report().evictions > 0
+
+
+@pytest.mark.parametrize("convert", [lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.to("meta")])
+def test_another_dtype_or_device_for_the_whole_model_is_refused_and_changes_nothing(
+    convert: Callable[[nn.Module], Any],
+) -> None:
+    refuses_and_then_trains_on(lambda model: convert(model) and None, lambda _model, _memo: None)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)])
+def test_another_dtype_for_a_part_of_the_model_is_refused_at_the_next_forward(
+    convert: Callable[[nn.Module], Any],
+) -> None:
+    def restore(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+        model.transformer.h[1].float()
+        model.load_state_dict(state)
+
+    refuses_and_then_trains_on(lambda model: convert(model.transformer.h[1]) and None, restore)
+
+
+def test_another_shape_of_a_parameter_is_refused_at_the_next_forward() -> None:
+    def shrink(model: nn.Module) -> torch.Tensor:
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        before = weight.data
+        weight.data = torch.ones(2, 3)
+        return before
+
+    def restore(model: nn.Module, before: torch.Tensor) -> None:
+        model.transformer.h[1].mlp.c_fc.weight.data = before
+
+    refuses_and_then_trains_on(shrink, restore)
+
+
+def test_moves_that_change_nothing_are_allowed() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        assert model.to("cpu") is model
+        assert model.to(torch.float32) is model
+        assert model.cpu().float() is model
+        model.transformer.h[0].to("cpu")
+        assert_same(outcome(plain), outcome(model, run))
+        assert run.report().windows > 0
+
+
+def test_an_added_parameter_is_refused_at_the_next_forward() -> None:
+    def add(model: nn.Module) -> None:
+        model.lm_head.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+    refuses_and_then_trains_on(add, lambda model, _memo: delattr(model.lm_head, "scale"))
+
+
+def test_an_added_module_is_refused_at_the_next_forward() -> None:
+    def add(model: nn.Module) -> None:
+        model.transformer.h[0].extra = nn.Linear(4, 4)
+
+    refuses_and_then_trains_on(add, lambda model, _memo: delattr(model.transformer.h[0], "extra"))
+
+
+def test_a_removed_parameter_is_refused_at_the_next_forward() -> None:
+    def remove(model: nn.Module) -> nn.Parameter:
+        bias = model.transformer.ln_f.bias
+        del model.transformer.ln_f.bias
+        return bias
+
+    def restore(model: nn.Module, bias: nn.Parameter) -> None:
+        model.transformer.ln_f.bias = bias
+
+    refuses_and_then_trains_on(remove, restore)
+
+
+def test_a_replaced_parameter_is_refused_at_the_next_forward() -> None:
+    def replace(model: nn.Module) -> nn.Parameter:
+        layer = model.transformer.h[1].mlp.c_fc
+        before = layer.weight
+        layer.weight = nn.Parameter(before.detach() * 2)
+        return before
+
+    def restore(model: nn.Module, before: nn.Parameter) -> None:
+        model.transformer.h[1].mlp.c_fc.weight = before
+
+    refuses_and_then_trains_on(replace, restore)
+
+
+def test_a_replaced_module_is_refused_at_the_next_forward() -> None:
+    def replace(model: nn.Module) -> nn.Module:
+        before = model.transformer.h[1]
+        model.transformer.h[1] = copy.deepcopy(before)
+        return before
+
+    def restore(model: nn.Module, before: nn.Module) -> None:
+        model.transformer.h[1] = before
+
+    refuses_and_then_trains_on(replace, restore)
+
+
+def test_the_models_inputs_may_be_anything_the_model_takes() -> None:
+    plain, model = tiny_gpt2(), tiny_gpt2()
+    plain.eval(), model.eval()
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run, torch.no_grad():
+        found = [model(inputs_embeds=hidden(0)).logits, model(batch(1), attention_mask=torch.ones(2, 4)).logits]
+        assert run.report().windows == 2
+    with torch.no_grad():
+        assert_same([plain(inputs_embeds=hidden(0)).logits, plain(batch(1)).logits], found)
