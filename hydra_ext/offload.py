@@ -12,7 +12,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, StateError, UnsupportedModel
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import devices, root
+from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.run import Run
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
@@ -31,8 +31,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         model: any module, on the CPU.
         optimizer: the optimizer of its parameters, if it is trained.
         budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
-        device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``, ``"simulated"``,
-            a :class:`SimulatedDevice`.
+        device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
+            ``"simulated"``, a :class:`SimulatedDevice`.
         blocks: modules, or their names, that are to move as one; found by size unless given.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
@@ -109,7 +109,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         for block in self._layout.blocks:
             core.add_block(block.name, list(block.parameters))
         self._run = Run(self._model, self._layout, core, budget=self._budget, place=self._place)
-        self._run.open(self._optimizer, arena)
+        try:
+            self._run.open(self._optimizer, arena)
+        except BaseException:  # re-raised: nobody calls __exit__ after a failed __enter__
+            self._run.close()
+            raise
         return self._run
 
     def __exit__(
@@ -134,6 +138,11 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 def _refuse_unsupported(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise UnsupportedModel(
+                f"'{name or type(model).__name__}' is a scripted module, whose calls cannot be followed; "
+                "offload the module it was made from"
+            )
         for cls in type(module).__mro__:
             if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
                 raise UnsupportedModel(
@@ -147,9 +156,14 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 
 def _refuse_nested(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if engine.holds(parameter):
+            raise AlreadyOffloaded(f"the parameter '{name}' is inside another offload context; leave that first")
     for name, module in model.named_modules():
         if root.is_swapped(module):
-            raise AlreadyOffloaded(f"'{name or type(model).__name__}' is inside another offload context; leave that first")
+            raise AlreadyOffloaded(
+                f"'{name or type(model).__name__}' is inside another offload context; leave that first"
+            )
         for parameter in module._parameters.values():
             if parameter is not None and _C.is_face(parameter):
                 raise AlreadyOffloaded(f"'{name}' belongs to a model whose window is open; wrap it outside forward")

@@ -1,23 +1,28 @@
-"""What users do wrong, or at the wrong moment: an error that says so before anything is changed, or the right result."""
+"""What users do wrong, or at the wrong moment: an error before anything is changed, or the right result."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, HydraError, InvalidBudget, ModelChanged, StateError
-from hydra_ext.errors import UnsupportedModel
+from torch import nn
+
+import hydra_ext
+from hydra_ext.errors import (
+    AlreadyOffloaded,
+    BudgetTooSmall,
+    HydraError,
+    InvalidBudget,
+    StateError,
+    UnsupportedModel,
+)
 from hydra_ext.runtime import engine
 from support.benches import ROOMY, Bench, activation_bytes, assert_same, parameter_bytes, tight_budget
 from support.footprint import footprint
 from support.window_cases import train
-from support.window_subjects import batch, hidden, language_loss, tiny_gpt2
-from torch import nn
-
-import hydra_ext
+from support.window_subjects import language_loss, tiny_gpt2
 
 POISONED = hydra_ext.Checks(poison_hosts=True)
 
@@ -39,7 +44,9 @@ def outcome(model: nn.Module, run: hydra_ext.Run | None = None, **options: Any) 
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, []])
+@pytest.mark.parametrize(
+    "budget", ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, []]
+)
 def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
     with pytest.raises(InvalidBudget, match="budget="):
         hydra_ext.offload(nn.Linear(4, 4), budget=budget)
@@ -137,6 +144,8 @@ class Labelled(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return labelled()
         raise NotImplementedError(function)
 
 
@@ -177,7 +186,7 @@ def test_a_device_that_is_not_there_is_a_typed_error_and_changes_nothing(device:
 
 def test_blocks_that_are_no_modules_of_the_model_are_named() -> None:
     model = tiny_gpt2()
-    with pytest.raises(UnsupportedModel, match="'transformer.h.9'"):
+    with pytest.raises(UnsupportedModel, match=r"'transformer\.h\.9'"):
         hydra_ext.offload(model, budget=ROOMY, blocks=["transformer.h.9"])
     with pytest.raises(UnsupportedModel, match="not a module"):
         hydra_ext.offload(model, budget=ROOMY, blocks=[nn.Linear(2, 2)])
@@ -271,9 +280,8 @@ def test_contexts_over_shared_parts_may_follow_each_other(other_of: Callable[[nn
 
 def test_a_context_object_is_entered_once() -> None:
     context = hydra_ext.offload(nn.Linear(4, 4), budget=ROOMY)
-    with context:
-        with pytest.raises(StateError, match="entered before"):
-            context.__enter__()
+    with context, pytest.raises(StateError, match="entered before"):
+        context.__enter__()
     with pytest.raises(StateError, match="entered before"):
         context.__enter__()
     assert not engine.installed()
@@ -287,124 +295,3 @@ def test_a_model_can_be_offloaded_again_and_again() -> None:
         with hydra_ext.offload(model, budget=budget, checks=POISONED) as run:
             assert_same(expected, outcome(model, run, steps=1, first=first))
             assert run.report().evictions > 0
-
-
-# ---- changes inside the context -------------------------------------------------------------------------------------
-
-
-def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:
-    """The change is refused where it is made or at the next forward; undone, all goes on equal."""
-    plain, model = tiny_gpt2(), tiny_gpt2()
-    expected = outcome(plain)
-    with hydra_ext.offload(model, budget=tight_budget(model, language_loss), checks=POISONED) as run:
-        memo = copy.deepcopy(model.state_dict())
-        with pytest.raises(ModelChanged):
-            memo = change(model) or memo
-            language_loss(model, 0)
-        assert not run.core.window_open
-        undo(model, memo)
-        assert_same(expected, outcome(model, run))
-        assert run.report().evictions > 0
-
-
-@pytest.mark.parametrize("convert", [lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.to("meta")])
-def test_another_dtype_or_device_for_the_whole_model_is_refused_and_changes_nothing(
-    convert: Callable[[nn.Module], Any],
-) -> None:
-    refuses_and_then_trains_on(lambda model: convert(model) and None, lambda _model, _memo: None)
-
-
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda m: m.to(torch.bfloat16)])
-def test_another_dtype_for_a_part_of_the_model_is_refused_at_the_next_forward(
-    convert: Callable[[nn.Module], Any],
-) -> None:
-    def restore(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        model.transformer.h[1].float()
-        model.load_state_dict(state)
-
-    refuses_and_then_trains_on(lambda model: convert(model.transformer.h[1]) and None, restore)
-
-
-def test_another_shape_of_a_parameter_is_refused_at_the_next_forward() -> None:
-    def shrink(model: nn.Module) -> torch.Tensor:
-        weight = model.transformer.h[1].mlp.c_fc.weight
-        before = weight.data
-        weight.data = torch.ones(2, 3)
-        return before
-
-    def restore(model: nn.Module, before: torch.Tensor) -> None:
-        model.transformer.h[1].mlp.c_fc.weight.data = before
-
-    refuses_and_then_trains_on(shrink, restore)
-
-
-def test_moves_that_change_nothing_are_allowed() -> None:
-    plain, model = tiny_gpt2(), tiny_gpt2()
-    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
-        assert model.to("cpu") is model
-        assert model.to(torch.float32) is model
-        assert model.cpu().float() is model
-        model.transformer.h[0].to("cpu")
-        assert_same(outcome(plain), outcome(model, run))
-        assert run.report().windows > 0
-
-
-def test_an_added_parameter_is_refused_at_the_next_forward() -> None:
-    def add(model: nn.Module) -> None:
-        model.lm_head.register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-    refuses_and_then_trains_on(add, lambda model, _memo: delattr(model.lm_head, "scale"))
-
-
-def test_an_added_module_is_refused_at_the_next_forward() -> None:
-    def add(model: nn.Module) -> None:
-        model.transformer.h[0].extra = nn.Linear(4, 4)
-
-    refuses_and_then_trains_on(add, lambda model, _memo: delattr(model.transformer.h[0], "extra"))
-
-
-def test_a_removed_parameter_is_refused_at_the_next_forward() -> None:
-    def remove(model: nn.Module) -> nn.Parameter:
-        bias = model.transformer.ln_f.bias
-        del model.transformer.ln_f.bias
-        return bias
-
-    def restore(model: nn.Module, bias: nn.Parameter) -> None:
-        model.transformer.ln_f.bias = bias
-
-    refuses_and_then_trains_on(remove, restore)
-
-
-def test_a_replaced_parameter_is_refused_at_the_next_forward() -> None:
-    def replace(model: nn.Module) -> nn.Parameter:
-        layer = model.transformer.h[1].mlp.c_fc
-        before = layer.weight
-        layer.weight = nn.Parameter(before.detach() * 2)
-        return before
-
-    def restore(model: nn.Module, before: nn.Parameter) -> None:
-        model.transformer.h[1].mlp.c_fc.weight = before
-
-    refuses_and_then_trains_on(replace, restore)
-
-
-def test_a_replaced_module_is_refused_at_the_next_forward() -> None:
-    def replace(model: nn.Module) -> nn.Module:
-        before = model.transformer.h[1]
-        model.transformer.h[1] = copy.deepcopy(before)
-        return before
-
-    def restore(model: nn.Module, before: nn.Module) -> None:
-        model.transformer.h[1] = before
-
-    refuses_and_then_trains_on(replace, restore)
-
-
-def test_the_models_inputs_may_be_anything_the_model_takes() -> None:
-    plain, model = tiny_gpt2(), tiny_gpt2()
-    plain.eval(), model.eval()
-    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run, torch.no_grad():
-        found = [model(inputs_embeds=hidden(0)).logits, model(batch(1), attention_mask=torch.ones(2, 4)).logits]
-        assert run.report().windows == 2
-    with torch.no_grad():
-        assert_same([plain(inputs_embeds=hidden(0)).logits, plain(batch(1)).logits], found)

@@ -3,6 +3,7 @@
 from itertools import combinations, product
 
 import pytest
+
 from support.pairwise import Row, covering_rows
 
 FACTORS = {"a": [1, 2, 3, 4], "b": ["x", "y", "z"], "c": [False, True], "d": [False, True], "e": [0.5, 1.5, 2.5]}

@@ -72,6 +72,8 @@ void bind_model(py::module_& module) {
       .def_property_readonly("windows_opened", [](PagedModel& model) { return model.window().opens(); })
       .def_property_readonly("foreign_entries", [](PagedModel& model) { return model.window().foreign_entries(); })
       .def_property_readonly("window_open", &PagedModel::window_open)
+      .def_property_readonly("backend", [](PagedModel& model) { return &model.backend(); },
+                             py::return_value_policy::reference_internal)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly("slot_peak_bytes", [](PagedModel& model) { return model.slot_statistics().peak_bytes; })

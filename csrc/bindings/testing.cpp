@@ -1,7 +1,10 @@
 #include "csrc/testing/fault_script.h"
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <mutex>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/account.h"
@@ -26,6 +29,18 @@ class Meter {
   AccountPtr before_;
 };
 
+/// Guards, streams and events of CUDA that do nothing, where torch has none: for tensors without bytes.
+void pretend_cuda() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) {
+      using Nothing = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
+      // Deliberately leaked: torch keeps the pointer.
+      const c10::impl::DeviceGuardImplRegistrar registrar(c10::kCUDA, std::make_unique<Nothing>().release());
+    }
+  });
+}
+
 }  // namespace
 
 void bind_testing(py::module_& module) {
@@ -42,6 +57,7 @@ void bind_testing(py::module_& module) {
       .def("jitter", &FaultScript::jitter, py::arg("operation"), py::arg("seconds"), py::arg("seed"))
       .def("reset", &FaultScript::reset)
       .def("count", &FaultScript::count, py::arg("operation"));
+  tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   py::class_<Meter>(tests, "Meter")
       .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
       .def("begin", &Meter::begin)

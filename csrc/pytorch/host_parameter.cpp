@@ -54,6 +54,9 @@ std::string HostParameter::mismatch() const {
   if (!host.device().is_cpu()) {
     return "'" + name + "' is on " + host.device().str();
   }
+  if (host.scalar_type() != host_dtype) {
+    return "'" + name + "' is " + c10::toString(host.scalar_type()) + ", was " + c10::toString(host_dtype);
+  }
   if (host.sizes() != face.sizes() || host.strides() != face.strides()) {
     return "'" + name + "' is " + shape_of(host) + ", was " + shape_of(face) + ", or has other strides";
   }

@@ -20,6 +20,7 @@ struct HostParameter {
   std::string name;
   at::Tensor host;
   at::Tensor face;
+  at::ScalarType host_dtype = at::kFloat;  // the host's when the context was entered
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 

@@ -49,6 +49,7 @@ std::int32_t PagedModel::add_block(std::string name,
     auto parameter = std::make_unique<HostParameter>();
     parameter->name = parameter_name;
     parameter->host = host;
+    parameter->host_dtype = host.scalar_type();
     parameter->page = c10::make_intrusive<Page>();
     parameter->page->name = parameter_name;
     parameter->page->device = options_.device;

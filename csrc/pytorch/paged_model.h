@@ -117,6 +117,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Low-precision copies that were dropped, to be cast anew.
   std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
   ResourceStatistics slot_statistics() const noexcept { return tracked_->statistics(); }
+  bool closed() const noexcept { return closed_; }
   bool window_open() const { return window_.depths().total > 0; }
 
  private:

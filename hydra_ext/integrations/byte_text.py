@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+NAME = "A GPT-2"
+REQUIRES = ("transformers",)
+
 
 def help_text() -> bytes:
     """The English help text of Python's own documentation, about 700 KB."""
@@ -22,7 +25,7 @@ def batches(*, count: int, rows: int, length: int, seed: int = 0) -> list[torch.
     return [torch.stack([text[start : start + length] for start in row.tolist()]) for row in starts]
 
 
-def gpt2(*, layers: int, width: int, length: int, seed: int = 0) -> nn.Module:
+def model(*, layers: int, width: int, length: int, seed: int = 0) -> nn.Module:
     """A GPT-2 over bytes with random weights, built as always."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -36,9 +39,9 @@ def gpt2(*, layers: int, width: int, length: int, seed: int = 0) -> nn.Module:
         bos_token_id=0,
         eos_token_id=0,
     )
-    model: nn.Module = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what it would guess, with a warning
-    return model
+    built: nn.Module = GPT2LMHeadModel(config)
+    built.loss_type = "ForCausalLM"  # what it would guess, with a warning
+    return built
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> Any:

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hydra_ext import _build_info, _C
+from hydra_ext import _C, _build_info
 from hydra_ext.errors import InvalidDevice
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
 from hydra_ext.runtime.residents import Residents
+from hydra_ext.runtime.tracing import not_traced
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Place:
         """Bytes of gradients that may be on their way at once; 0 where the budget itself holds them back."""
         return 0 if self.device.type == "cpu" else budget // _GRADIENTS_PER_BUDGET
 
+    @not_traced
     def move_input(self, value: Any) -> Any:
         """An input of the root, on the place's device."""
         tensor = value.data if isinstance(value, PackedSequence) else value
@@ -97,6 +99,7 @@ class SimulatedPlace(Place):
             seed=options.seed,
         )
 
+    @not_traced
     def move_input(self, value: Any) -> Any:
         if isinstance(value, PackedSequence) or value.device.type != "cpu" or value.layout != torch.strided:
             return value
@@ -122,6 +125,7 @@ class CudaPlace(Place):
         make = getattr(_C, "make_cuda_arena")  # noqa: B009 - as above
         return make(self.device.index)  # type: ignore[no-any-return]
 
+    @not_traced
     def move_input(self, value: Any) -> Any:
         # A parameter's own memory is pinned by us, and nobody would hold its bytes until they have been read.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()

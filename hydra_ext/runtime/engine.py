@@ -117,6 +117,13 @@ def leave(participant: BackwardParticipant) -> None:
             _installed = None
 
 
+def holds(parameter: torch.Tensor) -> bool:
+    """Whether a context that is active moves this host parameter."""
+    with _lock:
+        participants = _installed.participants if _installed is not None else []
+        return any(known.face_of(parameter) is not None for known in participants)
+
+
 def installed() -> bool:
     """Whether any context is active, as far as the engine is concerned."""
     return isinstance(Variable._execution_engine, EngineWrapper)

@@ -59,21 +59,25 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        human = _C.human_bytes
         return "\n".join(
             (
-                f"peak {human(self.peak_bytes)} of a budget of {human(self.budget_bytes)}: weights "
-                f"{human(self.peak_weights_bytes)}, gradients {human(self.peak_gradients_bytes)}, activations and "
-                f"workspace {human(self.peak_activations_bytes)}, buffers {human(self.peak_buffers_bytes)}",
-                f"moved {human(self.weights_moved_bytes)} of weights in ({self.loads} loads, {self.prefetched} ahead "
-                f"of time) and {human(self.gradients_moved_bytes)} of gradients out",
-                f"{self.blocks} blocks of {human(self.parameter_bytes)}; {self.evictions} evictions ({self.spills} by "
-                f"allocations), {self.faults} faults, {self.order_changes} changes of order, {self.windows} windows",
-                f"waited {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
+                f"device   peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)}: weights "
+                f"{_mib(self.peak_weights_bytes)}, gradients {_mib(self.peak_gradients_bytes)}, activations "
+                f"{_mib(self.peak_activations_bytes)}, buffers {_mib(self.peak_buffers_bytes)}",
+                f"moved    weights in {_mib(self.weights_moved_bytes)} ({self.loads} loads, {self.prefetched} ahead of "
+                f"time), gradients out {_mib(self.gradients_moved_bytes)}",
+                f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
+                f"({self.spills} by allocations), {self.faults} faults, {self.order_changes} changes of order in "
+                f"{self.windows} windows",
+                f"waited   {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
                 f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
                 f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
             )
         )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
 
 
 def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:

@@ -57,13 +57,15 @@ class Run:
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
-        """Moves what is no parameter to the device, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+        """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
         self._place.open(self._model, arena)
         hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at
             self._faces[id(host)] = face
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # without parameters: others were refused
             self.core.watch(module._parameters, f"the parameters of '{name}'")
             self.core.watch(module._modules, f"the modules of '{name}'")
             for key, parameter in module._parameters.items():

@@ -17,8 +17,6 @@ def not_traced(function: Function) -> Function:
     would wait who imports hydra_ext.
     """
     action = eval_frame._FrameAction
-    eval_frame.set_code_exec_strategy(
-        function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-    )
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

@@ -115,13 +115,14 @@ TEST_F(CudaDeviceFake, ASlotReturnsBehindTheUsesOnSideStreams) {
 }
 
 TEST_F(CudaDeviceFake, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfItIsInFlight) {
-  const std::vector<std::uint8_t> source = random_bytes(3 * CudaLane::kBatchBytes, 4);
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(3 * CudaLane::kBatchBytes), 4);
   void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
   Gate gate;
   fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
   fake_cuda::fail("cudaMemcpyAsync", cudaErrorUnknown, 2);
   const TicketPtr ticket = fill(slot, source, {});
-  const TicketPtr next = fill(slot, random_bytes(10, 5), {});
+  const std::vector<std::uint8_t> little = random_bytes(10, 5);
+  const TicketPtr next = fill(slot, little, {});
   next->wait_enqueued();
   EXPECT_FALSE(ticket->finished());
   gate.open();
@@ -168,7 +169,7 @@ TEST_F(CudaDeviceFake, UseInsideACaptureIsRefused) {
 }
 
 TEST_F(CudaDeviceFake, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
-  const std::vector<std::uint8_t> source = random_bytes(12 * CudaLane::kBatchBytes, 8);
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(12 * CudaLane::kBatchBytes), 8);
   void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
   Gate gate;
   fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });

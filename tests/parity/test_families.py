@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+
 from support.offloaded import gradient_bytes, offloaded, updated_bytes
 from support.pairwise import Row, covering_rows
 from support.training import (

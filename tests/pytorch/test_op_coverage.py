@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hydra_ext.runtime import engine
-from support import op_cases
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import hydra_ext
 from hydra_ext import _C
+from hydra_ext.runtime import engine
+from support import op_cases
 
 BUDGET = 4 * 2**20
 CASES = dict(op_cases.all_cases())

@@ -1,6 +1,7 @@
 """Trains under the preloaded malloc hook and prints, as JSON, what it and the run's own counter saw. See HookedRun.
 
-Run as ``python -m support.hooked_run FAMILY CHECKPOINTING AUTOCAST PERCENT`` by the tests, with the hook preloaded.
+Run as ``python -m support.hooked_run SCENARIOS`` by observe(), with the hook preloaded, in a process that has
+computed nothing before: what libraries allocate once, they allocate where the hook looks.
 """
 
 from __future__ import annotations
@@ -10,12 +11,22 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 HEAP, ALIGNED, PAGE_ALIGNED, MAPPED = range(4)
 STEPS = 4
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What to train, and the budget."""
+
+    family: str
+    checkpointing: str
+    autocast: bool
+    budget: int
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,8 @@ class StepSeen:
 
 @dataclass
 class HookedRun:
-    budget: int
-    largest_gradient: int
+    """The steps of a scenario, and that the run was at work."""
+
     windows: int = 0
     weights_moved: int = 0
     steps: list[StepSeen] = field(default_factory=list)
@@ -63,22 +74,24 @@ def build_hook(folder: Path) -> Path:
     return library
 
 
-def observe(hook: Path, *, family: str, checkpointing: str, autocast: bool, percent: int) -> HookedRun:
-    """Runs this module in a process of its own under the hook."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
+def observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
+    """Runs the scenarios, in order, in a process of their own under the hook."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.hooked_run", family, checkpointing, str(autocast), str(percent)],
-        env={**os.environ, "LD_PRELOAD": str(hook), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-W", "ignore", "-m", "support.hooked_run", json.dumps([asdict(one) for one in scenarios])],
+        env={**os.environ, "LD_PRELOAD": str(hook), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return [_parse(run) for run in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _parse(run: dict[str, Any]) -> HookedRun:
     steps = []
-    for step in seen.pop("steps"):
+    for step in run.pop("steps"):
         moments = {name: Moment(**step.pop(name)) for name in ("after_forward", "after_backward", "after_step")}
         steps.append(StepSeen(**moments, **step))
-    return HookedRun(**seen, steps=steps)
+    return HookedRun(**run, steps=steps)
 
 
 class _Hook:
@@ -103,28 +116,47 @@ class _Hook:
             arena=arena.mapped_bytes - arena_before,
         )
 
+    def step(self, before: Moment, forward: Moment, backward: Moment, after: Moment, ledger_peak: int) -> StepSeen:
+        # What earlier scenarios of this process have left is theirs.
+        def own(moment: Moment) -> Moment:
+            return replace(
+                moment,
+                heap=moment.heap - before.heap,
+                mapped=moment.mapped - before.mapped,
+                tensors=moment.tensors - before.tensors,
+                slots=moment.slots - before.slots,
+            )
 
-def _run(family_name: str, checkpointing: str, autocast: bool, percent: int) -> HookedRun:
+        return StepSeen(
+            own(forward),
+            own(backward),
+            own(after),
+            hook_device_peak=self.library.hook_aligned_peak() - before.tensors - before.slots,
+            hook_heap_peak=self.library.hook_peak(HEAP) - before.heap,
+            hook_mapped_peak=self.library.hook_peak(MAPPED) - before.mapped,
+            ledger_peak=ledger_peak,
+        )
+
+
+def _run(scenario: Scenario) -> HookedRun:
     import hydra_ext
-    import torch
     from hydra_ext import _C
-
-    from support.training import Recipe, build, build_optimizer, parameter_bytes, plain_peak
+    from support.training import Recipe, build, build_optimizer
     from support.zoo import FAMILIES
 
-    torch.set_num_threads(1)
     arenas: list[Any] = []
     make_arena = _C.HostArena
     _C.HostArena = lambda: arenas.append(make_arena()) or arenas[0]  # type: ignore[misc,assignment]
-    family, recipe = FAMILIES[family_name], Recipe(checkpointing=checkpointing, autocast=autocast)
+    family = FAMILIES[scenario.family]
+    recipe = Recipe(checkpointing=scenario.checkpointing, autocast=scenario.autocast)
     model = build(family, recipe)
     optimizer = build_optimizer(model, recipe)
     batches = family.batches(1, STEPS)
-    budget = plain_peak(family, recipe) + percent * parameter_bytes(model) // 100
-    seen = HookedRun(budget=budget, largest_gradient=max(parameter.nbytes for parameter in model.parameters()))
+    seen = HookedRun()
     hook = _Hook()
-    with hydra_ext.offload(model, optimizer, budget=budget) as run:
+    with hydra_ext.offload(model, optimizer, budget=scenario.budget) as run:
         ledger, arena_before = run.core.ledger, arenas[0].mapped_bytes
+        before = hook.moment(ledger, arenas[0], arena_before)
         for batch in batches:
             hook.library.hook_reset_peaks()
             ledger.reset_peak()
@@ -138,21 +170,20 @@ def _run(family_name: str, checkpointing: str, autocast: bool, percent: int) -> 
             optimizer.step()
             optimizer.zero_grad()
             del loss
-            seen.steps.append(
-                StepSeen(
-                    after_forward,
-                    after_backward,
-                    hook.moment(ledger, arenas[0], arena_before),
-                    hook_device_peak=hook.library.hook_aligned_peak(),
-                    hook_heap_peak=hook.library.hook_peak(HEAP),
-                    hook_mapped_peak=hook.library.hook_peak(MAPPED),
-                    ledger_peak=ledger.peak,
-                )
-            )
+            after_step = hook.moment(ledger, arenas[0], arena_before)
+            seen.steps.append(hook.step(before, after_forward, after_backward, after_step, ledger.peak))
         seen.windows, seen.weights_moved = run.report().windows, run.report().weights_moved_bytes
+    _C.HostArena = make_arena  # type: ignore[misc]
     return seen
 
 
+def _main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    runs = [_run(Scenario(**scenario)) for scenario in json.loads(sys.argv[1])]
+    print(json.dumps([asdict(run) for run in runs]))
+
+
 if __name__ == "__main__":
-    name, checkpointing_mode, autocast_text, percent_text = sys.argv[1:]
-    print(json.dumps(asdict(_run(name, checkpointing_mode, autocast_text == "True", int(percent_text)))))
+    _main()

@@ -10,10 +10,10 @@ from typing import Any
 
 import peft
 import torch
-from hydra_ext import _C
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hydra_ext import _C
 from support.zoo import Batch, Family
 
 STEPS = 20
@@ -159,7 +159,9 @@ def plain_peak(family: Family, recipe: Recipe, *, steps: int = 2) -> int:
         meter.begin()
         try:
             with recipe.precision():
-                loss = family.loss(model, {name: value.clone() for name, value in batch.items()})
+                inputs = {name: value.clone() for name, value in batch.items()}
+                loss = family.loss(model, inputs) / recipe.accumulate
+            del inputs
             loss.backward()
         finally:
             meter.end()

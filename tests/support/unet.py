@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,11 +31,9 @@ class UNet(nn.Module):
         super().__init__()
         self.checkpointing: str | None = None  # "reentrant" or "plain"
         widths = (3, *channels)
-        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in zip(widths, channels))
+        self.down = nn.ModuleList(ConvBlock(a, b) for a, b in pairwise(widths))
         self.middle = ConvBlock(channels[-1], channels[-1])
-        self.up = nn.ModuleList(
-            nn.ConvTranspose2d(width, width, 2, stride=2) for width in reversed(channels)
-        )
+        self.up = nn.ModuleList(nn.ConvTranspose2d(width, width, 2, stride=2) for width in reversed(channels))
         after = [*reversed(channels[:-1]), channels[0]]
         self.merge = nn.ModuleList(
             ConvBlock(2 * width, narrower) for width, narrower in zip(reversed(channels), after, strict=True)

@@ -60,8 +60,8 @@ def an_encoder_of_torchs_own_attention(bench: Bench) -> Outcome:
 @case(BORROWER)
 def a_functional_use_of_another_modules_weight(bench: Bench) -> Outcome:
     losses = train(bench, token_loss)
-    for run in bench.runs:
-        assert run.report().faults > 0, "no hook can foresee the use"
+    for report in (run.report() for run in bench.runs):
+        assert report.faults > 0 or report.evictions == 0, "no hook can foresee the use"
     return losses
 
 
@@ -162,9 +162,7 @@ def hooks_around_the_backward_of_blocks(bench: Bench) -> Outcome:
     def direct(index: int) -> torch.Tensor:
         return blocks[1](hidden(index).requires_grad_()).pow(2).mean() * 0.01
 
-    losses = train(
-        bench, lambda model, index: language_loss(model, index) + direct(index)
-    )
+    losses = train(bench, lambda model, index: language_loss(model, index) + direct(index))
     for handle in handles:
         handle.remove()
     assert len(seen) == 6
@@ -221,7 +219,9 @@ def a_saved_checkpoint_of_the_library(bench: Bench) -> Outcome:
 
 @case()
 def an_average_of_parameters(bench: Bench) -> Outcome:
-    average = torch.optim.swa_utils.AveragedModel(tiny_gpt2(), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn())
+    average = torch.optim.swa_utils.AveragedModel(
+        tiny_gpt2(), multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn()
+    )
     for index in range(3):
         train(bench, steps=1, first=index)
         average.update_parameters(bench.model)

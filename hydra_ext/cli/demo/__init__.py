@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import hydra_ext
 from hydra_ext import _C
 from hydra_ext.cli.demo.picture import draw
 from hydra_ext.integrations import byte_text
+from hydra_ext.offload import offload
 from hydra_ext.policy import parse_bytes
 
 _LENGTH = 64
@@ -43,16 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
+    missing = [name for name in (*byte_text.REQUIRES, "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"The demo needs {' and '.join(missing)}: pip install {' '.join(missing)}")
         return 1
     torch.set_num_threads(1)
-    plain = byte_text.gpt2(layers=options.layers, width=options.width, length=_LENGTH)
+    plain = byte_text.model(layers=options.layers, width=options.width, length=_LENGTH)
     offloaded = copy.deepcopy(plain)
     weights = sum(parameter.nbytes for parameter in plain.parameters())
     human = _C.human_bytes
-    print(f"A GPT-2 with {human(weights)} of weights, trained on Python's help text, once in plain PyTorch and once")
+    print(f"{byte_text.NAME} with {human(weights)} of weights, trained on Python's help text, once in plain PyTorch and once")
     print(f"on a device that may hold {human(parse_bytes(options.budget))} of weights, gradients and activations.\n")
     started = time.perf_counter()
     equal = _train_both(plain, offloaded, options)
@@ -68,7 +68,7 @@ def _train_both(plain: nn.Module, offloaded: nn.Module, options: argparse.Namesp
     optimizer = torch.optim.AdamW(offloaded.parameters(), lr=1e-3)
     equal = True
     print("step  plain loss  offloaded loss  equal  peak device bytes / budget      bytes moved")
-    with hydra_ext.offload(offloaded, optimizer, budget=options.budget) as context:
+    with offload(offloaded, optimizer, budget=options.budget) as context:
         moved = 0
         for step, ids in enumerate(text):
             if step == options.steps - 1:

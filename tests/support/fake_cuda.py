@@ -1,0 +1,48 @@
+"""A GPU that computes nothing: device faces, inputs and buffers are on ``cuda``, and torch infers the rest.
+
+Under ``FakeTensorMode`` an operation whose tensors are on different devices raises, as it would on a GPU, while the
+engine moves real bytes on the simulated device's lanes. Without gradients only: autograd asks the CUDA build for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hydra_ext
+from hydra_ext import _C, Checks, Run
+from hydra_ext.runtime import devices
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeCudaPlace(devices.Place):
+    """The simulated device's lanes and slots behind faces on ``cuda``."""
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE)
+
+    def make_backend(self) -> _C.DeviceBackend:
+        return _C.SimulatedDevice()
+
+
+@contextmanager
+def fake_cuda(model: nn.Module, *, budget: int | None = None) -> Iterator[Run]:
+    """The model offloaded to the fake GPU, for evaluation; asserts that it was at work and is whole again."""
+    _C.testing.pretend_cuda()
+    size = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    parameters = list(model.parameters())
+    buffers = dict(model.named_buffers())
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), hydra_ext.offload(
+        model, budget=budget or 2 * size + 2**16, device=FakeCudaPlace(), checks=Checks(poison_hosts=True)
+    ) as run:
+        yield run
+        assert run.core.windows_opened > 0, "nothing ran on the device"
+        assert run.core.pins == 0
+        assert run.report().loads > 0
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    assert {name: id(buffer) for name, buffer in model.named_buffers()} == {n: id(b) for n, b in buffers.items()}
