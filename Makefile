@@ -114,6 +114,8 @@ no-nvcc:
 # ---- GPU: what is asked for here fails where there is none ----------------------------------------------------------
 gpu-test: $(BUILD)/.built $(VENV)/.deps-test
 	cd tests && $(PYTHON) ../tools/check_gpu.py
+	$(CMAKE) -B $(BUILD)-gpu -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON -DHYDRA_GPU_TESTS=ON
+	cmake --build $(BUILD)-gpu --target hydra_cuda_tests && ctest --test-dir $(BUILD)-gpu -R gpu_ --output-on-failure --no-tests=error
 	$(PYTEST) -m gpu .
 
 gpu-bench: $(BUILD)/.built

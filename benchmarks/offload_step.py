@@ -10,11 +10,13 @@ Compute runs on one thread, the lanes on another core. Three questions:
 
     Room for all: every step moves each block in once (its weights were updated) and each gradient out once.
         weights in = S,   gradients out = G
-    Room for less: a block that is still in its slot when backward comes back to it is not moved again.
+    Room for less: forward moves every block in, and backward every block that was not kept since.
         weights in = 2 S - K,   gradients out = G
-    where S is the sum of slot bytes (parameters rounded up to 512 bytes each), G the sum of gradient bytes, and K the
-    slot bytes of the blocks that Belady's rule keeps across the turn from forward to backward, computed here from
-    the recorded order and room by the rule alone, without the engine.
+    S is the sum of slot bytes (parameters rounded up to 512 bytes each), G the sum of gradient bytes. K is what is kept
+    over the turn: blocks in the order in which backward reaches them, each kept if it fits, beside the block in use and
+    those kept before, at every moment from its last use in forward to its first in backward, in the room that
+    activations leave of the budget at that moment. The moments and their activations are the recorded ones; K is
+    worked out here, without the engine.
 """
 
 from __future__ import annotations
@@ -106,6 +108,25 @@ def moved_in_one_step(run: hydra_ext.Run, training: Training) -> Moved:
     )
 
 
+def kept_over_the_turn(run: hydra_ext.Run, sizes: list[int]) -> int:
+    """K of the formula."""
+    forward, backward = run.core.recorded(_C.PassKind.FORWARD), run.core.recorded(_C.PassKind.BACKWARD)
+    moments = forward + backward
+    used = [sizes[block] for block, _ in moments]  # the block in use, and those kept
+    kept = 0
+    for position, (block, _) in enumerate(backward):
+        first = len(forward) + position
+        last = max((i for i in range(len(forward)) if moments[i][0] == block), default=first)
+        if block in {earlier for earlier, _ in backward[:position]}:
+            continue
+        between = [i for i in range(last + 1, first) if moments[i][0] != block]
+        if all(used[i] + sizes[block] <= run.budget - moments[i][1] for i in between):
+            kept += sizes[block]
+            for i in between:
+                used[i] += sizes[block]
+    return kept
+
+
 def room_for_all(model: GPT2LMHeadModel, ids: torch.Tensor, rounds: int) -> tuple[Comparison, bool]:
     plain, offloaded = Training(copy.deepcopy(model), ids), Training(copy.deepcopy(model), ids)
     budget = plain_peak(model, ids) + int(1.1 * gradient_bytes(model))
@@ -136,7 +157,10 @@ def room_for_some(model: GPT2LMHeadModel, ids: torch.Tensor, rounds: int) -> tup
     with hydra_ext.offload(offloaded.model, offloaded.optimizer, budget=budget, device=device) as run:
         result = compare(plain.step, offloaded.step, rounds=rounds)
         moved = moved_in_one_step(run, offloaded)
+        sizes = [sum(-(-p.nbytes // 512) * 512 for _, p in block.parameters) for block in run.layout.blocks]
+        expected = Moved(2 * sum(sizes) - kept_over_the_turn(run, sizes), gradient_bytes(model))
         print(run.report())
+    print(f"(b) moved {moved}, formula {expected}: {'equal' if moved == expected else 'NOT EQUAL'}")
     check_equal(plain, offloaded)
     bound = max(result.reference_seconds, moved.weights / bandwidth)
     print(f"(b) link {bandwidth / 1e9:.2f} GB/s, {moved}, bound {bound:.3f} s, step {result.subject_seconds:.3f} s")

@@ -71,7 +71,9 @@ def _chosen(model: nn.Module, modules: Iterable[nn.Module | str]) -> set[nn.Modu
     for wanted in modules:
         module = by_name.get(wanted) if isinstance(wanted, str) else wanted
         if module is None or all(module is not known for known in by_name.values()):
-            raise UnsupportedModel(f"blocks={wanted!r} is not a module of {type(model).__name__}: name one of its modules")
+            raise UnsupportedModel(
+                f"blocks={wanted!r} is not a module of {type(model).__name__}: name one of its modules"
+            )
         chosen.add(module)
     for outer in chosen:
         for inner in outer.modules():
@@ -107,7 +109,14 @@ class _Finder:
         parameters = [parameter for parameter in module.parameters() if parameter.numel() > 0]
         if not parameters:
             return
-        whole = module in self._chosen or sum(p.nbytes for p in parameters) <= self._largest
+        whole = (
+            module in self._chosen
+            or sum(p.nbytes for p in parameters) <= self._largest
+            or (
+                # Inside a compiled region no call is seen: everything it reads is pinned around it.
+                bool(name) and module._compiled_call_impl is not None
+            )
+        )
         if whole and not isinstance(module, _CONTAINERS):
             self._seen.update(module.modules())
             self._use(name, module, parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from hydra_ext.errors import InvalidBudget
 
@@ -19,7 +20,9 @@ def parse_bytes(size: int | str) -> int:
         InvalidBudget: not a positive size.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InvalidBudget(f"budget={size!r} is a {type(size).__name__}: give bytes as an int or a text such as '8GiB'")
+        raise InvalidBudget(
+            f"budget={size!r} is a {type(size).__name__}: give bytes as an int or a text such as '8GiB'"
+        )
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
@@ -42,6 +45,7 @@ class SimulatedDevice:
         poison: fill evicted slots with NaN, so that a stale read shows.
         asynchronous: finish compute late on a lane of its own and check slots then: finds missing waits.
         seed: of the delays in the asynchronous mode.
+        faults: scripted faults, for tests (``_C.testing.FaultScript``).
     """
 
     to_device_bytes_per_second: float | None = None
@@ -50,6 +54,7 @@ class SimulatedDevice:
     poison: bool = True
     asynchronous: bool = False
     seed: int = 0
+    faults: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,7 @@ inline constexpr Bytes kMiB = 1024 * kKiB;
 /// their algorithm by alignment up to 256 bytes, and equal layouts make a block one copy.
 inline constexpr Bytes kPageAlignment = 512;
 
-constexpr Bytes round_up(Bytes value, Bytes multiple) noexcept {
-  return (value + multiple - 1) / multiple * multiple;
-}
+constexpr Bytes round_up(Bytes value, Bytes multiple) noexcept { return (value + multiple - 1) / multiple * multiple; }
 
 /// Names one copy of one block's weights.
 struct BlockKey {

@@ -1,6 +1,6 @@
 // Only in builds with CUDA.
-#include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/cuda_backend.h"
+#include "csrc/bindings/bindings.h"
 #include "csrc/transfer/cuda_pinner.h"
 
 namespace py = pybind11;

@@ -19,9 +19,12 @@ void bind_memory(py::module_& module) {
       .def_property_readonly("in_use", py::overload_cast<>(&Ledger::in_use, py::const_))
       .def("in_use_by", py::overload_cast<MemoryClass>(&Ledger::in_use, py::const_), py::arg("cls"))
       .def_property_readonly("peak", &Ledger::peak)
-      .def("peak_by", [](const Ledger& ledger, MemoryClass cls) {
+      .def(
+          "peak_by",
+          [](const Ledger& ledger, MemoryClass cls) {
             return ledger.at_peak().by_class[static_cast<std::size_t>(cls)];
-          }, py::arg("cls"), "Bytes of one class at the moment of the highest total.")
+          },
+          py::arg("cls"), "Bytes of one class at the moment of the highest total.")
       .def("try_charge", &Ledger::try_charge, py::arg("cls"), py::arg("bytes"))
       .def("discharge", &Ledger::discharge, py::arg("cls"), py::arg("bytes"))
       .def("reset_peak", &Ledger::reset_peak);

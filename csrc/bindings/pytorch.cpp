@@ -32,9 +32,12 @@ void bind_model(py::module_& module) {
   py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
       .def_readonly("kind", &MemorySample::kind)
       .def_readonly("block", &MemorySample::block)
-      .def("bytes", [](const MemorySample& sample, MemoryClass cls) {
-             return sample.use.by_class[static_cast<std::size_t>(cls)];
-           }, py::arg("cls"));
+      .def(
+          "bytes",
+          [](const MemorySample& sample, MemoryClass cls) {
+            return sample.use.by_class[static_cast<std::size_t>(cls)];
+          },
+          py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
   py::class_<PagedModel, std::shared_ptr<PagedModel>>(module, "PagedModel")
@@ -44,19 +47,30 @@ void bind_model(py::module_& module) {
            py::arg("device") = at::Device(at::kCPU))
       .def("add_block", &PagedModel::add_block, py::arg("name"), py::arg("parameters"))
       .def("faces", &PagedModel::faces)
-      .def("show_in_window", [](PagedModel& model, py::dict dictionary, py::str key, py::object host, py::object face) {
-             model.window().add(std::move(dictionary), std::move(key), std::move(host), std::move(face));
-           }, py::arg("dictionary"), py::arg("key"), py::arg("host"), py::arg("face"))
-      .def("watch", [](PagedModel& model, py::dict dictionary, std::string name) {
-             model.window().watch(std::move(dictionary), std::move(name));
-           }, py::arg("dictionary"), py::arg("name"))
+      .def(
+          "show_in_window",
+          [](PagedModel& model, py::dict dictionary, py::str key, py::object host, py::object face) {
+            model.window().add(std::move(dictionary), std::move(key), std::move(host), std::move(face));
+          },
+          py::arg("dictionary"), py::arg("key"), py::arg("host"), py::arg("face"))
+      .def(
+          "watch",
+          [](PagedModel& model, py::dict dictionary, std::string name) {
+            model.window().watch(std::move(dictionary), std::move(name));
+          },
+          py::arg("dictionary"), py::arg("name"))
       .def("enter", &PagedModel::enter, py::arg("token"), py::arg("kind"))
       .def("exit", &PagedModel::exit, py::arg("token"), py::kw_only(), py::arg("failed"))
       .def("begin_visit", &PagedModel::begin_visit, py::arg("visit"), py::arg("blocks"), py::arg("kind"))
       .def("end_visit", &PagedModel::end_visit, py::arg("visit"), py::kw_only(), py::arg("failed"))
-      .def("mark", [](const std::shared_ptr<PagedModel>& model, const std::vector<at::Tensor>& outputs,
-                      const BlockList& blocks) { model->marks().mark(outputs, blocks, model); },
-           py::arg("outputs"), py::arg("blocks"))
+      .def(
+          "mark",
+          [](const std::shared_ptr<PagedModel>& model, const std::vector<at::Tensor>& outputs,
+             const BlockList& blocks) { model->marks().mark(outputs, blocks, model); },
+          py::arg("outputs"), py::arg("blocks"))
+      .def(
+          "recorded", [](PagedModel& model, PassKind kind) { return model.pager().recorded(kind); }, py::arg("kind"),
+          "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
       .def("record_timeline", &PagedModel::record_timeline, py::arg("samples"))
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
@@ -67,22 +81,23 @@ void bind_model(py::module_& module) {
       .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
       .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
       .def_property_readonly("pins", [](PagedModel& model) { return model.pager().pins(); })
-      .def_property_readonly("ledger", [](PagedModel& model) { return &model.account().ledger(); },
-                             py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "ledger", [](PagedModel& model) { return &model.account().ledger(); },
+          py::return_value_policy::reference_internal)
       .def_property_readonly("windows_opened", [](PagedModel& model) { return model.window().opens(); })
       .def_property_readonly("foreign_entries", [](PagedModel& model) { return model.window().foreign_entries(); })
       .def_property_readonly("window_open", &PagedModel::window_open)
-      .def_property_readonly("backend", [](PagedModel& model) { return &model.backend(); },
-                             py::return_value_policy::reference_internal)
+      .def_property_readonly(
+          "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly("slot_peak_bytes", [](PagedModel& model) { return model.slot_statistics().peak_bytes; })
       .def_property_readonly("slot_allocations", [](PagedModel& model) { return model.slot_statistics().allocations; })
       .def("reset_statistics", [](PagedModel& model) {
-             model.pager().reset_statistics();
-             model.sink().reset_statistics();
-             model.account().ledger().reset_peak();
-           });
+        model.pager().reset_statistics();
+        model.sink().reset_statistics();
+        model.account().ledger().reset_peak();
+      });
 }
 
 }  // namespace
@@ -98,14 +113,18 @@ void bind_pytorch(py::module_& module) {
              "Why the parameter cannot be offloaded; empty when it can.");
   module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
              "Those of the models that the graph behind the roots belongs to.");
-  module.def("is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
-             "Whether the tensor is a device parameter or a view of one.");
-  module.def("on_simulated_device", [](const at::Tensor& tensor) {
-               return page_of(tensor) != nullptr ||
-                      (tensor.has_storage() && is_charged(tensor.storage().data()));
-             }, py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
-  module.def("suspend_charging", [] { exchange_thread_account(nullptr); },
-             "Nothing the calling thread allocates is charged from here on, until it enters a window.");
+  module.def(
+      "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
+      "Whether the tensor is a device parameter or a view of one.");
+  module.def(
+      "on_simulated_device",
+      [](const at::Tensor& tensor) {
+        return page_of(tensor) != nullptr || (tensor.has_storage() && is_charged(tensor.storage().data()));
+      },
+      py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
+  module.def(
+      "suspend_charging", [] { exchange_thread_account(nullptr); },
+      "Nothing the calling thread allocates is charged from here on, until it enters a window.");
   module.def("counting_allocator_installed", &counting_allocator_installed);
 }
 

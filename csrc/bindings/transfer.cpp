@@ -14,7 +14,8 @@ void bind_transfer(py::module_& module) {
   py::class_<FaultInjector, std::shared_ptr<FaultInjector>>(module, "FaultInjector");
   py::class_<DeviceBackend, std::shared_ptr<DeviceBackend>>(module, "DeviceBackend")
       .def_property_readonly("name", &DeviceBackend::name)
-      .def_property_readonly("to_device_statistics", [](DeviceBackend& device) { return device.to_device().statistics(); })
+      .def_property_readonly("to_device_statistics",
+                             [](DeviceBackend& device) { return device.to_device().statistics(); })
       .def_property_readonly("to_host_statistics", [](DeviceBackend& device) { return device.to_host().statistics(); });
   py::class_<SimulatedDevice, DeviceBackend, std::shared_ptr<SimulatedDevice>>(module, "SimulatedDevice")
       .def(py::init([](double to_device_bytes_per_second, double to_host_bytes_per_second, double latency_seconds,

@@ -203,8 +203,9 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
   while (block.state != BlockState::kPresent || block.ticket) {
     if (block.state != BlockState::kPresent && reason == AcquireReason::kFault && !counted) {
       HYDRA_EXPECT(fault_path_, PageFaultError,
-                   "block '" + block.name + "' was read while absent and the fault path is off; "
-                   "turn it on, or enter the block through its module");
+                   "block '" + block.name +
+                       "' was read while absent and the fault path is off; "
+                       "turn it on, or enter the block through its module");
       ++statistics_.faults;
       counted = true;
     }
@@ -299,7 +300,8 @@ void Pager::write_back_dirty() {
   {
     const std::lock_guard lock(mutex_);
     for (const auto& block : blocks_) {
-      if (block->dirty && block->state == BlockState::kPresent) {
+      // A pinned one may be written at this moment; its turn comes when it is released.
+      if (block->dirty && block->pins == 0 && block->state == BlockState::kPresent) {
         Job job = block->client->write_back(block->slot);
         job.priority = Priority::kFault;
         job.fences.push_back(fence);
@@ -351,6 +353,11 @@ PagerStatistics Pager::statistics() const {
 void Pager::reset_statistics() {
   const std::lock_guard lock(mutex_);
   statistics_ = {};
+}
+
+std::vector<std::pair<std::int32_t, Bytes>> Pager::recorded(PassKind kind) const {
+  const std::lock_guard lock(mutex_);
+  return trace_.recorded(kind);
 }
 
 std::string Pager::describe_residents() const {

@@ -37,13 +37,13 @@ enum class BlockState : std::uint8_t {
 enum class AcquireReason : std::uint8_t { kHook, kFault };
 
 struct PagerStatistics {
-  std::int64_t loads = 0;           // all fills, whatever asked for them
-  std::int64_t prefetched = 0;      // fills begun ahead of their use
-  std::int64_t faults = 0;          // operations that met an absent block
-  std::int64_t evictions = 0;       // slots taken from a block with valid bytes
-  std::int64_t spills = 0;          // evictions asked for by an allocation of somebody else
+  std::int64_t loads = 0;       // all fills, whatever asked for them
+  std::int64_t prefetched = 0;  // fills begun ahead of their use
+  std::int64_t faults = 0;      // operations that met an absent block
+  std::int64_t evictions = 0;   // slots taken from a block with valid bytes
+  std::int64_t spills = 0;      // evictions asked for by an allocation of somebody else
   std::int64_t write_backs = 0;
-  std::int64_t order_changes = 0;   // passes that ran in another order than recorded
+  std::int64_t order_changes = 0;  // passes that ran in another order than recorded
   Bytes loaded_bytes = 0;
   Bytes written_back_bytes = 0;
   double hook_wait_seconds = 0.0;   // compute waited for a block a hook had asked for
@@ -86,7 +86,7 @@ class Pager {
   void invalidate(std::int32_t block);
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);
-  /// Blocks until every dirty block's bytes are home.
+  /// Blocks until the bytes of every dirty block that nobody pins are home.
   void write_back_dirty();
 
   /// Makes room for an allocation of somebody else, from inside it: relieves, or takes one unpinned block's
@@ -102,6 +102,8 @@ class Pager {
   std::size_t blocks() const noexcept { return blocks_.size(); }
   PagerStatistics statistics() const;
   void reset_statistics();
+  /// As Trace::recorded.
+  std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
   /// "h.3 12.00 MiB pinned, ...": what holds slots now, for messages.
   std::string describe_residents() const;
 
@@ -114,13 +116,13 @@ class Pager {
     std::unique_ptr<BlockClient> client;
     BlockState state = BlockState::kAbsent;
     void* slot = nullptr;
-    TicketPtr ticket;                  // of the last fill; null once known to have ended
-    std::vector<FencePtr> last_uses;   // compute that may still read the slot
+    TicketPtr ticket;                 // of the last fill; null once known to have ended
+    std::vector<FencePtr> last_uses;  // compute that may still read the slot
     bool used_since_fence = false;
     bool dirty = false;
     std::int32_t pins = 0;
-    std::int64_t next_use = 0;         // rank in the known future; kNever when unknown
-    bool wanted = false;               // the plan keeps it in, or brings it into, a slot
+    std::int64_t next_use = 0;  // rank in the known future; kNever when unknown
+    bool wanted = false;        // the plan keeps it in, or brings it into, a slot
     std::int64_t last_arrival = 0;
   };
   struct Slot {
@@ -130,8 +132,8 @@ class Pager {
   /// What a reservation may do to get a slot.
   struct Demand {
     Bytes bytes = 0;
-    Bytes room = 0;                  // all slots together may hold this much afterwards
-    bool ahead = false;              // takes only what the plan does not want, and never waits
+    Bytes room = 0;      // all slots together may hold this much afterwards
+    bool ahead = false;  // takes only what the plan does not want, and never waits
   };
   static constexpr std::int64_t kNever = std::int64_t{1} << 62;
 
@@ -146,6 +148,8 @@ class Pager {
   std::vector<std::int32_t> plan_locked(Bytes& room);
 
   Slot reserve(const Demand& demand, const Block& wanted);
+  /// Waits for a fill under way or brings dirty bytes home, so that a block can go. False when neither is there.
+  bool wait_for_movable();
   void give_back(const Slot& slot, Bytes bytes, const TicketPtr& ticket) noexcept;
   /// Starts a fill unless one runs or none is needed. `room`: as Demand::room.
   void ensure_filling(Block& block, Priority priority, bool ahead, Bytes room);

@@ -1,4 +1,5 @@
 // How the pager gets slots, and how blocks lose them.
+#include <algorithm>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -47,6 +48,24 @@ TicketPtr Pager::unfinished_fill_locked() const noexcept {
   return nullptr;
 }
 
+bool Pager::wait_for_movable() {
+  TicketPtr unfinished;
+  bool dirty = false;
+  {
+    const std::lock_guard lock(mutex_);
+    unfinished = unfinished_fill_locked();
+    dirty = std::any_of(blocks_.begin(), blocks_.end(), [](const auto& block) {
+      return block->dirty && block->pins == 0 && block->state == BlockState::kPresent;
+    });
+  }
+  if (unfinished) {
+    unfinished->wait_quietly();
+  } else if (dirty) {
+    write_back_dirty();
+  }
+  return unfinished != nullptr || dirty;
+}
+
 Pager::Slot Pager::take_slot_locked(Block& block) {
   if (block.state == BlockState::kPresent) {
     block.client->withdraw();
@@ -86,16 +105,12 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
     Slot slot;
     Bytes bytes = 0;
     TicketPtr ticket;
-    TicketPtr unfinished;
     {
       const std::lock_guard lock(mutex_);
-      Block* victim = victim_locked(demand.ahead);
-      if (victim != nullptr) {
+      if (Block* victim = victim_locked(demand.ahead)) {
         bytes = victim->bytes;
         ticket = victim->ticket;
         slot = take_slot_locked(*victim);
-      } else if (!demand.ahead) {
-        unfinished = unfinished_fill_locked();
       }
     }
     if (bytes == demand.bytes) {
@@ -105,8 +120,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
       give_back(slot, bytes, ticket);
       continue;
     }
-    if (unfinished) {
-      unfinished->wait_quietly();
+    if (!demand.ahead && wait_for_movable()) {
       continue;
     }
     if (refusal) {
@@ -195,7 +209,6 @@ bool Pager::evict_one(bool may_wait) {
     Slot slot;
     Bytes bytes = 0;
     TicketPtr ticket;
-    TicketPtr unfinished;
     {
       std::unique_lock lock(mutex_, std::defer_lock);
       if (may_wait) {
@@ -203,24 +216,20 @@ bool Pager::evict_one(bool may_wait) {
       } else if (!lock.try_lock()) {
         return false;
       }
-      Block* victim = victim_locked(false);
-      if (victim != nullptr) {
+      if (Block* victim = victim_locked(false)) {
         bytes = victim->bytes;
         ticket = victim->ticket;
         slot = take_slot_locked(*victim);
         ++statistics_.spills;
-      } else if (may_wait) {
-        unfinished = unfinished_fill_locked();
       }
     }
     if (slot.memory != nullptr) {
       give_back(slot, bytes, ticket);
       return true;
     }
-    if (!unfinished) {
+    if (!may_wait || !wait_for_movable()) {
       return false;
     }
-    unfinished->wait_quietly();
   }
 }
 

@@ -69,6 +69,16 @@ void Trace::end(Bytes activation_peak, bool completed) {
   current_ = {};
 }
 
+std::vector<std::pair<std::int32_t, Bytes>> Trace::recorded(PassKind kind) const {
+  std::vector<std::pair<std::int32_t, Bytes>> entries;
+  if (const auto known = recorded_.find(kind); known != recorded_.end()) {
+    for (const Entry& entry : known->second) {
+      entries.emplace_back(entry.block, entry.activations);
+    }
+  }
+  return entries;
+}
+
 std::vector<Use> Trace::future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const {
   std::vector<Use> uses;
   if (!open_ || !following_) {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "csrc/paging/residency.h"
@@ -29,6 +30,8 @@ class Trace {
   /// Empty when the rest of the pass is unknown. Before the first arrival it starts with the first use.
   std::vector<Use> future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const;
 
+  /// What the last pass of a kind ran: blocks, and the bytes activations took at most while each was in use.
+  std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
   /// Passes whose order differed from the one recorded before.
   std::int64_t order_changes() const noexcept { return order_changes_; }
 
@@ -38,7 +41,6 @@ class Trace {
     Bytes activations = 0;
   };
   using Entries = std::vector<Entry>;
-
 
   std::map<PassKind, Entries> recorded_;
   std::map<PassKind, PassKind> successor_;

@@ -105,8 +105,8 @@ Job BlockBacking::write_back(void* slot) {
     if (!parameter->same_dtype()) {
       continue;  // refused where the write was seen
     }
-    job.segments.push_back({const_cast<std::byte*>(source_of(*parameter)), base + parameter->page->offset,
-                            parameter->face_bytes()});
+    job.segments.push_back(
+        {const_cast<std::byte*>(source_of(*parameter)), base + parameter->page->offset, parameter->face_bytes()});
   }
   return job;
 }

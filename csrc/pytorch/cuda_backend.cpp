@@ -28,7 +28,8 @@ struct Service {
 }  // namespace
 
 CudaBackend::CudaBackend(int device, cudaStream_t home, std::unique_ptr<CudaSlots> slots)
-    : CudaDevice(device, home, [device] { return current_stream_of(device); }, std::move(slots)),
+    : CudaDevice(
+          device, home, [device] { return current_stream_of(device); }, std::move(slots)),
       cuda_slots_(static_cast<CudaSlots&>(this->slots())) {}
 
 std::shared_ptr<CudaBackend> CudaBackend::make(int device) {

@@ -15,7 +15,7 @@ struct CudaMemory {
   Bytes reserved = 0;       // by torch's allocator: what the budget bounds
   Bytes reserved_peak = 0;  // since the backend was made
   Bytes slots = 0;
-  Bytes outside = 0;        // contexts, library handles, other processes: what no budget here bounds
+  Bytes outside = 0;  // contexts, library handles, other processes: what no budget here bounds
 };
 
 class CudaBackend final : public CudaDevice {

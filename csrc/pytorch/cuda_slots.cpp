@@ -38,13 +38,13 @@ void* CudaSlots::allocate(Bytes bytes) {
     pointer = allocator::raw_alloc_with_stream(static_cast<std::size_t>(size), home_);
   } catch (const c10::OutOfMemoryError&) {
     const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device_));
-    throw OutOfMemory("a slot of " + human_bytes(size) + " on cuda:" + std::to_string(device_) + " was refused: " +
-                      human_bytes(stats.allocated_bytes[kAll].current) + " are allocated and " +
+    throw OutOfMemory("a slot of " + human_bytes(size) + " on cuda:" + std::to_string(device_) +
+                      " was refused: " + human_bytes(stats.allocated_bytes[kAll].current) + " are allocated and " +
                       human_bytes(stats.reserved_bytes[kAll].current) +
                       " reserved by this process; raise the budget, or free other tensors on this device");
   } catch (const c10::Error& error) {
-    throw TransferError("a slot of " + human_bytes(size) + " on cuda:" + std::to_string(device_) + " was refused: " +
-                        error.what_without_backtrace());
+    throw TransferError("a slot of " + human_bytes(size) + " on cuda:" + std::to_string(device_) +
+                        " was refused: " + error.what_without_backtrace());
   }
   live_ += size;
   return pointer;

@@ -1,8 +1,9 @@
 #include "csrc/pytorch/derived_page.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
 #include <utility>
@@ -85,14 +86,16 @@ void DerivedPage::drop_locked() noexcept {
 
 void DerivedPage::cast() {
   TORCH_CHECK(version_of(parameter_) == version_, "hydra_ext: backward, or an autocast region, needs the ",
-              shape_.scalar_type(), " copy of '", name_, "' made before the parameter was changed. End the autocast "
+              shape_.scalar_type(), " copy of '", name_,
+              "' made before the parameter was changed. End the autocast "
               "region before optimizer.step(), and run backward before the weights change");
+  const c10::DeviceGuard guard(parameter_.device());  // the operation's own comes later than this
   memory_ = storage_->allocator()->allocate(storage_->nbytes());
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor copy = at::from_blob(memory_.get(), shape_.sizes(), shape_.strides(),
-                                  shape_.options().device(parameter_.device()));
+  at::Tensor copy =
+      at::from_blob(memory_.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
   copy.copy_(parameter_);
 }
 

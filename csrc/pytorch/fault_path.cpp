@@ -38,8 +38,9 @@ class OperationPins {
 
   void add(const Page& page, bool written, const c10::OperatorHandle& op) {
     std::shared_ptr<PagedModel> model = page.owner.lock();
-    TORCH_CHECK(model != nullptr && !model->closed(), "hydra_ext: ", c10::toString(op.operator_name()), " reads the device parameter '",
-                page.name, "', but the offload context it belonged to has ended; use the model's own parameter");
+    TORCH_CHECK(model != nullptr && !model->closed(), "hydra_ext: ", c10::toString(op.operator_name()),
+                " reads the device parameter '", page.name,
+                "', but the offload context it belonged to has ended; use the model's own parameter");
     try {
       const ReleaseGilIfHeld released;
       model->pager().acquire(page.block, AcquireReason::kFault);

@@ -28,7 +28,7 @@ class GradientSink {
 };
 
 struct GradientStatistics {
-  Bytes bytes = 0;              // as they crossed the lane
+  Bytes bytes = 0;  // as they crossed the lane
   std::int64_t gradients = 0;
   std::int64_t synchronous = 0;  // went the slow way: sparse, strided, or with a graph of their own
   double wait_seconds = 0.0;

@@ -25,10 +25,10 @@ class PagedModel;
 struct Page final : c10::intrusive_ptr_target {
   std::weak_ptr<PagedModel> owner;
   std::int32_t block = -1;
-  Bytes offset = 0;          // in the block's slot
-  std::string name;          // the parameter's, for messages
+  Bytes offset = 0;                     // in the block's slot
+  std::string name;                     // the parameter's, for messages
   c10::StorageImpl* storage = nullptr;  // not owned: the face keeps it
-  bool written = false;      // in place, since the last write-back
+  bool written = false;                 // in place, since the last write-back
   c10::Device device = c10::Device(c10::kCPU);
 };
 

@@ -56,8 +56,7 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->page->block = static_cast<std::int32_t>(pager_->blocks());
     parameter->page->owner = weak_from_this();
     const bool casts = options_.face_dtype && at::isFloatingType(host.scalar_type());
-    parameter->face =
-        make_paged_tensor(parameter->page, host, casts ? *options_.face_dtype : host.scalar_type());
+    parameter->face = make_paged_tensor(parameter->page, host, casts ? *options_.face_dtype : host.scalar_type());
     parameter->face.set_requires_grad(host.requires_grad());
     install_gradient_hooks(*parameter, *sink_);
     members.push_back(parameter.get());
@@ -195,11 +194,7 @@ void PagedModel::close_window(bool failed) {
 }
 
 void PagedModel::write_back() {
-  const std::int64_t before = pager_->statistics().write_backs;
   pager_->write_back_dirty();
-  if (pager_->statistics().write_backs == before) {
-    return;
-  }
   for (const auto& parameter : parameters_) {
     if (parameter->page->written) {
       parameter->page->written = false;

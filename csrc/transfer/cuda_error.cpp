@@ -8,7 +8,8 @@ namespace hydra {
 
 void throw_cuda_error(cudaError_t status, const char* call, Bytes asked) {
   forget_cuda_error(status);
-  std::string message = std::string("CUDA: ") + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ") from " + call;
+  std::string message =
+      std::string("CUDA: ") + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ") from " + call;
   if (asked > 0) {
     message += "; " + human_bytes(asked) + " asked";
   }

@@ -16,8 +16,7 @@ bool CudaPinner::pin(void* pointer, Bytes bytes) noexcept {
   }
   try {
     const CudaDeviceGuard guard(device_);
-    const cudaError_t status =
-        cudaHostRegister(pointer, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
+    const cudaError_t status = cudaHostRegister(pointer, static_cast<std::size_t>(bytes), cudaHostRegisterPortable);
     forget_cuda_error(status);
     return status == cudaSuccess;
   } catch (const std::exception&) {

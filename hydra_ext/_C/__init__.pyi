@@ -17,6 +17,7 @@ __all__: list[str] = [
     "LaneStatistics",
     "Ledger",
     "MemoryClass",
+    "MemorySample",
     "PAGE_ALIGNMENT",
     "PagedModel",
     "PagerStatistics",
@@ -28,6 +29,7 @@ __all__: list[str] = [
     "human_bytes",
     "is_face",
     "on_simulated_device",
+    "reached_models",
     "suspend_charging",
     "testing",
     "why_not_pageable",
@@ -234,6 +236,16 @@ class GradientStatistics:
     @property
     def wait_seconds(self) -> float: ...
 
+class MemorySample:
+    """
+    What the device held when a pass reached a block.
+    """
+    def bytes(self, cls: MemoryClass) -> int: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def kind(self) -> PassKind: ...
+
 class WindowToken:
     def __init__(self) -> None: ...
 
@@ -252,9 +264,9 @@ class PagedModel:
         gradient_bound: typing.SupportsInt | typing.SupportsIndex = 0,
         poison_hosts: bool = False,
         fault_path: bool = True,
+        device: torch.device = ...,
     ) -> None: ...
     def add_block(self, name: str, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]]) -> int: ...
-    def arrive_backward(self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> None: ...
     def begin_visit(
         self,
         visit: SiteVisit,
@@ -267,11 +279,26 @@ class PagedModel:
     def enter(self, token: WindowToken, kind: PassKind) -> None: ...
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
     def faces(self) -> list[torch.Tensor]: ...
+    def mark(
+        self,
+        outputs: collections.abc.Sequence[torch.Tensor],
+        blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> None: ...
     def note_optimizer_step(self) -> None: ...
+    def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
+        """
+        What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.
+        """
     def refresh(self) -> None: ...
     def reset_statistics(self) -> None: ...
     def show_in_window(self, dictionary: dict, key: str, host: typing.Any, face: typing.Any) -> None: ...
+    def timeline(self) -> list[MemorySample]: ...
     def watch(self, dictionary: dict, name: str) -> None: ...
+    @property
+    def backend(self) -> DeviceBackend: ...
+    @property
+    def dropped_copies(self) -> int: ...
     @property
     def foreign_bytes(self) -> int: ...
     @property
@@ -309,6 +336,13 @@ def is_face(tensor: torch.Tensor) -> bool:
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def reached_models(
+    roots: collections.abc.Sequence[torch.Tensor], models: collections.abc.Sequence[PagedModel]
+) -> list[PagedModel]:
+    """
+    Those of the models that the graph behind the roots belongs to.
     """
 
 def suspend_charging() -> None:

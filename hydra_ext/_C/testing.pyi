@@ -6,7 +6,7 @@ from __future__ import annotations
 import hydra_ext._C
 import typing
 
-__all__: list[str] = ["FaultScript", "Meter", "Operation"]
+__all__: list[str] = ["FaultScript", "Meter", "Operation", "pretend_cuda"]
 
 class Operation:
     """
@@ -58,3 +58,8 @@ class Meter:
     def end(self) -> None: ...
     @property
     def ledger(self) -> hydra_ext._C.Ledger: ...
+
+def pretend_cuda() -> None:
+    """
+    Lets torch infer devices of fake CUDA tensors in a build without CUDA.
+    """

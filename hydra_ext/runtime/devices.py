@@ -31,6 +31,11 @@ _GRADIENTS_PER_BUDGET = 8
 MOVED = (torch.Tensor, PackedSequence)
 
 
+def moved_whole(value: Any) -> bool:
+    """Whether ``value`` is moved as one: a packed sequence, whose lengths stay on the host."""
+    return isinstance(value, PackedSequence)
+
+
 class Place:
     """One device, as a run sees it. Subclasses say how its backend is made."""
 
@@ -97,6 +102,7 @@ class SimulatedPlace(Place):
             poison=options.poison,
             asynchronous=options.asynchronous,
             seed=options.seed,
+            faults=options.faults,
         )
 
     @not_traced
@@ -116,7 +122,7 @@ class CudaPlace(Place):
         self._opened = False
 
     def make_backend(self) -> _C.DeviceBackend:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         make = getattr(_C, "make_cuda_backend")  # noqa: B009 - not in the stubs, which are those of a build without CUDA
         self._backend = make(self.device.index)
         return self._backend  # type: ignore[no-any-return]
@@ -199,7 +205,8 @@ def _named(device: torch.device | str) -> Place:
             "again with a torch that has CUDA, or take device='simulated'"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = parsed.index if parsed.index is not None or count == 0 else torch.cuda.current_device()
-    if index is None or index >= count:
+    given: int | None = parsed.index
+    if count == 0 or (given is not None and given >= count):
         raise InvalidDevice(f"device={device!r}, but torch finds {count} CUDA devices; take device='simulated'")
+    index = torch.cuda.current_device() if given is None else given
     return CudaPlace(index)

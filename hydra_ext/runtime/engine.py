@@ -1,8 +1,8 @@
 """A wrapper of autograd's engine: device parameters stay in place while backward runs.
 
 torch asks ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model whose
-graph it is, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way out. It chains
-to whatever engine was there, is installed with the first context and taken out with the last.
+graph it is, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way out. It
+chains to whatever engine was there, is installed with the first context and taken out with the last.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def _faces(
     return tuple(mapped), owners
 
 
+_torch: Any = Variable  # whose engine is whatever answers like one
 _lock = threading.Lock()
 _installed: EngineWrapper | None = None
 
@@ -100,8 +101,8 @@ def join(participant: BackwardParticipant) -> None:
     global _installed
     with _lock:
         if _installed is None:
-            _installed = EngineWrapper(Variable._execution_engine)
-            Variable._execution_engine = _installed
+            _installed = EngineWrapper(_torch._execution_engine)
+            _torch._execution_engine = _installed
         _installed.participants.append(participant)
 
 
@@ -112,8 +113,8 @@ def leave(participant: BackwardParticipant) -> None:
         if _installed is None:
             return
         _installed.participants = [known for known in _installed.participants if known is not participant]
-        if not _installed.participants and Variable._execution_engine is _installed:
-            Variable._execution_engine = _installed._wrapped
+        if not _installed.participants and _torch._execution_engine is _installed:
+            _torch._execution_engine = _installed._wrapped
             _installed = None
 
 
@@ -126,4 +127,4 @@ def holds(parameter: torch.Tensor) -> bool:
 
 def installed() -> bool:
     """Whether any context is active, as far as the engine is concerned."""
-    return isinstance(Variable._execution_engine, EngineWrapper)
+    return isinstance(_torch._execution_engine, EngineWrapper)

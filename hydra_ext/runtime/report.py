@@ -23,7 +23,7 @@ class Report:
         weights_moved_bytes: host to device, counted where they are copied.
         gradients_moved_bytes: device to host, likewise.
         loads: fills of a slot; ``prefetched`` of them ahead of their use.
-        evictions: slots taken from a block with valid bytes; ``spills`` of them because an allocation met a full budget.
+        evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
         faults: operations that met an absent parameter which no hook had announced.
         order_changes: passes whose blocks ran in another order than the time before.
         waited_for_weights_seconds: compute waited for a block that a hook announced.

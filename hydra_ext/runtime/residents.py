@@ -32,8 +32,8 @@ class Residents:
         if self._in:
             return
         self._in = True
-        for module in _recurrent(self._model):
-            module.__dict__["flatten_parameters"] = _leave_weights
+        for recurrent in _recurrent(self._model):
+            recurrent.__dict__["flatten_parameters"] = _leave_weights
         if self._device.type == "cpu":
             return
         moved: dict[int, torch.Tensor] = {}  # by the host buffer's identity: modules may share one
@@ -42,15 +42,15 @@ class Residents:
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[key] = self._moved(buffer, moved)
             if module._buffers:
-                self._handles.append(module.register_state_dict_post_hook(_state_on_host))
+                self._handles.append(module.register_state_dict_post_hook(_state_on_host))  # type: ignore[no-untyped-call]
 
     def move_out(self) -> None:
         if not self._in:
             return
         self._in = False
-        for module in _recurrent(self._model):
-            module.__dict__.pop("flatten_parameters", None)
-            module._init_flat_weights()
+        for recurrent in _recurrent(self._model):
+            recurrent.__dict__.pop("flatten_parameters", None)
+            recurrent._init_flat_weights()
         for handle in self._handles:
             handle.remove()
         with torch.no_grad():

@@ -44,7 +44,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    plain = type(self).__mro__[1]
+    plain: Any = type(self).__mro__[1]
     reduced = list(plain.__reduce_ex__(self, protocol))
     if reduced[0] is _NEW_OBJECT and reduced[1] == (type(self),):
         # pickle would insist on the class that the module has now.

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine, root, sites
-from hydra_ext.runtime.devices import MOVED, Place
+from hydra_ext.runtime.devices import MOVED, Place, moved_whole
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.tracing import not_traced
 
@@ -26,6 +26,7 @@ class Run:
     Attributes:
         budget: device bytes the run keeps to.
         device: where the forward's tensors live.
+        layout: the model's blocks, and the modules that use them.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, place: Place):
@@ -33,7 +34,7 @@ class Run:
         self.device = place.device
         self._place = place
         self._model = model
-        self._layout = layout
+        self.layout = layout
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
@@ -43,7 +44,7 @@ class Run:
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self._layout, budget=self.budget)
+        report = make_report(self.core, self.layout, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
 
@@ -59,7 +60,7 @@ class Run:
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
         """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
         self._place.open(self._model, arena)
-        hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
+        hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at
             self._faces[id(host)] = face
@@ -71,7 +72,7 @@ class Run:
             for key, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self._faces:
                     self.core.show_in_window(module._parameters, key, parameter, self._faces[id(parameter)])
-        sites.install(self, self._layout.sites)
+        sites.install(self, self.layout.sites)
         root.swap(self._model, self)
         if optimizer is not None:
             self._optimizer_handles = [
@@ -88,7 +89,7 @@ class Run:
         engine.leave(self)
         for handle in self._optimizer_handles:
             handle.remove()
-        sites.remove(self._layout.sites)
+        sites.remove(self.layout.sites)
         if root.is_swapped(self._model):
             root.restore(self._model)
         _C.suspend_charging()
@@ -116,7 +117,7 @@ class Run:
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
             self.core.enter(token, self.forward_kind())
-            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs))
+            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs), moved_whole)
             output = call(*args, **kwargs)
             if torch.is_grad_enabled():
                 self.core.mark(list(sites.tensors_in(output)), [])

@@ -32,7 +32,7 @@ def read_blocking() -> None:
         _users += 1
         if _users == 1:
             _before = grad_scaler._MultiDeviceReplicator.get
-            grad_scaler._MultiDeviceReplicator.get = _get  # type: ignore[method-assign]
+            grad_scaler._MultiDeviceReplicator.get = _get  # type: ignore[method-assign, assignment]
 
 
 def read_as_before() -> None:

@@ -48,8 +48,7 @@ class CudaTestSlots final : public Resource {
 inline thread_local cudaStream_t compute_stream = nullptr;
 
 inline std::unique_ptr<CudaDevice> make_cuda_device(int device = 0, cudaStream_t home = nullptr) {
-  return std::make_unique<CudaDevice>(
-      device, home, [] { return compute_stream; }, std::make_unique<CudaTestSlots>());
+  return std::make_unique<CudaDevice>(device, home, [] { return compute_stream; }, std::make_unique<CudaTestSlots>());
 }
 
 }  // namespace hydra::test

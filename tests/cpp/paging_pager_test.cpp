@@ -205,11 +205,12 @@ TEST_P(PagerTest, WritesADirtyBlockBackBeforeItCanGo) {
   pager_->acquire(0, AcquireReason::kHook);
   blocks_[0]->slot()[7] = 99;
   pager_->mark_dirty(0);
+  EXPECT_THROW(pager_->acquire(1, AcquireReason::kHook), OutOfMemory) << "pinned: it may be written still";
+  EXPECT_NE(blocks_[0]->host()[7], 99);
   pager_->release(0, AcquireReason::kHook);
-  EXPECT_THROW(pager_->acquire(1, AcquireReason::kHook), OutOfMemory);
-  pager_->write_back_dirty();
-  EXPECT_EQ(blocks_[0]->host()[7], 99);
   visit(1);
+  EXPECT_EQ(blocks_[0]->host()[7], 99);
+  EXPECT_EQ(pager_->statistics().write_backs, 1);
 }
 
 TEST_P(PagerTest, SurvivesEveryFailingTransferAndRetries) {

@@ -25,9 +25,8 @@ int belady_loads(const std::vector<std::int32_t>& order, std::size_t slots) {
       const auto next_use = [&](std::int32_t block) {
         return std::find(order.begin() + static_cast<std::ptrdiff_t>(now), order.end(), block) - order.begin();
       };
-      resident.erase(*std::max_element(resident.begin(), resident.end(), [&](std::int32_t a, std::int32_t b) {
-        return next_use(a) < next_use(b);
-      }));
+      resident.erase(*std::max_element(resident.begin(), resident.end(),
+                                       [&](std::int32_t a, std::int32_t b) { return next_use(a) < next_use(b); }));
     }
     resident.insert(order[now]);
   }

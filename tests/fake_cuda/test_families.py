@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.fake_cuda import DEVICE, fake_cuda
 from torch import nn
 from transformers import BertConfig, BertModel, ViTConfig, ViTModel
+
+from support.fake_cuda import DEVICE, fake_cuda
 
 
 def bert() -> nn.Module:

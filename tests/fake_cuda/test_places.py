@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra_ext.errors import ModelChanged
-from support.fake_cuda import DEVICE, fake_cuda
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
+
+from hydra_ext.errors import ModelChanged
+from support.fake_cuda import DEVICE, fake_cuda
 
 
 class WithDevice(nn.Module):

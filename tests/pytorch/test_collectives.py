@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import hydra_ext
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+import hydra_ext
 
 
 @pytest.fixture

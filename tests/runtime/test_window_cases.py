@@ -14,12 +14,6 @@ from support.benches import Case, assert_equal_to_plain
 
 GROUPS = (window_cases, window_cases_hosts, window_cases_compiled, window_cases_interrupted, window_cases_users)
 CASES = [case for group in GROUPS for case in group.CASES]
-    window_cases.CASES
-    + window_cases_hosts.CASES
-    + window_cases_compiled.CASES
-    + window_cases_interrupted.CASES
-    + window_cases_users.CASES
-)
 
 # torch.compile looks at `.grad` of what it traces and hides the warning where warnings are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

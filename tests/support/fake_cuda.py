@@ -37,9 +37,13 @@ def fake_cuda(model: nn.Module, *, budget: int | None = None) -> Iterator[Run]:
     size = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
     parameters = list(model.parameters())
     buffers = dict(model.named_buffers())
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), hydra_ext.offload(
-        model, budget=budget or 2 * size + 2**16, device=FakeCudaPlace(), checks=Checks(poison_hosts=True)
-    ) as run:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        hydra_ext.offload(
+            model, budget=budget or 2 * size + 2**16, device=FakeCudaPlace(), checks=Checks(poison_hosts=True)
+        ) as run,
+    ):
         yield run
         assert run.core.windows_opened > 0, "nothing ran on the device"
         assert run.core.pins == 0

@@ -56,7 +56,7 @@ def updated_bytes(run: Run) -> int:
     alignment = _C.PAGE_ALIGNMENT
     return sum(
         sum(-(-parameter.nbytes // alignment) * alignment for _, parameter in block.parameters)
-        for block in run._layout.blocks
+        for block in run.layout.blocks
         if any(parameter.requires_grad for _, parameter in block.parameters)
     )
 

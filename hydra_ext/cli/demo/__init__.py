@@ -52,8 +52,10 @@ def run(options: argparse.Namespace) -> int:
     offloaded = copy.deepcopy(plain)
     weights = sum(parameter.nbytes for parameter in plain.parameters())
     human = _C.human_bytes
-    print(f"{byte_text.NAME} with {human(weights)} of weights, trained on Python's help text, once in plain PyTorch and once")
-    print(f"on a device that may hold {human(parse_bytes(options.budget))} of weights, gradients and activations.\n")
+    print(
+        f"{byte_text.NAME} with {human(weights)} of weights, trained on Python's help text, once in plain PyTorch and"
+    )
+    print(f"once on a device that may hold {human(parse_bytes(options.budget))} of weights, gradients, activations.\n")
     started = time.perf_counter()
     equal = _train_both(plain, offloaded, options)
     same_weights = all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
@@ -79,7 +81,9 @@ def _train_both(plain: nn.Module, offloaded: nn.Module, options: argparse.Namesp
             loss = _step(offloaded, optimizer, ids)
             report = context.report()
             total = report.weights_moved_bytes + report.gradients_moved_bytes
-            row = Row(step, float(plain_loss), float(loss), torch.equal(plain_loss, loss), report.peak_bytes, total - moved)
+            row = Row(
+                step, float(plain_loss), float(loss), torch.equal(plain_loss, loss), report.peak_bytes, total - moved
+            )
             moved = total
             equal = equal and row.equal
             print(_line(row, context.budget))

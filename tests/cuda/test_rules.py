@@ -1,0 +1,204 @@
+"""What only a GPU shows: waits of the host, streams, devices, the allocator, capture, forks."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import time
+from threading import Thread
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_ext.errors import StateError
+from support.gpu import assert_same, mean_of_squares, offloaded, on_stream, train, train_plain
+
+MIB = 2**20
+BUDGET = 256 * MIB
+LONG_SLEEP = 200_000_000
+
+
+def deep(width: int = 2048, layers: int = 24) -> nn.Sequential:
+    """384 MiB."""
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)])
+
+
+def hold_back_gradients(run: object) -> None:
+    with on_stream(run._place._backend.to_host_stream):  # type: ignore[attr-defined]
+        torch.cuda._sleep(LONG_SLEEP)
+
+
+def plain_gradients(model: nn.Module, batch: torch.Tensor, times: int) -> list[torch.Tensor]:
+    plain = copy.deepcopy(model).cuda()
+    for _ in range(times):
+        mean_of_squares(plain, batch.cuda()).backward()
+    return [parameter.grad.cpu() for parameter in plain.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("times", [1, 3], ids=["one_backward", "accumulation_of_three"])
+def test_gradients_are_there_when_backward_returns(times: int) -> None:
+    model, batch = deep(), torch.randn(8, 2048)
+    expected = plain_gradients(model, batch, times)
+    with offloaded(model, None, budget=BUDGET) as run:
+        for _ in range(times):
+            loss = mean_of_squares(model, batch)
+            hold_back_gradients(run)
+            loss.backward()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        found = [parameter.grad for parameter in model.parameters()]
+        assert torch.equal(norm, torch.nn.utils.get_total_norm(expected))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_optimizer_step_right_after_backward_writes_no_weight_that_is_still_read() -> None:
+    model, data = deep(), [torch.randn(8, 2048) for _ in range(6)]
+    expected = train_plain(model, data, mean_of_squares)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with offloaded(model, optimizer, budget=BUDGET) as run:
+        with on_stream(run._place._backend.to_device_stream):  # type: ignore[attr-defined]
+            torch.cuda._sleep(LONG_SLEEP)
+        found = train(model, optimizer, data, mean_of_squares)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("where", ["the_whole_loop", "the_forward_only"])
+def test_a_users_side_stream_changes_nothing(where: str) -> None:
+    model, data = deep(), [torch.randn(8, 2048) for _ in range(4)]
+    expected = train_plain(model, data, mean_of_squares)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    side = torch.cuda.Stream()
+
+    def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG_SLEEP // 20)
+            loss = mean_of_squares(model, batch)
+        torch.cuda.current_stream().wait_stream(side)
+        return loss
+
+    with offloaded(model, optimizer, budget=BUDGET):
+        if where == "the_whole_loop":
+            with torch.cuda.stream(side):
+                found = train(model, optimizer, data, mean_of_squares)
+        else:
+            found = train(model, optimizer, data, loss_of)
+    assert_same(found, expected)
+
+
+def test_two_threads_at_the_budget_do_not_lock_each_other_out() -> None:
+    models = [deep(layers=16), deep(layers=16)]
+    ended: list[int] = []
+
+    def work(index: int, model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with offloaded(model, optimizer, budget=BUDGET):
+            train(model, optimizer, [torch.randn(256, 2048) for _ in range(5)], mean_of_squares)
+        ended.append(index)
+
+    threads = [Thread(target=work, args=pair, daemon=True) for pair in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert sorted(ended) == [0, 1]
+
+
+def test_a_gradient_scaler_skips_the_step_of_an_infinite_gradient() -> None:
+    model, batch = deep(layers=4), torch.randn(8, 2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0)
+    with offloaded(model, optimizer, budget=BUDGET):
+        for infinite in (False, True, False, True):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            scaler.scale(mean_of_squares(model, batch)).backward()
+            if infinite:
+                next(model.parameters()).grad[0, 0] = float("inf")
+            torch.cuda._sleep(LONG_SLEEP)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            changed = any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert changed is not infinite
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+def test_a_recurrent_model_trains_equal_and_keeps_its_storages() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(256, 256, num_layers=3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)[0]
+
+    model = Last()
+    data = [torch.randn(12, 4, 256) for _ in range(3)]
+    expected = train_plain(model, data, mean_of_squares)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with offloaded(model, optimizer, budget=BUDGET) as run:
+        faces = run.core.faces()
+        storages = [face.untyped_storage()._cdata for face in faces]
+        found = train(model, optimizer, data, mean_of_squares)
+        assert [face.untyped_storage()._cdata for face in faces] == storages
+    assert_same(found, expected)
+
+
+def test_capturing_a_forward_into_a_graph_is_refused() -> None:
+    model, batch = deep(layers=2), torch.randn(8, 2048, device="cuda")
+    with offloaded(model, None, budget=BUDGET) as run, torch.no_grad():
+        model(batch)
+        with pytest.raises(StateError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(batch)
+        torch.cuda.synchronize()
+        assert run.core.pins == 0
+        model(batch)
+
+
+def test_the_budget_is_what_torch_reserves_and_ends_with_the_context() -> None:
+    model, data = deep(), [torch.randn(64, 2048) for _ in range(20)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with offloaded(model, optimizer, budget=BUDGET) as run:
+        retries = []
+        for batch in data:
+            train(model, optimizer, [batch], mean_of_squares)
+            assert torch.cuda.memory_reserved() <= BUDGET
+            retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
+        assert run._place._backend.memory().outside > 0  # type: ignore[attr-defined]
+    assert retries[-1] == retries[3], "the allocator goes on running out of memory after the order is known"
+    torch.cuda.empty_cache()
+    big = torch.empty(2 * BUDGET, dtype=torch.uint8, device="cuda")
+    assert big.nbytes == 2 * BUDGET
+
+
+def test_an_activation_that_can_never_fit_raises_out_of_memory_and_training_goes_on() -> None:
+    model = deep(layers=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with offloaded(model, optimizer, budget=BUDGET):
+        train(model, optimizer, [torch.randn(8, 2048)], mean_of_squares)
+        with pytest.raises(torch.OutOfMemoryError):
+            mean_of_squares(model, torch.randn(20_000, 2048))
+        train(model, optimizer, [torch.randn(8, 2048)], mean_of_squares)
+
+
+def _in_a_child(queue: object) -> None:
+    queue.put(1)  # type: ignore[attr-defined]
+
+
+def test_forked_workers_start_fast_beside_a_pinned_arena() -> None:
+    model = deep(width=4096, layers=32)  # 2 GiB
+    with offloaded(model, None, budget=BUDGET), torch.no_grad():
+        model(torch.randn(1, 4096))
+        context = multiprocessing.get_context("fork")
+        queue = context.Queue()
+        begin = time.monotonic()
+        workers = [context.Process(target=_in_a_child, args=(queue,)) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(timeout=60)
+        assert all(worker.exitcode == 0 for worker in workers)
+        assert sum(queue.get() for _ in workers) == 4
+        assert time.monotonic() - begin < 30, "the pinned arena was copied into the children"
+        model(torch.randn(1, 4096))
