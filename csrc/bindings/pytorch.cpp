@@ -28,7 +28,9 @@ std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, s
   return std::make_shared<PagedModel>(std::move(backend), std::move(arena), options);
 }
 
-void bind_model(py::module_& module) {
+using ModelClass = py::class_<PagedModel, std::shared_ptr<PagedModel>>;
+
+void bind_values(py::module_& module) {
   py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
       .def_readonly("kind", &MemorySample::kind)
       .def_readonly("block", &MemorySample::block)
@@ -40,7 +42,10 @@ void bind_model(py::module_& module) {
           py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
-  py::class_<PagedModel, std::shared_ptr<PagedModel>>(module, "PagedModel")
+}
+
+void bind_running(ModelClass& model_class) {
+  model_class
       .def(py::init(&make_model), py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("budget"),
            py::arg("face_dtype") = std::nullopt, py::arg("gradient_dtype") = std::nullopt,
            py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true,
@@ -75,8 +80,11 @@ void bind_model(py::module_& module) {
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
-      .def("close", &PagedModel::close)
-      .def("block_state", [](PagedModel& model, std::int32_t block) { return model.pager().state(block); })
+      .def("close", &PagedModel::close);
+}
+
+void bind_reading(ModelClass& model_class) {
+  model_class.def("block_state", [](PagedModel& model, std::int32_t block) { return model.pager().state(block); })
       .def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
       .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
       .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
@@ -108,7 +116,10 @@ void bind_pytorch(py::module_& module) {
       .def_readonly("gradients", &GradientStatistics::gradients)
       .def_readonly("synchronous", &GradientStatistics::synchronous)
       .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
-  bind_model(module);
+  bind_values(module);
+  ModelClass model_class(module, "PagedModel");
+  bind_running(model_class);
+  bind_reading(model_class);
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
              "Why the parameter cannot be offloaded; empty when it can.");
   module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
