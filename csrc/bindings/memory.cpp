@@ -25,6 +25,9 @@ void bind_memory(py::module_& module) {
             return ledger.at_peak().by_class[static_cast<std::size_t>(cls)];
           },
           py::arg("cls"), "Bytes of one class at the moment of the highest total.")
+      .def_property_readonly(
+          "peak_workspace", [](const Ledger& ledger) { return ledger.at_peak().workspace; },
+          "The part of the activations at the highest total that came since the block in use was reached.")
       .def("try_charge", &Ledger::try_charge, py::arg("cls"), py::arg("bytes"))
       .def("discharge", &Ledger::discharge, py::arg("cls"), py::arg("bytes"))
       .def("reset_peak", &Ledger::reset_peak);

@@ -71,6 +71,8 @@ MemoryUse Ledger::at_peak() const noexcept {
   for (std::size_t i = 0; i < kMemoryClasses; ++i) {
     use.by_class[i] = class_at_peak_[i].load(kRelaxed);
   }
+  const Bytes activations = use.by_class[index(MemoryClass::kActivations)];
+  use.workspace = std::max<Bytes>(activations - boundary_at_peak_.load(kRelaxed), 0);
   use.total = peak();
   return use;
 }
@@ -79,11 +81,13 @@ void Ledger::reset_peak() noexcept {
   for (std::size_t i = 0; i < kMemoryClasses; ++i) {
     class_at_peak_[i].store(by_class_[i].load(kRelaxed), kRelaxed);
   }
+  boundary_at_peak_.store(boundary_.load(kRelaxed), kRelaxed);
   peak_.store(in_use(), kRelaxed);
 }
 
 Bytes Ledger::take_activation_peak() noexcept {
   const Bytes now = activations_now();
+  boundary_.store(in_use(MemoryClass::kActivations), kRelaxed);
   return std::max(now, activation_peak_.exchange(now, kRelaxed));
 }
 
@@ -94,6 +98,7 @@ void Ledger::note_peak(Bytes total) noexcept {
   for (std::size_t i = 0; i < kMemoryClasses; ++i) {
     class_at_peak_[i].store(by_class_[i].load(kRelaxed), kRelaxed);
   }
+  boundary_at_peak_.store(boundary_.load(kRelaxed), kRelaxed);
 }
 
 Bytes Ledger::activations_now() const noexcept {

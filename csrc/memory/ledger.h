@@ -27,6 +27,8 @@ const char* name(MemoryClass cls) noexcept;
 /// Bytes per class at one moment.
 struct MemoryUse {
   std::array<Bytes, kMemoryClasses> by_class{};
+  /// The part of the activations that came since the last take_activation_peak(): what is alive inside one block.
+  Bytes workspace = 0;
   Bytes total = 0;
 };
 
@@ -70,6 +72,8 @@ class Ledger {
   std::atomic<Bytes> activation_peak_{0};
   std::array<std::atomic<Bytes>, kMemoryClasses> by_class_{};
   std::array<std::atomic<Bytes>, kMemoryClasses> class_at_peak_{};
+  std::atomic<Bytes> boundary_{0};  // activations at the last take_activation_peak()
+  std::atomic<Bytes> boundary_at_peak_{0};
 };
 
 }  // namespace hydra

@@ -87,6 +87,11 @@ class Ledger:
     def limit(self) -> int: ...
     @property
     def peak(self) -> int: ...
+    @property
+    def peak_workspace(self) -> int:
+        """
+        The part of the activations at the highest total that came since the block in use was reached.
+        """
 
 class HostArena:
     def __init__(self) -> None: ...

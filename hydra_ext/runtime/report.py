@@ -16,8 +16,9 @@ class Report:
     Attributes:
         budget_bytes: what the device may hold.
         peak_bytes: what it held at most, and by class at that moment: ``peak_weights_bytes`` (slots),
-            ``peak_gradients_bytes`` (on their way to the host), ``peak_activations_bytes`` (everything else that
-            tensors hold: activations, workspace, inputs), ``peak_buffers_bytes``.
+            ``peak_gradients_bytes`` (on their way to the host), ``peak_activations_bytes`` (what tensors held when the
+            block in use was reached: activations, inputs), ``peak_workspace_bytes`` (what they held more inside that
+            block), ``peak_buffers_bytes``.
         parameter_bytes: of all blocks on the device, were they there at once.
         blocks: how many blocks there are.
         weights_moved_bytes: host to device, counted where they are copied.
@@ -38,6 +39,7 @@ class Report:
     peak_weights_bytes: int
     peak_gradients_bytes: int
     peak_activations_bytes: int
+    peak_workspace_bytes: int
     peak_buffers_bytes: int
     parameter_bytes: int
     blocks: int
@@ -63,7 +65,8 @@ class Report:
             (
                 f"device   peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)}: weights "
                 f"{_mib(self.peak_weights_bytes)}, gradients {_mib(self.peak_gradients_bytes)}, activations "
-                f"{_mib(self.peak_activations_bytes)}, buffers {_mib(self.peak_buffers_bytes)}",
+                f"{_mib(self.peak_activations_bytes)}, workspace {_mib(self.peak_workspace_bytes)}, buffers "
+                f"{_mib(self.peak_buffers_bytes)}",
                 f"moved    weights in {_mib(self.weights_moved_bytes)} ({self.loads} loads, {self.prefetched} ahead of "
                 f"time), gradients out {_mib(self.gradients_moved_bytes)}",
                 f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
@@ -87,7 +90,8 @@ def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
         peak_bytes=ledger.peak,
         peak_weights_bytes=ledger.peak_by(_C.MemoryClass.WEIGHTS),
         peak_gradients_bytes=ledger.peak_by(_C.MemoryClass.GRADIENTS),
-        peak_activations_bytes=ledger.peak_by(_C.MemoryClass.ACTIVATIONS),
+        peak_activations_bytes=ledger.peak_by(_C.MemoryClass.ACTIVATIONS) - ledger.peak_workspace,
+        peak_workspace_bytes=ledger.peak_workspace,
         peak_buffers_bytes=ledger.peak_by(_C.MemoryClass.BUFFERS),
         parameter_bytes=sum(face.nbytes for face in core.faces()),
         blocks=len(layout.blocks),

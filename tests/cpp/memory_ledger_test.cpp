@@ -202,5 +202,16 @@ TEST(Ledger, EightThreadsThatChargeUnitsGetExactlyAsManyAsFit) {
   EXPECT_EQ(ledger.take_activation_peak(), kLimit);
 }
 
+TEST(Ledger, TellsWorkspaceFromTheActivationsHeldAtTheBoundary) {
+  Ledger ledger(1000);
+  ASSERT_TRUE(ledger.try_charge(kActivations, 300));
+  ledger.take_activation_peak();
+  ASSERT_TRUE(ledger.try_charge(kActivations, 50));
+  ledger.discharge(kActivations, 50);
+  EXPECT_EQ(ledger.at_peak().workspace, 50);
+  EXPECT_EQ(ledger.at_peak().by_class[2], 350);
+  ledger.discharge(kActivations, 300);
+}
+
 }  // namespace
 }  // namespace hydra
