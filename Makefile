@@ -36,13 +36,13 @@ CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDR
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: all help demo test test-full pytest lint format ctest asan tsan check-cuda no-nvcc gpu-test gpu-bench stubs \
-        stubs-check wheel-test clean
+        stubs-check wheel-test other-key clean
 all: $(BUILD)/.built
 
 help:
 	@echo "demo        build, then show it at work on this machine"
 	@echo "test        everything that needs no GPU: pytest, C++ tests (plain, ASan, TSan), lint, CUDA compile check, wheel"
-	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs; SHARD=2 runs one of them"
+	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, and other-key; SHARD=2 runs one of them"
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
 	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
@@ -87,9 +87,18 @@ test: lint ctest pytest stubs-check asan tsan $(if $(shell command -v nvcc),chec
 pytest: $(BUILD)/.built $(VENV)/.deps-test
 	$(PYTEST) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key)
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
+
+# Operator coverage with the other dispatch key that device parameters can carry, in a build of its own.
+other-key: $(VENV)/.deps-test
+	rm -rf build/other-key
+	$(PIP) --no-build-isolation --no-deps --target build/other-key . -Cbuild-dir=$(BUILD)-other-key \
+	  -Ccmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
+	cd tests && export PYTHONPATH=$(CURDIR)/build/other-key && \
+	  $(PYTHON) -c 'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")' && \
+	  $(PYTHON) -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
 
 ctest: $(VENV)/.deps
 	$(CMAKE) -B $(BUILD)-core -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
