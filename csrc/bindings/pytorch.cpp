@@ -124,6 +124,8 @@ void bind_pytorch(py::module_& module) {
              "Why the parameter cannot be offloaded; empty when it can.");
   module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
              "Those of the models that the graph behind the roots belongs to.");
+  module.def("reached_leaves", &reached_leaves, py::arg("roots"), py::arg("leaves"),
+             "Which of the leaves the graph behind the roots reaches.");
   module.def(
       "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
       "Whether the tensor is a device parameter or a view of one.");

@@ -292,10 +292,16 @@ void Pager::invalidate(std::int32_t index) {
 void Pager::mark_dirty(std::int32_t index) {
   const std::lock_guard lock(mutex_);
   at(index).dirty = true;
+  ++at(index).writes;
 }
 
 void Pager::write_back_dirty() {
-  std::vector<std::pair<Block*, TicketPtr>> under_way;
+  struct UnderWay {
+    Block* block;
+    std::int64_t writes;
+    TicketPtr ticket;
+  };
+  std::vector<UnderWay> under_way;
   const FencePtr fence = backend_.record();
   {
     const std::lock_guard lock(mutex_);
@@ -304,17 +310,18 @@ void Pager::write_back_dirty() {
       if (block->dirty && block->pins == 0 && block->state == BlockState::kPresent) {
         Job job = block->client->write_back(block->slot);
         job.priority = Priority::kFault;
+        job.fences = block->last_uses;  // of other threads' compute, too
         job.fences.push_back(fence);
         statistics_.written_back_bytes += job.bytes();
         ++statistics_.write_backs;
-        under_way.emplace_back(block.get(), backend_.to_host().submit(std::move(job)));
+        under_way.push_back({block.get(), block->writes, backend_.to_host().submit(std::move(job))});
       }
     }
   }
-  for (const auto& [block, ticket] : under_way) {
+  for (const auto& [block, writes, ticket] : under_way) {
     ticket->wait();
     const std::lock_guard lock(mutex_);
-    block->dirty = false;
+    block->dirty = block->dirty && block->writes != writes;  // another thread may have written meanwhile
   }
 }
 

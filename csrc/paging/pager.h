@@ -120,6 +120,7 @@ class Pager {
     std::vector<FencePtr> last_uses;  // compute that may still read the slot
     bool used_since_fence = false;
     bool dirty = false;
+    std::int64_t writes = 0;  // calls of mark_dirty()
     std::int32_t pins = 0;
     std::int64_t next_use = 0;  // rank in the known future; kNever when unknown
     bool wanted = false;        // the plan keeps it in, or brings it into, a slot

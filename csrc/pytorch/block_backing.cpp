@@ -99,6 +99,7 @@ Job BlockBacking::fill(void* slot) {
 }
 
 Job BlockBacking::write_back(void* slot) {
+  staged_ = false;
   Job job;
   const auto* const base = static_cast<const std::byte*>(slot);
   for (HostParameter* parameter : parameters_) {

@@ -30,6 +30,7 @@ std::uint32_t version_of(const at::Tensor& tensor) {
 DerivedPage::DerivedPage(const at::Tensor& parameter, const Page& page, const at::Tensor& copy)
     : parameter_(parameter.detach()),
       version_(version_of(parameter)),
+      silent_writes_(page.silent_writes),
       name_(page.name),
       block_(page.block),
       storage_(copy.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()),
@@ -85,18 +86,22 @@ void DerivedPage::drop_locked() noexcept {
 }
 
 void DerivedPage::cast() {
-  TORCH_CHECK(version_of(parameter_) == version_, "hydra_ext: backward, or an autocast region, needs the ",
-              shape_.scalar_type(), " copy of '", name_,
+  const Page* page = page_of(parameter_);
+  const bool same = version_of(parameter_) == version_ && page != nullptr && page->silent_writes == silent_writes_;
+  TORCH_CHECK(same, "hydra_ext: backward, or an autocast region, needs the ", shape_.scalar_type(), " copy of '", name_,
               "' made before the parameter was changed. End the autocast "
               "region before optimizer.step(), and run backward before the weights change");
   const c10::DeviceGuard guard(parameter_.device());  // the operation's own comes later than this
-  memory_ = storage_->allocator()->allocate(storage_->nbytes());
+  c10::DataPtr memory = storage_->allocator()->allocate(storage_->nbytes());
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    at::Tensor copy =
+        at::from_blob(memory.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
+    copy.copy_(parameter_);
+  }
+  memory_ = std::move(memory);  // only now: had the parameter not come, the next operation would read what was there
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  at::Tensor copy =
-      at::from_blob(memory_.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
-  copy.copy_(parameter_);
 }
 
 DerivedPage* derived_page_of(const at::Tensor& tensor) noexcept {

@@ -43,6 +43,7 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   std::mutex mutex_;
   at::Tensor parameter_;  // the face, detached
   std::uint32_t version_;
+  std::int64_t silent_writes_;
   std::string name_;
   std::int32_t block_;
   c10::StorageImpl* storage_;  // the copy's; it owns this page through its data pointer

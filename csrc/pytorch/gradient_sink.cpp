@@ -59,6 +59,31 @@ class HostHooks final : public autograd::FunctionPreHook {
   HostParameter& parameter_;
 };
 
+/// Before the node that sums into the host parameter: hands the gradient over and leaves the node nothing to sum.
+class Diversion final : public autograd::FunctionPreHook {
+ public:
+  Diversion(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), active_(std::move(active)) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    if (gradients.empty() || !gradients[0].defined() || !active_()) {
+      return gradients;
+    }
+    const ReleaseGilIfHeld released;
+    try {
+      sink_.accept_from_host(parameter_, gradients[0]);
+    } catch (const Error&) {
+      rethrow_for_torch({});
+    }
+    return {at::Tensor()};
+  }
+
+ private:
+  HostParameter& parameter_;
+  GradientSink& sink_;
+  std::function<bool()> active_;
+};
+
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.layout() == at::kStrided && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
@@ -75,6 +100,17 @@ void clear_gradient_hooks(HostParameter& parameter) {
   autograd::impl::set_post_acc_grad_hooks(parameter.face, nullptr);
 }
 
+std::shared_ptr<void> divert_host_gradients(HostParameter& parameter, GradientSink& sink,
+                                            std::function<bool()> active) {
+  const auto node = autograd::impl::grad_accumulator(parameter.host);
+  auto hook = std::make_unique<Diversion>(parameter, sink, std::move(active));
+  Diversion* const known = hook.get();
+  node->add_pre_hook(std::move(hook));
+  return {known, [node](const Diversion* mine) {
+            std::erase_if(node->pre_hooks(), [mine](const auto& other) { return other.get() == mine; });
+          }};
+}
+
 AccumulatingSink::AccumulatingSink(DeviceBackend& backend, std::shared_ptr<HostArena> arena)
     : backend_(backend), arena_(std::move(arena)) {}
 
@@ -84,6 +120,7 @@ AccumulatingSink::~AccumulatingSink() {
 }
 
 void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
+  std::unique_lock accepting(accepting_);
   const at::Tensor& sum = parameter.host.unsafeGetTensorImpl()->grad();
   const bool plain = gradient.layout() == at::kStrided && gradient.numel() > 0 && !gradient.requires_grad() &&
                      gradient.is_non_overlapping_and_dense() && gradient.device() == parameter.face.device();
@@ -91,6 +128,15 @@ void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
   if (plain && fits) {
     accept_on_lane(parameter, std::move(gradient));
   } else {
+    accept_synchronously(parameter, gradient);
+  }
+  accepting.unlock();
+  run_host_hooks(parameter);
+}
+
+void AccumulatingSink::accept_from_host(HostParameter& parameter, const at::Tensor& gradient) {
+  {
+    const std::lock_guard accepting(accepting_);
     accept_synchronously(parameter, gradient);
   }
   run_host_hooks(parameter);

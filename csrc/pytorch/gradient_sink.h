@@ -7,7 +7,8 @@
 #pragma once
 
 #include <deque>
-#include <map>
+#include <functional>
+#include <memory>
 #include <mutex>
 
 #include "csrc/pytorch/account.h"
@@ -21,6 +22,8 @@ class GradientSink {
   virtual ~GradientSink() = default;
   /// Takes the gradient. It may be read by the device until the sink's own transfer of it has ended.
   virtual void accept(HostParameter& parameter, at::Tensor gradient) = 0;
+  /// Takes what a loss computed on the host parameter itself adds to its gradient; not read after the call.
+  virtual void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) = 0;
   /// Frees the oldest gradient on its way out, waiting for it. False when there is none.
   virtual bool relieve() = 0;
   /// Blocks until every accepted gradient is home. Throws the first error.
@@ -46,6 +49,7 @@ class AccumulatingSink final : public GradientSink {
   void set_bound(Bytes bytes) noexcept { bound_ = bytes; }
 
   void accept(HostParameter& parameter, at::Tensor gradient) override;
+  void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) override;
   bool relieve() override;
   void drain() override;
   GradientStatistics statistics() const;
@@ -67,6 +71,7 @@ class AccumulatingSink final : public GradientSink {
   std::shared_ptr<HostArena> arena_;
   std::optional<at::ScalarType> transfer_dtype_;
   Bytes bound_ = 0;
+  std::mutex accepting_;  // a parameter's face and the parameter itself may get gradients in two threads
   mutable std::mutex mutex_;
   std::deque<Leaving> leaving_;
   Bytes leaving_bytes_ = 0;
@@ -79,5 +84,9 @@ class AccumulatingSink final : public GradientSink {
 /// host parameter. Both have to outlive the face's use; clear_gradient_hooks() ends it.
 void install_gradient_hooks(HostParameter& parameter, GradientSink& sink);
 void clear_gradient_hooks(HostParameter& parameter);
+
+/// While `active()` holds, gradients that autograd would sum into the host parameter itself go to `sink`: its
+/// `.grad` may be under way. Ends with the result.
+std::shared_ptr<void> divert_host_gradients(HostParameter& parameter, GradientSink& sink, std::function<bool()> active);
 
 }  // namespace hydra

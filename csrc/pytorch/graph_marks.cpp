@@ -41,12 +41,41 @@ class SiteReached final : public autograd::FunctionPreHook {
   BlockList blocks_;
 };
 
+/// Visits every node behind `roots` once, until `visit` says false.
+template <class Visit>
+void walk(const std::vector<at::Tensor>& roots, const Visit& visit) {
+  std::vector<autograd::Node*> stack;
+  for (const at::Tensor& root : roots) {
+    if (root.defined() && root.requires_grad()) {
+      stack.push_back(autograd::impl::gradient_edge(root).function.get());
+    }
+  }
+  std::unordered_set<const autograd::Node*> visited;
+  while (!stack.empty()) {
+    autograd::Node* node = stack.back();
+    stack.pop_back();
+    if (node == nullptr || !visited.insert(node).second) {
+      continue;
+    }
+    if (!visit(node)) {
+      return;
+    }
+    for (const autograd::Edge& edge : node->next_edges()) {
+      stack.push_back(edge.function.get());
+    }
+  }
+}
+
 }  // namespace
 
 void GraphMarks::mark(const std::vector<at::Tensor>& outputs, const BlockList& blocks,
                       const std::shared_ptr<PagedModel>& model) {
   std::unordered_set<autograd::Node*> seen;
   const std::lock_guard lock(mutex_);
+  if (nodes_.size() >= prune_at_) {  // forwards that no backward follows
+    std::erase_if(nodes_, [](const auto& known) { return known.expired(); });
+    prune_at_ = 2 * nodes_.size() + kPruneAtLeast;
+  }
   for (const at::Tensor& output : outputs) {
     const NodePtr node = output.grad_fn();
     if (!node || !seen.insert(node.get()).second) {
@@ -90,19 +119,7 @@ std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Te
       reached.push_back(model);
     }
   };
-  std::vector<autograd::Node*> stack;
-  for (const at::Tensor& root : roots) {
-    if (root.defined() && root.requires_grad()) {
-      stack.push_back(autograd::impl::gradient_edge(root).function.get());
-    }
-  }
-  std::unordered_set<const autograd::Node*> visited;
-  while (!stack.empty() && reached.size() < models.size()) {
-    autograd::Node* node = stack.back();
-    stack.pop_back();
-    if (node == nullptr || !visited.insert(node).second) {
-      continue;
-    }
+  walk(roots, [&](autograd::Node* node) {
     if (const auto found = marked.find(node); found != marked.end()) {
       reach(models[found->second]);
     }
@@ -111,9 +128,22 @@ std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Te
         reach(page->owner.lock());
       }
     }
-    for (const autograd::Edge& edge : node->next_edges()) {
-      stack.push_back(edge.function.get());
+    return reached.size() < models.size();
+  });
+  return reached;
+}
+
+std::vector<bool> reached_leaves(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves) {
+  std::unordered_set<const at::TensorImpl*> found;
+  walk(roots, [&](autograd::Node* node) {
+    if (const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node)) {
+      found.insert(leaf->variable.unsafeGetTensorImpl());
     }
+    return true;
+  });
+  std::vector<bool> reached;
+  for (const at::Tensor& leaf : leaves) {
+    reached.push_back(found.contains(leaf.unsafeGetTensorImpl()));
   }
   return reached;
 }

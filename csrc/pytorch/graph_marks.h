@@ -44,13 +44,18 @@ class GraphMarks {
   std::vector<NodePtr> alive();
 
  private:
+  static constexpr std::size_t kPruneAtLeast = 1024;
   std::mutex mutex_;
   std::vector<WeakNodePtr> nodes_;
+  std::size_t prune_at_ = kPruneAtLeast;
 };
 
 /// Those of `models` whose marked nodes or device parameters the graph of `roots` reaches. Walks the graph, and no
 /// further than until every model has been found.
 std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Tensor>& roots,
                                                         const std::vector<std::shared_ptr<PagedModel>>& models);
+
+/// Which of these leaves the graph of `roots` reaches.
+std::vector<bool> reached_leaves(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves);
 
 }  // namespace hydra

@@ -70,7 +70,10 @@ bool HostParameter::changed_since_seen() {
     return true;
   }
   const std::byte* data = host_data();
-  return data != data_seen || fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
+  const bool changed =
+      data != data_seen || fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
+  page->silent_writes += changed ? 1 : 0;
+  return changed;
 }
 
 void HostParameter::note_seen() {

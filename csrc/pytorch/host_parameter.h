@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 
 #include "csrc/pytorch/arena_region.h"
@@ -20,6 +21,7 @@ struct HostParameter {
   std::string name;
   at::Tensor host;
   at::Tensor face;
+  at::Tensor paged;                        // what the face's data is, whatever the forward makes of the face
   at::ScalarType host_dtype = at::kFloat;  // the host's when the context was entered
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
@@ -27,14 +29,20 @@ struct HostParameter {
   // What the host was when its bytes were last known to be those of the face.
   std::uint32_t version_seen = 0;
   const void* data_seen = nullptr;
+  bool trained_seen = false;  // whether both required gradients when the window opened
   std::uint64_t fingerprint_seen = 0;
 
-  c10::Storage gradient_storage;  // kept for reuse; somebody else holds it while its count is above one
+  std::shared_ptr<void> diversion;  // of gradients that the host's own graph computes
+  c10::Storage gradient_storage;    // kept for reuse; somebody else holds it while its count is above one
 
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
   std::byte* host_data() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
+
+  /// Whether somebody has given the face other data (`.data = ...`).
+  bool detached() const { return page_of(face) != page.get(); }
+  void attach() { face.set_data(paged); }
 
   /// Empty when the host still is what the face was made for (dtype, shape, strides, device), else what differs.
   std::string mismatch() const;

@@ -29,6 +29,7 @@ struct Page final : c10::intrusive_ptr_target {
   std::string name;                     // the parameter's, for messages
   c10::StorageImpl* storage = nullptr;  // not owned: the face keeps it
   bool written = false;                 // in place, since the last write-back
+  std::int64_t silent_writes = 0;       // changes of the host that no version counter showed
   c10::Device device = c10::Device(c10::kCPU);
 };
 

@@ -57,7 +57,9 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->page->owner = weak_from_this();
     const bool casts = options_.face_dtype && at::isFloatingType(host.scalar_type());
     parameter->face = make_paged_tensor(parameter->page, host, casts ? *options_.face_dtype : host.scalar_type());
+    parameter->paged = parameter->face.detach();
     parameter->face.set_requires_grad(host.requires_grad());
+    parameter->trained_seen = host.requires_grad();
     install_gradient_hooks(*parameter, *sink_);
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
@@ -94,6 +96,8 @@ void PagedModel::enter(WindowToken& token, PassKind kind) {
       open_window(kind);
     } catch (...) {  // re-raised: nobody is inside
       window_.exit_to(before.thread);
+      window_.show_host();
+      reveal_hosts();
       exchange_thread_account(token.account);
       token.entered = false;
       throw;
@@ -134,8 +138,12 @@ void PagedModel::synchronise_hosts() {
         continue;
       }
       const bool trained = parameter->face.requires_grad() || parameter->host.requires_grad();
-      if (parameter->face.requires_grad() != parameter->host.requires_grad()) {
-        parameter->face.set_requires_grad(parameter->host.requires_grad());
+      parameter->trained_seen = parameter->host.requires_grad();
+      if (parameter->face.requires_grad() != parameter->trained_seen) {
+        parameter->face.set_requires_grad(parameter->trained_seen);
+      }
+      if (parameter->trained_seen && !parameter->diversion) {
+        parameter->diversion = divert_host_gradients(*parameter, *sink_, [this] { return window_open(); });
       }
       if (parameter->changed_since_seen() || all_stale || (trainable_stale && trained)) {
         parameter->note_seen();
@@ -146,6 +154,9 @@ void PagedModel::synchronise_hosts() {
       backings_[block]->host_changed();
       pager_->invalidate(static_cast<std::int32_t>(block));
     }
+  }
+  if (!mismatches.empty()) {
+    all_stale_ = true;  // those that differ were not brought up to date
   }
   HYDRA_EXPECT(mismatches.empty(), ModelChanged,
                "parameters changed inside the offload context: " + mismatches +
@@ -170,6 +181,9 @@ void PagedModel::exit(WindowToken& token, bool failed) {
   }
   if (last) {
     close_window(failed);
+  } else if (token.kind == PassKind::kBackward && token.thread_depth == 0 && !failed) {
+    const py::gil_scoped_release released;
+    sink_->drain();  // other threads go on, but this one's gradients are to be there
   }
 }
 
@@ -180,28 +194,58 @@ void PagedModel::close_window(bool failed) {
   pager_->end_pass(!failed);
   std::exception_ptr error;
   try {
-    write_back();
+    pager_->write_back_dirty();
     sink_->drain();
   } catch (...) {  // re-raised below, once the hosts are as they were
     error = std::current_exception();
   }
-  for (BlockBacking* backing : backings_) {
-    backing->reveal();
+  reveal_hosts();
+  if (!error) {
+    note_written_home();
   }
+  const std::string lost = settle_faces();
   if (error && !failed) {
     std::rethrow_exception(error);
   }
+  HYDRA_EXPECT(failed || lost.empty(), ModelChanged, lost);
 }
 
-void PagedModel::write_back() {
-  pager_->write_back_dirty();
+void PagedModel::reveal_hosts() noexcept {
+  for (BlockBacking* backing : backings_) {
+    backing->reveal();
+  }
+}
+
+std::string PagedModel::settle_faces() {
+  const at::NoGradGuard no_grad;
+  const HostScope on_the_host;
+  std::string lost;
+  for (const auto& parameter : parameters_) {
+    const bool trained = parameter->face.requires_grad();
+    if (trained != parameter->trained_seen) {
+      parameter->host.set_requires_grad(trained);
+    }
+    if (!parameter->detached()) {
+      continue;
+    }
+    if (parameter->same_dtype() && parameter->mismatch().empty()) {
+      parameter->host.copy_(parameter->face);
+    } else {
+      lost += (lost.empty() ? "" : "; ") +
+              ("the forward gave '" + parameter->name +
+               "' data of another dtype or shape, which its host parameter cannot take; do that outside the forward");
+    }
+    parameter->attach();
+  }
+  return lost;
+}
+
+void PagedModel::note_written_home() {
   for (const auto& parameter : parameters_) {
     if (parameter->page->written) {
       parameter->page->written = false;
       parameter->host.unsafeGetTensorImpl()->bump_version();
-      parameter->version_seen =
-          static_cast<std::uint32_t>(parameter->host.unsafeGetTensorImpl()->version_counter().current_version());
-      all_stale_ = true;  // the fingerprint is taken anew at the next opening
+      parameter->note_seen();  // the slot holds the same
     }
   }
 }
@@ -335,6 +379,7 @@ void PagedModel::close() {
   arena_->unpin_all();  // the parameters stay in the arena, and are read by forked children again
   for (const auto& parameter : parameters_) {
     clear_gradient_hooks(*parameter);
+    parameter->diversion.reset();
     withdraw(*parameter->page, "belonged to an offload context that has ended");
   }
 }

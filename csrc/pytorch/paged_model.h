@@ -128,8 +128,13 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void note_timeline(std::int32_t block, PassKind kind);
   void open_window(PassKind kind);
   void close_window(bool failed);
+  void reveal_hosts() noexcept;
+  /// What the forward did to faces without touching their bytes, done to the hosts: `requires_grad`, and `.data`
+  /// replaced. Says what could not be done.
+  std::string settle_faces();
   void synchronise_hosts();
-  void write_back();
+  /// The hosts hold what the forward wrote to faces.
+  void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
 
   std::shared_ptr<DeviceBackend> backend_;

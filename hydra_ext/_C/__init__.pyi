@@ -29,6 +29,7 @@ __all__: list[str] = [
     "human_bytes",
     "is_face",
     "on_simulated_device",
+    "reached_leaves",
     "reached_models",
     "suspend_charging",
     "testing",
@@ -341,6 +342,13 @@ def is_face(tensor: torch.Tensor) -> bool:
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def reached_leaves(
+    roots: collections.abc.Sequence[torch.Tensor], leaves: collections.abc.Sequence[torch.Tensor]
+) -> list[bool]:
+    """
+    Which of the leaves the graph behind the roots reaches.
     """
 
 def reached_models(

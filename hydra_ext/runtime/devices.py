@@ -8,6 +8,7 @@ faces, inputs and buffers are on :attr:`Place.device`.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -36,15 +37,16 @@ def moved_whole(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-class Place:
+class Place(ABC):
     """One device, as a run sees it. Subclasses say how its backend is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._residents: Residents | None = None
 
+    @abstractmethod
     def make_backend(self) -> _C.DeviceBackend:
-        raise NotImplementedError
+        """The engine's side of the device; one per run."""
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
@@ -78,7 +80,7 @@ class Place:
         if self._residents is not None:
             self._residents.move_in()
 
-    def backward_ended(self) -> None:
+    def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
         """A backward's window has closed."""
 
     def peak_bytes(self) -> int | None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from hydra_ext import _C
@@ -53,42 +54,83 @@ class EngineWrapper:
         with ExitStack() as windows:
             for participant in awaiting:
                 windows.enter_context(participant.backward_window())
-            inputs, owners = _faces(inputs, awaiting)
+            wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
-                tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs
+                tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
             )
-            if not gradients or not owners:
-                return gradients
-            return tuple(
-                owners[index].to_host(gradient) if index in owners and gradient is not None else gradient
-                for index, gradient in enumerate(gradients)
-            )
+            return wanted.gradients(gradients) if gradients else gradients
 
     def _reached_by(self, roots: Any) -> list[BackwardParticipant]:
         """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""
-        roots = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
-        reached = _C.reached_models(
-            [root for root in roots if isinstance(root, torch.Tensor)], [known.core for known in self.participants]
-        )
+        roots = _roots(roots)
+        if not all(isinstance(root, torch.Tensor) for root in roots):
+            return list(self.participants)  # gradient edges: their graphs are not looked at
+        reached = _C.reached_models(roots, [known.core for known in self.participants])
         return [known for known in self.participants if any(known.core is core for core in reached)]
 
 
-def _faces(
-    inputs: tuple[Any, ...], awaiting: list[BackwardParticipant]
-) -> tuple[tuple[Any, ...], dict[int, BackwardParticipant]]:
-    """``inputs`` with device for host parameters, and whose parameter each changed one is."""
-    mapped = list(inputs)
-    owners: dict[int, BackwardParticipant] = {}
-    for index, tensor in enumerate(mapped):
-        if not isinstance(tensor, torch.Tensor):
+def _roots(roots: Any) -> list[Any]:
+    return [roots] if isinstance(roots, (torch.Tensor, GradientEdge)) else list(roots)
+
+
+class _Wanted:
+    """``inputs=`` with device for host parameters; beside them those host parameters that the loss uses by itself."""
+
+    def __init__(self, roots: list[Any], inputs: tuple[Any, ...], awaiting: list[BackwardParticipant]) -> None:
+        self._asked = len(inputs)
+        self._owners: dict[int, BackwardParticipant] = {}
+        mapped = list(inputs)
+        for index, tensor in enumerate(inputs):
+            for participant in awaiting if isinstance(tensor, torch.Tensor) else ():
+                face = participant.face_of(tensor)
+                if face is not None:
+                    mapped[index] = face
+                    self._owners[index] = participant
+                    break
+        self._also: list[int] = []  # indices of inputs whose host parameter is wanted, too
+        if self._owners:
+            for index, by_itself, by_face in self._reached(roots, inputs, mapped):
+                if by_itself and by_face:
+                    self._also.append(index)
+                elif by_itself:
+                    mapped[index] = inputs[index]
+                    del self._owners[index]
+        self.inputs = (*mapped, *(inputs[index] for index in self._also))
+
+    def _reached(self, roots: list[Any], inputs: tuple[Any, ...], mapped: list[Any]) -> list[tuple[int, bool, bool]]:
+        owned = list(self._owners)
+        leaves = [inputs[index] for index in owned] + [mapped[index] for index in owned]
+        if all(isinstance(root, torch.Tensor) for root in roots):
+            reached = _C.reached_leaves(roots, leaves)
+        else:
+            behind = _leaves_behind([root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots])
+            reached = [id(leaf) in behind for leaf in leaves]
+        return list(zip(owned, reached[: len(owned)], reached[len(owned) :], strict=True))
+
+    def gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """For the inputs that were asked for: each on its own device, host parameters' parts summed."""
+        asked = list(gradients[: self._asked])
+        for index, owner in self._owners.items():
+            if asked[index] is not None:
+                asked[index] = owner.to_host(asked[index])
+        for index, part in zip(self._also, gradients[self._asked :], strict=True):
+            if part is not None:
+                asked[index] = part if asked[index] is None else asked[index] + part
+        return tuple(asked)
+
+
+def _leaves_behind(nodes: list[Any]) -> set[int]:
+    seen: set[Any] = set()
+    leaves: set[int] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
             continue
-        for participant in awaiting:
-            face = participant.face_of(tensor)
-            if face is not None:
-                mapped[index] = face
-                owners[index] = participant
-                break
-    return tuple(mapped), owners
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes.extend(following for following, _ in node.next_functions)
+    return leaves
 
 
 _torch: Any = Variable  # whose engine is whatever answers like one

@@ -35,12 +35,22 @@ _NEW_OBJECT = copyreg.__newobj__  # type: ignore[attr-defined]
 @not_traced
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(self).__mro__[1]
-    return self.__dict__[_CONTEXT].forward(lambda *a, **k: plain.__call__(self, *a, **k), args, kwargs)
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    if context is None:  # made by a method of the root as type(self)(...), as slices of nn.Sequential are
+        return plain.__call__(self, *args, **kwargs)
+    return context.forward(lambda *a, **k: plain.__call__(self, *a, **k), args, kwargs)
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    with self.__dict__[_CONTEXT].unhooked():
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    if context is not None:
+        with context.unhooked():
+            return copy.deepcopy(self, memo)
+    made, self.__class__ = type(self), type(self).__mro__[1]
+    try:
         return copy.deepcopy(self, memo)
+    finally:
+        self.__class__ = made
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
@@ -57,9 +67,12 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    if context is None:
+        plain: Any = type(self).__mro__[1]
+        return plain._apply(self, function, recurse)  # type: ignore[no-any-return]
     probe = torch.empty(0)
     moved = function(probe)
-    context: RootContext = self.__dict__[_CONTEXT]
     if moved.dtype != probe.dtype or moved.device not in (probe.device, context.device):
         raise ModelChanged(
             f"{type(self).__name__} is inside an offload context and was asked to become "
@@ -70,8 +83,8 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 
 def _device(self: nn.Module) -> torch.device:
     """Where the forward runs: what code asks a model's ``device`` for."""
-    context: RootContext = self.__dict__[_CONTEXT]
-    return context.device
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    return context.device if context is not None else type(self).__mro__[1].device.__get__(self)  # type: ignore[attr-defined]
 
 
 def swap(root: nn.Module, context: RootContext) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
@@ -117,7 +117,7 @@ class Run:
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
             self.core.enter(token, self.forward_kind())
-            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs), moved_whole)
+            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs), self._stays)
             output = call(*args, **kwargs)
             if torch.is_grad_enabled():
                 self.core.mark(list(sites.tensors_in(output)), [])
@@ -129,6 +129,11 @@ class Run:
     @not_traced
     def forward_kind(self) -> _C.PassKind:
         return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
+
+    @not_traced
+    def _stays(self, value: Any) -> bool:
+        """What is not to be rebuilt: a list that the forward appends to has to stay the caller's own."""
+        return moved_whole(value) or not any(isinstance(leaf, MOVED) for leaf in tree_leaves(value, moved_whole))
 
     @not_traced
     def _to_device(self, value: Any) -> Any:
