@@ -7,6 +7,7 @@ from types import TracebackType
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
@@ -150,6 +151,13 @@ def _refuse_unsupported(model: nn.Module) -> None:
                     "itself; offload the module that it wraps, in one process"
                 )
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UnsupportedModel(f"the parameter '{name}' has no shape yet; run one forward before the context")
+        if parameter.is_inference():
+            raise UnsupportedModel(
+                f"the parameter '{name}' was made in inference mode and counts no changes; build the model outside "
+                "torch.inference_mode()"
+            )
         reason = _C.why_not_pageable(parameter)
         if reason:
             raise UnsupportedModel(f"the parameter '{name}' {reason}")

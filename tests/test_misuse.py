@@ -174,6 +174,18 @@ def test_a_parameter_that_cannot_be_paged_is_named(make: Callable[[], torch.Tens
     assert footprint(model) == before
 
 
+def test_a_parameter_without_a_shape_yet_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'0\.weight' has no shape yet; run one forward"):
+        hydra_ext.offload(nn.Sequential(nn.LazyLinear(4)), budget=ROOMY)
+
+
+def test_a_parameter_made_in_inference_mode_is_named() -> None:
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(UnsupportedModel, match=r"'0\.weight' was made in inference mode"):
+        hydra_ext.offload(model, budget=ROOMY)
+
+
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda"), "cuda:0", "nonsense", 7])
 def test_a_device_that_is_not_there_is_a_typed_error_and_changes_nothing(device: Any) -> None:
     assert not torch.cuda.is_available()

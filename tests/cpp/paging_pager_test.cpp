@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <thread>
 
 #include "csrc/base/errors.h"
@@ -33,6 +34,7 @@ class FakeBlock final : public BlockClient {
   Job write_back(void* slot) override {
     Job job;
     job.segments.push_back({host_.data(), slot, static_cast<Bytes>(host_.size())});
+    job.after = during_write_back;
     return job;
   }
   void publish(void* slot) noexcept override { slot_ = slot; }
@@ -42,6 +44,8 @@ class FakeBlock final : public BlockClient {
   bool equal() const { return readable() && std::memcmp(slot_.load(), host_.data(), host_.size()) == 0; }
   std::vector<std::uint8_t>& host() { return host_; }
   std::uint8_t* slot() { return static_cast<std::uint8_t*>(slot_.load()); }
+
+  std::function<void()> during_write_back;
 
  private:
   std::vector<std::uint8_t> host_;
@@ -211,6 +215,19 @@ TEST_P(PagerTest, WritesADirtyBlockBackBeforeItCanGo) {
   visit(1);
   EXPECT_EQ(blocks_[0]->host()[7], 99);
   EXPECT_EQ(pager_->statistics().write_backs, 1);
+}
+
+TEST_P(PagerTest, KeepsABlockDirtyThatIsWrittenWhileItGoesHome) {
+  make(1, kBlock);
+  pager_->acquire(0, AcquireReason::kHook);
+  pager_->mark_dirty(0);
+  pager_->release(0, AcquireReason::kHook);
+  blocks_[0]->during_write_back = [this] { pager_->mark_dirty(0); };
+  pager_->write_back_dirty();
+  EXPECT_FALSE(pager_->evict_one(false)) << "written since: it has to go home again";
+  blocks_[0]->during_write_back = nullptr;
+  pager_->write_back_dirty();
+  EXPECT_TRUE(pager_->evict_one(false));
 }
 
 TEST_P(PagerTest, SurvivesEveryFailingTransferAndRetries) {
