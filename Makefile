@@ -79,7 +79,7 @@ $(BUILD)/.built: $(VENV)/.deps $(SRC)
 
 # ---- demo and tests -------------------------------------------------------------------------------------------------
 demo: $(BUILD)/.built
-	cd / && $(PYTHON) -W ignore -m hydra_ext demo
+	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
 test: lint ctest pytest stubs-check asan tsan $(if $(shell command -v nvcc),check-cuda,no-nvcc) wheel-test

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     equal = _train_both(plain, offloaded, options)
     same_weights = all(torch.equal(a, b) for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True))
     print(f"\nAll losses equal, bit for bit: {equal}. All weights equal after training: {same_weights}.")
-    print(f"{time.perf_counter() - started:.1f} s; the memory picture is in {options.picture}")
+    print(f"{time.perf_counter() - started:.1f} s; the memory picture is in {options.picture.resolve()}")
     return 0 if equal and same_weights else 1
 
 
