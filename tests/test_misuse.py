@@ -19,12 +19,10 @@ from hydra_ext.errors import (
     UnsupportedModel,
 )
 from hydra_ext.runtime import engine
-from support.benches import ROOMY, Bench, activation_bytes, assert_same, parameter_bytes, tight_budget
+from support.benches import ROOMY, activation_bytes, assert_same, parameter_bytes, tight_budget
 from support.footprint import footprint
-from support.window_cases import train
+from support.outcomes import POISONED, outcome
 from support.window_subjects import language_loss, tiny_gpt2
-
-POISONED = hydra_ext.Checks(poison_hosts=True)
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +31,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def outcome(model: nn.Module, run: hydra_ext.Run | None = None, **options: Any) -> list[Any]:
-    """Losses of a few steps, and the parameters after them."""
-    losses = train(Bench([model], [run] if run else []), **options)
-    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 # ---- budgets --------------------------------------------------------------------------------------------------------

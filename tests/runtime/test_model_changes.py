@@ -14,11 +14,9 @@ import hydra_ext
 from hydra_ext.errors import (
     ModelChanged,
 )
-from support.benches import ROOMY, Bench, assert_same, tight_budget
-from support.window_cases import train
+from support.benches import ROOMY, assert_same, tight_budget
+from support.outcomes import POISONED, outcome
 from support.window_subjects import batch, hidden, language_loss, tiny_gpt2
-
-POISONED = hydra_ext.Checks(poison_hosts=True)
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +25,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def outcome(model: nn.Module, run: hydra_ext.Run | None = None, **options: Any) -> list[Any]:
-    """Losses of a few steps, and the parameters after them."""
-    losses = train(Bench([model], [run] if run else []), **options)
-    return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:
