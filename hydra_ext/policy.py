@@ -63,8 +63,8 @@ class Checks:
 
     Attributes:
         poison_hosts: host parameters read as NaN while forward and backward run, so that a weight taken from the
-            wrong face shows in the loss. A penalty on host parameters, or an optimizer that steps inside backward,
-            reads or writes them then and is wrong by this switch alone.
+            wrong face shows in the loss. A penalty on host parameters reads them then and is wrong by this switch
+            alone; an optimizer that steps inside backward writes to them, which raises.
         fault_path: serve reads of absent parameters; off, they raise :class:`~hydra_ext.errors.PageFaultError`.
     """
 

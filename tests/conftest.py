@@ -1,6 +1,13 @@
-"""Options of the test run."""
+"""Options of the test run, and what all of it shares."""
 
 import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """The order of sums is part of what is compared."""
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

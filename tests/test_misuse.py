@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,15 +23,6 @@ from support.benches import ROOMY, activation_bytes, assert_same, parameter_byte
 from support.footprint import footprint
 from support.outcomes import POISONED, outcome
 from support.window_subjects import language_loss, tiny_gpt2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
 

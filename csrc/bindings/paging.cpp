@@ -10,12 +10,6 @@ void bind_paging(py::module_& module) {
       .value("FORWARD", PassKind::kForward)
       .value("BACKWARD", PassKind::kBackward)
       .value("INFERENCE", PassKind::kInference);
-  py::enum_<BlockState>(module, "BlockState")
-      .value("ABSENT", BlockState::kAbsent)
-      .value("RESERVING", BlockState::kReserving)
-      .value("LOADING", BlockState::kLoading)
-      .value("PRESENT", BlockState::kPresent)
-      .value("STALE", BlockState::kStale);
   py::class_<PagerStatistics>(module, "PagerStatistics")
       .def_readonly("loads", &PagerStatistics::loads)
       .def_readonly("prefetched", &PagerStatistics::prefetched)

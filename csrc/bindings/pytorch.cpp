@@ -51,6 +51,7 @@ void bind_running(ModelClass& model_class) {
            py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true,
            py::arg("device") = at::Device(at::kCPU))
       .def("add_block", &PagedModel::add_block, py::arg("name"), py::arg("parameters"))
+      .def("charge_buffers", &PagedModel::charge_buffers, py::arg("bytes"))
       .def("faces", &PagedModel::faces)
       .def(
           "show_in_window",
@@ -84,8 +85,7 @@ void bind_running(ModelClass& model_class) {
 }
 
 void bind_reading(ModelClass& model_class) {
-  model_class.def("block_state", [](PagedModel& model, std::int32_t block) { return model.pager().state(block); })
-      .def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
+  model_class.def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
       .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
       .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
       .def_property_readonly("pins", [](PagedModel& model) { return model.pager().pins(); })
@@ -99,13 +99,9 @@ void bind_reading(ModelClass& model_class) {
           "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
-      .def_property_readonly("slot_peak_bytes", [](PagedModel& model) { return model.slot_statistics().peak_bytes; })
-      .def_property_readonly("slot_allocations", [](PagedModel& model) { return model.slot_statistics().allocations; })
-      .def("reset_statistics", [](PagedModel& model) {
-        model.pager().reset_statistics();
-        model.sink().reset_statistics();
-        model.account().ledger().reset_peak();
-      });
+      .def_property_readonly(
+          "slot_bytes_held", [](PagedModel& model) { return model.slot_statistics().live_bytes; },
+          "Bytes that the device has given to slots and has not got back.");
 }
 
 }  // namespace
@@ -138,7 +134,6 @@ void bind_pytorch(py::module_& module) {
   module.def(
       "suspend_charging", [] { exchange_thread_account(nullptr); },
       "Nothing the calling thread allocates is charged from here on, until it enters a window.");
-  module.def("counting_allocator_installed", &counting_allocator_installed);
 }
 
 }  // namespace hydra

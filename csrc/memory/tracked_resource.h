@@ -1,4 +1,4 @@
-// A resource that counts: live bytes, their peak, and calls. Used for the statistics of the arena.
+// A resource that counts: live bytes, their peak, and calls. What shows that nothing was kept.
 #pragma once
 
 #include <atomic>

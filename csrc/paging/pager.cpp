@@ -357,11 +357,6 @@ PagerStatistics Pager::statistics() const {
   return statistics;
 }
 
-void Pager::reset_statistics() {
-  const std::lock_guard lock(mutex_);
-  statistics_ = {};
-}
-
 std::vector<std::pair<std::int32_t, Bytes>> Pager::recorded(PassKind kind) const {
   const std::lock_guard lock(mutex_);
   return trace_.recorded(kind);

@@ -101,7 +101,6 @@ class Pager {
   Bytes resident_bytes() const;
   std::size_t blocks() const noexcept { return blocks_.size(); }
   PagerStatistics statistics() const;
-  void reset_statistics();
   /// As Trace::recorded.
   std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
   /// "h.3 12.00 MiB pinned, ...": what holds slots now, for messages.

@@ -6,7 +6,8 @@
 // and moves the smaller bytes; staging is valid until the host changes.
 //
 // Poison (tests): conceal() takes the hosts' bytes aside and fills the hosts with 0xff, so that a forward
-// that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it.
+// that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it, and
+// with it whatever was written to a host meanwhile: written_while_concealed() tells.
 // Threads: fill() under the pager's lock, its job on the lane; conceal/reveal while no lane is at work.
 #pragma once
 
@@ -31,6 +32,8 @@ class BlockBacking final : public BlockClient {
   /// The hosts' bytes have changed since the last fill.
   void host_changed() noexcept { staged_ = false; }
   void conceal();
+  /// Names of parameters whose version has moved since conceal().
+  std::string written_while_concealed() const;
   void reveal() noexcept;
 
   const std::vector<HostParameter*>& parameters() const noexcept { return parameters_; }
@@ -47,6 +50,7 @@ class BlockBacking final : public BlockClient {
   ArenaRegionPtr home_;     // the adopted hosts' bytes
   ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
   std::unique_ptr<std::byte[]> aside_;
+  std::vector<std::uint32_t> concealed_versions_;
   std::vector<Bytes> home_offsets_;
   Bytes home_bytes_ = 0;
   Bytes slot_bytes_ = 0;

@@ -191,12 +191,7 @@ void install_counting_allocator() {
   c10::SetAllocator(c10::kCPU, installed.load(), 0);
 }
 
-bool counting_allocator_installed() noexcept {
-  return installed.load() != nullptr && c10::GetAllocator(c10::kCPU) == installed.load();
-}
-
 bool reclassify(const void* pointer, MemoryClass cls) { return table().move(pointer, cls); }
 bool is_charged(const void* pointer) { return table().bytes(pointer) > 0; }
-Bytes charged_bytes(const void* pointer) { return table().bytes(pointer); }
 
 }  // namespace hydra

@@ -28,13 +28,10 @@ class HostScope {
 
 /// Installs the allocator. Throws StateError when the allocator in place cannot be wrapped.
 void install_counting_allocator();
-bool counting_allocator_installed() noexcept;
 
 /// Moves a charged allocation to another class. False when `pointer` is not a charged allocation.
 bool reclassify(const void* pointer, MemoryClass cls);
 /// Whether `pointer` is a live allocation charged to some account.
 bool is_charged(const void* pointer);
-/// The bytes that a charged allocation counts for; 0 when it is none.
-Bytes charged_bytes(const void* pointer);
 
 }  // namespace hydra

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "csrc/pytorch/fault_key.h"
+#include "csrc/pytorch/gil.h"
 
 namespace hydra {
 
@@ -42,7 +43,7 @@ c10::DataPtr DerivedPage::pointer() noexcept {
 }
 
 void DerivedPage::pin(bool written) {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_without_gil(mutex_);
   if (!memory_) {
     cast();
   }
@@ -51,7 +52,7 @@ void DerivedPage::pin(bool written) {
 }
 
 void DerivedPage::unpin() noexcept {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_without_gil(mutex_);
   --pins_;
   if (drop_at_unpin_) {
     drop_locked();
@@ -59,7 +60,7 @@ void DerivedPage::unpin() noexcept {
 }
 
 bool DerivedPage::drop() noexcept {
-  const std::lock_guard lock(mutex_);
+  const auto lock = lock_without_gil(mutex_);
   if (!memory_ || kept_) {
     return false;
   }

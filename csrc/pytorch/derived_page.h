@@ -7,7 +7,8 @@
 //
 // A copy that is written to in place is no longer a function of its parameter: it is kept from then on. One whose
 // parameter was changed since cannot be cast anew; that raises.
-// Threads: any; each page has a mutex, which is held while it casts.
+// Threads: any; each page has a mutex, which is held while it casts: with the interpreter lock held nobody waits for
+// it.
 #pragma once
 
 #include <ATen/core/Tensor.h>

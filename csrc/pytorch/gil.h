@@ -3,6 +3,8 @@
 
 #include <Python.h>
 
+#include <mutex>
+
 namespace hydra {
 
 /// Releases the interpreter lock for its lifetime if the calling thread holds it. Needed round every wait for
@@ -21,5 +23,15 @@ class ReleaseGilIfHeld {
  private:
   PyThreadState* saved_;
 };
+
+/// Locks a mutex whose holder may need the interpreter lock: never waits for it with that lock held.
+inline std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock) {
+    const ReleaseGilIfHeld released;
+    lock.lock();
+  }
+  return lock;
+}
 
 }  // namespace hydra

@@ -3,9 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <c10/util/ParallelGuard.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <chrono>
 
 #include "csrc/base/errors.h"
@@ -120,7 +120,7 @@ AccumulatingSink::~AccumulatingSink() {
 }
 
 void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
-  std::unique_lock accepting(accepting_);
+  const std::lock_guard accepting(accepting_);
   const at::Tensor& sum = parameter.host.unsafeGetTensorImpl()->grad();
   const bool plain = gradient.layout() == at::kStrided && gradient.numel() > 0 && !gradient.requires_grad() &&
                      gradient.is_non_overlapping_and_dense() && gradient.device() == parameter.face.device();
@@ -130,16 +130,13 @@ void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
   } else {
     accept_synchronously(parameter, gradient);
   }
-  accepting.unlock();
-  run_host_hooks(parameter);
+  note_hooks(parameter, /*hold=*/false);
 }
 
 void AccumulatingSink::accept_from_host(HostParameter& parameter, const at::Tensor& gradient) {
-  {
-    const std::lock_guard accepting(accepting_);
-    accept_synchronously(parameter, gradient);
-  }
-  run_host_hooks(parameter);
+  const std::lock_guard accepting(accepting_);
+  accept_synchronously(parameter, gradient);
+  note_hooks(parameter, /*hold=*/true);
 }
 
 void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradient) {
@@ -237,12 +234,44 @@ at::Tensor AccumulatingSink::staging_like(const at::Tensor& gradient) {
   return staging;
 }
 
-void AccumulatingSink::run_host_hooks(HostParameter& parameter) {
-  const auto& hook = autograd::impl::post_acc_grad_hooks(parameter.host);
-  if (hook) {
-    drain();
-    const HostScope on_the_host;  // what the hook makes, an optimizer's state say, is the host's
-    (*hook)(parameter.host);
+void AccumulatingSink::note_hooks(HostParameter& parameter, bool hold) {
+  auto& hook = autograd::impl::post_acc_grad_hooks(parameter.host);
+  const auto known = std::find_if(hooked_.begin(), hooked_.end(),
+                                  [&](const Hooked& hooked) { return hooked.parameter == &parameter; });
+  if (!hook && known == hooked_.end()) {
+    return;
+  }
+  Hooked noted{&parameter, nullptr};
+  if (known != hooked_.end()) {
+    noted = std::move(*known);
+    hooked_.erase(known);  // the order is that of the last parts
+  }
+  if (hold && hook) {
+    noted.held = std::move(hook);
+  }
+  hooked_.push_back(std::move(noted));
+}
+
+void AccumulatingSink::run_hooks(bool failed) {
+  std::vector<Hooked> hooked;
+  {
+    const std::lock_guard accepting(accepting_);
+    hooked = std::exchange(hooked_, {});
+  }
+  for (Hooked& one : hooked) {
+    if (one.held) {
+      autograd::impl::post_acc_grad_hooks(one.parameter->host) = std::move(one.held);
+    }
+  }
+  if (failed || hooked.empty()) {
+    return;
+  }
+  drain();
+  const HostScope on_the_host;  // what a hook makes, an optimizer's state say, is the host's
+  for (const Hooked& one : hooked) {
+    if (const auto& hook = autograd::impl::post_acc_grad_hooks(one.parameter->host)) {
+      (*hook)(one.parameter->host);
+    }
   }
 }
 
@@ -291,11 +320,6 @@ void AccumulatingSink::drain() {
 GradientStatistics AccumulatingSink::statistics() const {
   const std::lock_guard lock(mutex_);
   return statistics_;
-}
-
-void AccumulatingSink::reset_statistics() {
-  const std::lock_guard lock(mutex_);
-  statistics_ = {};
 }
 
 }  // namespace hydra

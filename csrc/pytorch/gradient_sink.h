@@ -6,6 +6,8 @@
 // the sink's place.
 #pragma once
 
+#include <torch/csrc/autograd/function_hook.h>
+
 #include <deque>
 #include <functional>
 #include <memory>
@@ -52,8 +54,11 @@ class AccumulatingSink final : public GradientSink {
   void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) override;
   bool relieve() override;
   void drain() override;
+  /// Runs the post-accumulate hooks of the host parameters that have got gradients since the last call; just forgets
+  /// them after a backward that failed. Once per backward: a parameter may get its gradient in several parts, from its
+  /// face and from a loss on the parameter itself.
+  void run_hooks(bool failed);
   GradientStatistics statistics() const;
-  void reset_statistics();
 
  private:
   struct Leaving {
@@ -62,16 +67,23 @@ class AccumulatingSink final : public GradientSink {
     bool first = false;  // `.grad` has no valid bytes before the ticket ends
   };
 
+  /// A parameter whose hooks are to run.
+  struct Hooked {
+    HostParameter* parameter = nullptr;
+    std::unique_ptr<torch::autograd::PostAccumulateGradHook> held;  // taken from it, lest autograd runs it too
+  };
+
   void accept_on_lane(HostParameter& parameter, at::Tensor gradient);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
   at::Tensor staging_like(const at::Tensor& gradient);
-  void run_host_hooks(HostParameter& parameter);
+  void note_hooks(HostParameter& parameter, bool hold);
 
   DeviceBackend& backend_;
   std::shared_ptr<HostArena> arena_;
   std::optional<at::ScalarType> transfer_dtype_;
   Bytes bound_ = 0;
   std::mutex accepting_;  // a parameter's face and the parameter itself may get gradients in two threads
+  std::vector<Hooked> hooked_;
   mutable std::mutex mutex_;
   std::deque<Leaving> leaving_;
   Bytes leaving_bytes_ = 0;

@@ -50,6 +50,10 @@ std::byte* HostParameter::host_data() const {
          host.storage_offset() * static_cast<std::int64_t>(host.itemsize());
 }
 
+std::uint32_t HostParameter::version() const {
+  return static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
+}
+
 std::string HostParameter::mismatch() const {
   if (!host.device().is_cpu()) {
     return "'" + name + "' is on " + host.device().str();
@@ -64,8 +68,7 @@ std::string HostParameter::mismatch() const {
 }
 
 bool HostParameter::changed_since_seen() {
-  const auto version = static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
-  if (version != version_seen) {
+  if (version() != version_seen) {
     face.unsafeGetTensorImpl()->bump_version();  // any difference is what autograd looks for
     return true;
   }
@@ -77,7 +80,7 @@ bool HostParameter::changed_since_seen() {
 }
 
 void HostParameter::note_seen() {
-  version_seen = static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
+  version_seen = version();
   data_seen = host_data();
   fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
 }

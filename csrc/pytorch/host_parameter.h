@@ -38,6 +38,7 @@ struct HostParameter {
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
   std::byte* host_data() const;
+  std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 
   /// Whether somebody has given the face other data (`.data = ...`).

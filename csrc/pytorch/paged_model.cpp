@@ -72,6 +72,11 @@ std::int32_t PagedModel::add_block(std::string name,
   return pager_->add_block(key, std::move(name), bytes, std::move(backing));
 }
 
+void PagedModel::charge_buffers(Bytes bytes) {
+  account_->charge(MemoryClass::kBuffers, bytes);
+  buffer_bytes_ += bytes;
+}
+
 std::vector<at::Tensor> PagedModel::faces() const {
   std::vector<at::Tensor> faces;
   for (const auto& parameter : parameters_) {
@@ -179,11 +184,22 @@ void PagedModel::exit(WindowToken& token, bool failed) {
     const AccountPtr next = loss_follows && !token.account ? thread_account() : token.account;
     exchange_thread_account(token.kind == PassKind::kBackward ? nullptr : next);
   }
-  if (last) {
-    close_window(failed);
-  } else if (token.kind == PassKind::kBackward && token.thread_depth == 0 && !failed) {
+  const bool backward = token.kind == PassKind::kBackward;
+  try {
+    if (last) {
+      close_window(failed);
+    } else if (backward && token.thread_depth == 0 && !failed) {
+      const py::gil_scoped_release released;
+      sink_->drain();  // other threads go on, but this one's gradients are to be there
+    }
+  } catch (...) {  // re-raised: the gradients did not all come
+    sink_->run_hooks(/*failed=*/true);
+    throw;
+  }
+  gate.unlock();  // hooks may run the model
+  if (backward) {
     const py::gil_scoped_release released;
-    sink_->drain();  // other threads go on, but this one's gradients are to be there
+    sink_->run_hooks(failed);
   }
 }
 
@@ -199,15 +215,29 @@ void PagedModel::close_window(bool failed) {
   } catch (...) {  // re-raised below, once the hosts are as they were
     error = std::current_exception();
   }
+  std::string lost = writes_to_concealed_hosts();
   reveal_hosts();
   if (!error) {
     note_written_home();
   }
-  const std::string lost = settle_faces();
+  lost += settle_faces();
   if (error && !failed) {
     std::rethrow_exception(error);
   }
   HYDRA_EXPECT(failed || lost.empty(), ModelChanged, lost);
+}
+
+std::string PagedModel::writes_to_concealed_hosts() const {
+  std::string names;
+  for (const BlockBacking* backing : backings_) {
+    const std::string more = backing->written_while_concealed();
+    names += (names.empty() || more.empty() ? "" : ", ") + more;
+  }
+  return names.empty()
+             ? names
+             : "something wrote to " + names +
+                   " while Checks(poison_hosts=True) had its values aside, and the write is lost; an optimizer "
+                   "that steps inside backward, say, needs that check off. ";
 }
 
 void PagedModel::reveal_hosts() noexcept {
@@ -250,101 +280,10 @@ void PagedModel::note_written_home() {
   }
 }
 
-// ---- blocks -----------------------------------------------------------------------------------
-
-void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind) {
-  if (window_.depths().thread == 0) {
-    enter(visit.window, kind);
-  }
-  const py::gil_scoped_release released;
-  arrive(blocks, kind);
-  visit.blocks = blocks;
-}
-
-void PagedModel::end_visit(SiteVisit& visit, bool failed) {
-  {
-    const py::gil_scoped_release released;
-    leave(std::exchange(visit.blocks, {}));
-  }
-  exit(visit.window, failed);
-}
-
-void PagedModel::record_timeline(std::size_t samples) {
-  const std::lock_guard lock(timeline_mutex_);
-  timeline_room_ = timeline_.size() + samples;
-  timeline_.reserve(timeline_room_);
-}
-
-std::vector<MemorySample> PagedModel::timeline() const {
-  const std::lock_guard lock(timeline_mutex_);
-  return timeline_;
-}
-
-void PagedModel::note_timeline(std::int32_t block, PassKind kind) {
-  const std::lock_guard lock(timeline_mutex_);
-  if (timeline_.size() >= timeline_room_) {
-    return;
-  }
-  MemorySample sample{kind, block, {}};
-  const Ledger& ledger = account_->ledger();
-  for (std::size_t i = 0; i < kMemoryClasses; ++i) {
-    sample.use.by_class[i] = ledger.in_use(static_cast<MemoryClass>(i));
-    sample.use.total += sample.use.by_class[i];
-  }
-  timeline_.push_back(sample);
-}
-
-void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
-  std::size_t arrived = 0;
-  try {
-    for (; arrived < blocks.size(); ++arrived) {
-      latest_block_ = blocks[arrived];
-      pager_->arrive(blocks[arrived]);
-      note_timeline(blocks[arrived], kind);
-    }
-  } catch (...) {  // re-raised: all or none
-    leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
-    rethrow_for_torch(explain());
-  }
-}
-
-void PagedModel::leave(const BlockList& blocks) noexcept {
-  for (const std::int32_t block : blocks) {
-    dropped_copies_ += derived_pages_.drop(block);
-    pager_->release(block, AcquireReason::kHook);
-  }
-}
-
-BlockList PagedModel::exchange_backward_blocks(BlockList next) {
-  const std::lock_guard lock(backward_mutex_);
-  return std::exchange(backward_blocks_, std::move(next));
-}
-
-void PagedModel::arrive_backward(const BlockList& blocks) {
-  if (closed_) {
-    return;
-  }
-  exchange_thread_account(thread_account());  // one backward may run through several models
-  leave(exchange_backward_blocks({}));
-  arrive(blocks, PassKind::kBackward);
-  leave(exchange_backward_blocks(blocks));
-}
+// ---- what others say and ask ------------------------------------------------------------------
 
 void PagedModel::refresh() { all_stale_ = true; }
 void PagedModel::note_optimizer_step() { trainable_stale_ = true; }
-
-void PagedModel::note_face_written(const Page& page) {
-  const auto& backing = *backings_[static_cast<std::size_t>(page.block)];
-  for (const HostParameter* parameter : backing.parameters()) {
-    if (parameter->page.get() == &page) {
-      TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
-                  "', whose device copy is ", parameter->face.scalar_type(), " and whose truth on the host is ",
-                  parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
-      parameter->page->written = true;
-    }
-  }
-  pager_->mark_dirty(page.block);
-}
 
 std::string PagedModel::explain() const {
   const Ledger& ledger = account_->ledger();
@@ -375,6 +314,7 @@ void PagedModel::close() {
   const ReleaseGilIfHeld released;
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
+  account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));
   account_->close();
   arena_->unpin_all();  // the parameters stay in the arena, and are read by forked children again
   for (const auto& parameter : parameters_) {

@@ -71,6 +71,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   /// Makes faces for the parameters and moves their bytes into the arena. Returns the block's number.
   std::int32_t add_block(std::string name, const std::vector<std::pair<std::string, at::Tensor>>& parameters);
+  /// Buffers that live on the device until close(), where no allocator of the device counts them.
+  void charge_buffers(Bytes bytes);
   /// Faces in the order parameters were added.
   std::vector<at::Tensor> faces() const;
   Window& window() noexcept { return window_; }
@@ -128,6 +130,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void note_timeline(std::int32_t block, PassKind kind);
   void open_window(PassKind kind);
   void close_window(bool failed);
+  /// What was written to hosts whose bytes are aside, for an error message; empty when nothing was.
+  std::string writes_to_concealed_hosts() const;
   void reveal_hosts() noexcept;
   /// What the forward did to faces without touching their bytes, done to the hosts: `requires_grad`, and `.data`
   /// replaced. Says what could not be done.
@@ -166,6 +170,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::atomic<bool> trainable_stale_{false};
   std::atomic<bool> closed_{false};
   PassKind open_kind_ = PassKind::kForward;
+  Bytes buffer_bytes_ = 0;
 };
 
 }  // namespace hydra

@@ -51,6 +51,10 @@ class Place(ABC):
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
 
+    def uncounted_bytes(self, _model: nn.Module) -> int:
+        """Bytes of residents that no allocator of the device counts."""
+        return 0
+
     def gradient_bound(self, budget: int) -> int:
         """Bytes of gradients that may be on their way at once; 0 where the budget itself holds them back."""
         return 0 if self.device.type == "cpu" else budget // _GRADIENTS_PER_BUDGET
@@ -106,6 +110,9 @@ class SimulatedPlace(Place):
             seed=options.seed,
             faults=options.faults,
         )
+
+    def uncounted_bytes(self, model: nn.Module) -> int:
+        return sum(buffer.nbytes for buffer in model.buffers())
 
     @not_traced
     def move_input(self, value: Any) -> Any:

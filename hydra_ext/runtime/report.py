@@ -23,6 +23,7 @@ class Report:
         blocks: how many blocks there are.
         weights_moved_bytes: host to device, counted where they are copied.
         gradients_moved_bytes: device to host, likewise.
+        weights_written_back_bytes: device to host, of blocks whose weights the forward wrote in place.
         loads: fills of a slot; ``prefetched`` of them ahead of their use.
         evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
         faults: operations that met an absent parameter which no hook had announced.
@@ -45,6 +46,7 @@ class Report:
     blocks: int
     weights_moved_bytes: int
     gradients_moved_bytes: int
+    weights_written_back_bytes: int
     loads: int
     prefetched: int
     evictions: int
@@ -97,6 +99,7 @@ def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
         blocks=len(layout.blocks),
         weights_moved_bytes=pager.loaded_bytes,
         gradients_moved_bytes=gradients.bytes,
+        weights_written_back_bytes=pager.written_back_bytes,
         loads=pager.loads,
         prefetched=pager.prefetched,
         evictions=pager.evictions,

@@ -60,6 +60,7 @@ class Run:
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
         """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
         self._place.open(self._model, arena)
+        self.core.charge_buffers(self._place.uncounted_bytes(self._model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at

@@ -67,9 +67,20 @@ def test_after_every_step_only_the_slots_are_left(family: str) -> None:
         for step in range(4):
             train(model, optimizer, FAMILIES[family], recipe, steps=1, first=step)
             assert core.resident_bytes > 0
-            assert core.ledger.in_use == core.resident_bytes
+            assert core.ledger.in_use == core.resident_bytes + core.ledger.in_use_by(_C.MemoryClass.BUFFERS)
             assert core.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == core.resident_bytes
             assert core.ledger.peak <= budget
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_take_part_of_the_budget(family: str) -> None:
+    recipe = Recipe()
+    model = build(FAMILIES[family], recipe)
+    optimizer = build_optimizer(model, recipe)
+    budget = plain_peak(FAMILIES[family], recipe) + 2 * parameter_bytes(model)
+    with offloaded(model, optimizer, budget=budget) as observed:
+        train(model, optimizer, FAMILIES[family], recipe, steps=1)
+        assert observed.run.report().peak_buffers_bytes == sum(buffer.nbytes for buffer in model.buffers())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

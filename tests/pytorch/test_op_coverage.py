@@ -80,14 +80,6 @@ def offloaded(model: nn.Module, **options: Any) -> Iterator[hydra_ext.Run]:
     assert not engine.installed()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_there_are_as_many_cases_as_there_ever_were() -> None:
     assert len(CASES) == 58
 

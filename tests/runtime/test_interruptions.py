@@ -6,7 +6,6 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,14 +34,6 @@ def called_modules() -> list[str]:
 
 
 MODULES = called_modules()
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def reference() -> Outcome:

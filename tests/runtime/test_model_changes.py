@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +17,6 @@ from hydra_ext.errors import (
 from support.benches import ROOMY, assert_same, tight_budget
 from support.outcomes import POISONED, outcome
 from support.window_subjects import batch, hidden, language_loss, tiny_gpt2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:
@@ -48,8 +40,18 @@ def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callabl
         assert run.report().evictions > 0
 
 
-@pytest.mark.parametrize("convert", [lambda m: m.to(torch.float64), lambda m: m.half(), lambda m: m.to("meta")])
-def test_another_dtype_or_device_for_the_whole_model_is_refused_and_changes_nothing(
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to(torch.float64),
+        lambda m: m.half(),
+        lambda m: m.to("meta"),
+        lambda m: m.to(memory_format=torch.channels_last),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.share_memory(),
+    ],
+)
+def test_another_dtype_device_or_layout_for_the_whole_model_is_refused_and_changes_nothing(
     convert: Callable[[nn.Module], Any],
 ) -> None:
     refuses_and_then_trains_on(lambda model: convert(model) and None, lambda _model, _memo: None)

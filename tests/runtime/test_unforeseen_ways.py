@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice
+from hydra_ext.errors import ModelChanged
 from support.benches import ROOMY, Outcome, assert_same
 
 WIDTH = 64
@@ -20,8 +22,7 @@ Work = Callable[[nn.Module], Outcome]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
+def _nothing_charged_afterwards() -> Iterator[None]:
     yield
     _C.suspend_charging()
 
@@ -102,6 +103,65 @@ def test_a_parameter_that_the_loss_does_not_use_is_an_error_as_ever() -> None:
         return []
 
     assert_equal(work)
+
+
+# ---- hooks that step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_an_optimizer_that_steps_in_a_hook_steps_once_with_the_whole_gradient(penalised: bool) -> None:
+    def work(model: nn.Module) -> Outcome:
+        steppers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+        calls: list[torch.Size] = []
+
+        def step(parameter: torch.Tensor) -> None:
+            calls.append(parameter.shape)
+            steppers[parameter].step()  # type: ignore[index]
+            steppers[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            loss = model(BATCH).sum()
+            (loss + penalty(list(model.parameters())) if penalised else loss).backward()
+        assert len(calls) == 3 * len(steppers)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert_equal(work)
+
+
+def test_hooks_of_a_backward_that_failed_do_not_run_after_the_next() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(_context: Any, value: torch.Tensor) -> torch.Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    def work(model: nn.Module) -> Outcome:
+        ran: list[Any] = []
+        last, first = model[3].weight, model[0].weight  # type: ignore[index]
+        last.register_post_accumulate_grad_hook(lambda _: ran.append("last"))
+        first.register_post_accumulate_grad_hook(lambda _: ran.append("first"))
+        hidden = Fails.apply(model[:2](BATCH))  # type: ignore[index, no-untyped-call]
+        with pytest.raises(ZeroDivisionError):
+            model[2:](hidden).sum().backward()  # type: ignore[index]
+        ran.clear()
+        model[:2](BATCH).sum().backward()  # type: ignore[index]
+        return ran
+
+    assert_equal(work)
+
+
+def test_a_write_to_a_host_parameter_whose_bytes_are_aside_is_an_error() -> None:
+    model = stack()
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED), torch.no_grad():
+        model[1].register_forward_hook(lambda *_: weight.mul_(2))  # type: ignore[index]
+        weight = next(model.parameters())
+        with pytest.raises(ModelChanged, match=r"wrote to '0.weight' while Checks"):
+            model(BATCH)
 
 
 # ---- other beginnings and ends of a backward ------------------------------------------------------------------------

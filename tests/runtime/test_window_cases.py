@@ -1,7 +1,6 @@
 """The window: whatever a user does around forward and backward gives what plain PyTorch gives."""
 
 import pytest
-import torch
 
 from support import (
     window_cases,
@@ -17,11 +16,6 @@ CASES = [case for group in GROUPS for case in group.CASES]
 
 # torch.compile looks at `.grad` of what it traces and hides the warning where warnings are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -31,7 +31,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes live at one moment: four kinds as the hook counts them, two classes as the run's ledger does."""
+    """Bytes live at one moment: four kinds as the hook counts them, two classes as the run's ledger does.
+
+    Buffers are in neither: they were there before the context.
+    """
 
     heap: int
     tensors: int
@@ -105,14 +108,14 @@ class _Hook:
 
         self.library.hook_end()
         live = [self.library.hook_live(kind) for kind in range(4)]
-        weights = ledger.in_use_by(_C.MemoryClass.WEIGHTS)
+        weights, buffers = (ledger.in_use_by(cls) for cls in (_C.MemoryClass.WEIGHTS, _C.MemoryClass.BUFFERS))
         return Moment(
             heap=live[HEAP],
             tensors=live[ALIGNED],
             slots=live[PAGE_ALIGNED],
             mapped=live[MAPPED],
             ledger_slots=weights,
-            ledger_tensors=ledger.in_use - weights,
+            ledger_tensors=ledger.in_use - weights - buffers,
             arena=arena.mapped_bytes - arena_before,
         )
 
@@ -156,6 +159,7 @@ def _run(scenario: Scenario) -> HookedRun:
     hook = _Hook()
     with hydra_ext.offload(model, optimizer, budget=scenario.budget) as run:
         ledger, arena_before = run.core.ledger, arenas[0].mapped_bytes
+        buffers = ledger.in_use_by(_C.MemoryClass.BUFFERS)
         before = hook.moment(ledger, arenas[0], arena_before)
         for batch in batches:
             hook.library.hook_reset_peaks()
@@ -171,7 +175,8 @@ def _run(scenario: Scenario) -> HookedRun:
             optimizer.zero_grad()
             del loss
             after_step = hook.moment(ledger, arenas[0], arena_before)
-            seen.steps.append(hook.step(before, after_forward, after_backward, after_step, ledger.peak))
+            peak = ledger.peak - buffers
+            seen.steps.append(hook.step(before, after_forward, after_backward, after_step, peak))
         seen.windows, seen.weights_moved = run.report().windows, run.report().weights_moved_bytes
     _C.HostArena = make_arena  # type: ignore[misc]
     return seen

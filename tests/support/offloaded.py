@@ -47,8 +47,9 @@ def offloaded(
         assert run.core.foreign_entries == 0, "parameters that the window did not replace"
         assert run.report().peak_bytes <= budget
     assert not (alone and engine.installed())
-    assert run.core.resident_bytes == 0
+    assert run.core.resident_bytes == run.core.slot_bytes_held == 0
     assert run.core.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == 0
+    assert run.core.ledger.in_use_by(_C.MemoryClass.BUFFERS) == 0
 
 
 def updated_bytes(run: Run) -> int:

@@ -148,7 +148,7 @@ def differences(
 
 
 def plain_peak(family: Family, recipe: Recipe, *, steps: int = 2) -> int:
-    """Device bytes of plain steps at their highest, without parameters, and without gradients once they are summed."""
+    """Device bytes of plain steps at their highest, without parameters, and without summed gradients."""
     model = build(family, recipe)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -166,7 +166,7 @@ def plain_peak(family: Family, recipe: Recipe, *, steps: int = 2) -> int:
         finally:
             meter.end()
         del loss
-    return meter.ledger.peak
+    return meter.ledger.peak + sum(buffer.nbytes for buffer in model.buffers())
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -1,0 +1,102 @@
+// Visits of sites: blocks are pinned, noted and let go. Backward's arrivals, too.
+#include "csrc/base/errors.h"
+#include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/error_bridge.h"
+#include "csrc/pytorch/paged_model.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind) {
+  if (window_.depths().thread == 0) {
+    enter(visit.window, kind);
+  }
+  const py::gil_scoped_release released;
+  arrive(blocks, kind);
+  visit.blocks = blocks;
+}
+
+void PagedModel::end_visit(SiteVisit& visit, bool failed) {
+  {
+    const py::gil_scoped_release released;
+    leave(std::exchange(visit.blocks, {}));
+  }
+  exit(visit.window, failed);
+}
+
+void PagedModel::record_timeline(std::size_t samples) {
+  const std::lock_guard lock(timeline_mutex_);
+  timeline_room_ = timeline_.size() + samples;
+  timeline_.reserve(timeline_room_);
+}
+
+std::vector<MemorySample> PagedModel::timeline() const {
+  const std::lock_guard lock(timeline_mutex_);
+  return timeline_;
+}
+
+void PagedModel::note_timeline(std::int32_t block, PassKind kind) {
+  const std::lock_guard lock(timeline_mutex_);
+  if (timeline_.size() >= timeline_room_) {
+    return;
+  }
+  MemorySample sample{kind, block, {}};
+  const Ledger& ledger = account_->ledger();
+  for (std::size_t i = 0; i < kMemoryClasses; ++i) {
+    sample.use.by_class[i] = ledger.in_use(static_cast<MemoryClass>(i));
+    sample.use.total += sample.use.by_class[i];
+  }
+  timeline_.push_back(sample);
+}
+
+void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
+  std::size_t arrived = 0;
+  try {
+    for (; arrived < blocks.size(); ++arrived) {
+      latest_block_ = blocks[arrived];
+      pager_->arrive(blocks[arrived]);
+      note_timeline(blocks[arrived], kind);
+    }
+  } catch (...) {  // re-raised: all or none
+    leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
+    rethrow_for_torch(explain());
+  }
+}
+
+void PagedModel::leave(const BlockList& blocks) noexcept {
+  for (const std::int32_t block : blocks) {
+    dropped_copies_ += derived_pages_.drop(block);
+    pager_->release(block, AcquireReason::kHook);
+  }
+}
+
+BlockList PagedModel::exchange_backward_blocks(BlockList next) {
+  const std::lock_guard lock(backward_mutex_);
+  return std::exchange(backward_blocks_, std::move(next));
+}
+
+void PagedModel::arrive_backward(const BlockList& blocks) {
+  if (closed_) {
+    return;
+  }
+  exchange_thread_account(thread_account());  // one backward may run through several models
+  leave(exchange_backward_blocks({}));
+  arrive(blocks, PassKind::kBackward);
+  leave(exchange_backward_blocks(blocks));
+}
+
+void PagedModel::note_face_written(const Page& page) {
+  const auto& backing = *backings_[static_cast<std::size_t>(page.block)];
+  for (const HostParameter* parameter : backing.parameters()) {
+    if (parameter->page.get() == &page) {
+      TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
+                  "', whose device copy is ", parameter->face.scalar_type(), " and whose truth on the host is ",
+                  parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
+      parameter->page->written = true;
+    }
+  }
+  pager_->mark_dirty(page.block);
+}
+
+}  // namespace hydra
