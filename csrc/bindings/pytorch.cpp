@@ -55,10 +55,10 @@ void bind_running(ModelClass& model_class) {
       .def("faces", &PagedModel::faces)
       .def(
           "show_in_window",
-          [](PagedModel& model, py::dict dictionary, py::str key, py::object host, py::object face) {
-            model.window().add(std::move(dictionary), std::move(key), std::move(host), std::move(face));
+          [](PagedModel& model, py::object host, py::object face) {
+            model.window().add(std::move(host), std::move(face));
           },
-          py::arg("dictionary"), py::arg("key"), py::arg("host"), py::arg("face"))
+          py::arg("host"), py::arg("face"))
       .def(
           "watch",
           [](PagedModel& model, py::dict dictionary, std::string name) {
@@ -69,11 +69,16 @@ void bind_running(ModelClass& model_class) {
       .def("exit", &PagedModel::exit, py::arg("token"), py::kw_only(), py::arg("failed"))
       .def("begin_visit", &PagedModel::begin_visit, py::arg("visit"), py::arg("blocks"), py::arg("kind"))
       .def("end_visit", &PagedModel::end_visit, py::arg("visit"), py::kw_only(), py::arg("failed"))
+      .def("returns", py::overload_cast<WindowToken&, const std::vector<at::Tensor>&>(&PagedModel::returns),
+           py::arg("token"), py::arg("outputs"))
+      .def("returns", py::overload_cast<SiteVisit&, const std::vector<at::Tensor>&>(&PagedModel::returns),
+           py::arg("visit"), py::arg("outputs"))
       .def(
-          "mark",
-          [](const std::shared_ptr<PagedModel>& model, const std::vector<at::Tensor>& outputs,
-             const BlockList& blocks) { model->marks().mark(outputs, blocks, model); },
-          py::arg("outputs"), py::arg("blocks"))
+          "wait_for_others",
+          [](PagedModel& model, std::int64_t milliseconds) {
+            return model.window().wait_for_others(std::chrono::milliseconds(milliseconds));
+          },
+          py::arg("milliseconds"), "False when other threads are still inside after that time.")
       .def(
           "recorded", [](PagedModel& model, PassKind kind) { return model.pager().recorded(kind); }, py::arg("kind"),
           "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
@@ -115,6 +120,10 @@ void bind_pytorch(py::module_& module) {
   bind_values(module);
   ModelClass model_class(module, "PagedModel");
   bind_running(model_class);
+  py::class_<Windows>(module, "Windows", "The windows of one backward, entered and left together.")
+      .def(py::init<std::vector<std::shared_ptr<PagedModel>>>(), py::arg("models"))
+      .def("enter", &Windows::enter, py::arg("kind"))
+      .def("exit", &Windows::exit, py::kw_only(), py::arg("failed"));
   bind_reading(model_class);
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
              "Why the parameter cannot be offloaded; empty when it can.");
@@ -132,7 +141,7 @@ void bind_pytorch(py::module_& module) {
       },
       py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
   module.def(
-      "suspend_charging", [] { exchange_thread_account(nullptr); },
+      "suspend_charging", [] { exchange_thread_charge({}); },
       "Nothing the calling thread allocates is charged from here on, until it enters a window.");
 }
 

@@ -20,13 +20,13 @@ namespace {
 class Meter {
  public:
   explicit Meter(Bytes limit) : account_(std::make_shared<Account>(limit)) {}
-  void begin() { before_ = exchange_thread_account(account_); }
-  void end() { exchange_thread_account(std::exchange(before_, nullptr)); }
+  void begin() { before_ = exchange_thread_charge({.account = account_}); }
+  void end() { exchange_thread_charge(std::exchange(before_, {})); }
   Ledger& ledger() { return account_->ledger(); }
 
  private:
   AccountPtr account_;
-  AccountPtr before_;
+  ThreadCharge before_;
 };
 
 /// Guards, streams and events of CUDA that do nothing, where torch has none: for tensors without bytes.

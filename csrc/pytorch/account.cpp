@@ -13,6 +13,7 @@ void Account::open(std::function<bool()> relieve, std::function<std::string()> e
 }
 
 void Account::close() noexcept {
+  closed_ = true;
   const std::lock_guard lock(mutex_);
   relieve_ = nullptr;
   explain_ = nullptr;

@@ -1,9 +1,10 @@
 // One run's account with a simulated device: its ledger, and what to do when the ledger refuses.
 //
 // Shared by the run and by every allocation charged to it, so that tensors may outlive the run. After
-// close() nothing is relieved any more; what is live goes on being counted down.
+// close() no thread is charged any more; what is live goes on being counted down.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,12 +25,14 @@ class Account {
   /// `relieve` frees something and says whether it did; `explain` tells where, what is held and what to change.
   void open(std::function<bool()> relieve, std::function<std::string()> explain);
   void close() noexcept;
+  bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
 
   /// Charges `bytes`, relieving as often as needed. Throws c10::OutOfMemoryError with the explanation.
   void charge(MemoryClass cls, Bytes bytes);
 
  private:
   Ledger ledger_;
+  std::atomic<bool> closed_{false};
   std::mutex mutex_;
   std::function<bool()> relieve_;
   std::function<std::string()> explain_;

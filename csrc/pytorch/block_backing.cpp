@@ -124,28 +124,21 @@ void BlockBacking::withdraw() noexcept {
   }
 }
 
-void BlockBacking::conceal() {
+void BlockBacking::take_aside() {
   if (!aside_) {
     aside_ = std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
   }
-  concealed_versions_.clear();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const HostParameter& parameter = *parameters_[i];
-    concealed_versions_.push_back(parameter.version());
     const auto bytes = static_cast<std::size_t>(parameter.host_bytes());
     std::memcpy(aside_.get() + home_offsets_[i], parameter.host_data(), bytes);
-    std::memset(parameter.host_data(), 0xff, bytes);
   }
 }
 
-std::string BlockBacking::written_while_concealed() const {
-  std::string names;
-  for (std::size_t i = 0; aside_ && i < parameters_.size(); ++i) {
-    if (parameters_[i]->version() != concealed_versions_[i]) {
-      names += (names.empty() ? "'" : ", '") + parameters_[i]->name + "'";
-    }
+void BlockBacking::conceal() {
+  for (const HostParameter* parameter : parameters_) {
+    std::memset(parameter->host_data(), 0xff, static_cast<std::size_t>(parameter->host_bytes()));
   }
-  return names;
 }
 
 void BlockBacking::reveal() noexcept {

@@ -5,10 +5,10 @@
 // copied one by one. When faces have another dtype than hosts the lane casts into a staging region first
 // and moves the smaller bytes; staging is valid until the host changes.
 //
-// Poison (tests): conceal() takes the hosts' bytes aside and fills the hosts with 0xff, so that a forward
+// Poison (tests): take_aside() copies the hosts' bytes and conceal() fills the hosts with 0xff, so that a forward
 // that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it, and
-// with it whatever was written to a host meanwhile: written_while_concealed() tells.
-// Threads: fill() under the pager's lock, its job on the lane; conceal/reveal while no lane is at work.
+// with it whatever was written to a host meanwhile.
+// Threads: fill() under the pager's lock, its job on the lane; take_aside/conceal/reveal while no lane is at work.
 #pragma once
 
 #include <memory>
@@ -31,9 +31,9 @@ class BlockBacking final : public BlockClient {
 
   /// The hosts' bytes have changed since the last fill.
   void host_changed() noexcept { staged_ = false; }
+  /// In two turns, each for all blocks: parameters may share memory.
+  void take_aside();
   void conceal();
-  /// Names of parameters whose version has moved since conceal().
-  std::string written_while_concealed() const;
   void reveal() noexcept;
 
   const std::vector<HostParameter*>& parameters() const noexcept { return parameters_; }
@@ -50,7 +50,6 @@ class BlockBacking final : public BlockClient {
   ArenaRegionPtr home_;     // the adopted hosts' bytes
   ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
   std::unique_ptr<std::byte[]> aside_;
-  std::vector<std::uint32_t> concealed_versions_;
   std::vector<Bytes> home_offsets_;
   Bytes home_bytes_ = 0;
   Bytes slot_bytes_ = 0;

@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/Allocator.h>
 #include <c10/util/flat_hash_map.h>
+#include <pthread.h>
 
 #include <array>
 #include <atomic>
@@ -61,6 +62,17 @@ class ChargeTable {
     return true;
   }
 
+  void lock() {
+    for (Shard& shard : shards_) {
+      shard.mutex.lock();
+    }
+  }
+  void unlock() {
+    for (Shard& shard : shards_) {
+      shard.mutex.unlock();
+    }
+  }
+
  private:
   struct alignas(64) Shard {
     std::mutex mutex;
@@ -81,19 +93,21 @@ ChargeTable& table() {
   return *instance;
 }
 
+std::atomic<int> charged_threads{0};
+
 struct ThreadState {
-  AccountPtr account;
+  ThreadCharge charge;
   int host_depth = 0;
+  ~ThreadState() { charged_threads -= charge.account ? 1 : 0; }
 };
 thread_local ThreadState thread_state;
 
-/// The account of the scope opened last, for workers of parallel regions.
+/// The account that a thread was given last, for workers of parallel regions.
 std::mutex latest_mutex;
 std::weak_ptr<Account>& latest_account() {
   static auto* const instance = std::make_unique<std::weak_ptr<Account>>().release();
   return *instance;
 }
-std::atomic<int> open_scopes{0};
 
 c10::DeleterFnPtr previous_deleter = nullptr;
 
@@ -145,32 +159,56 @@ std::atomic<CountingAllocator*> installed{nullptr};
 
 }  // namespace
 
-AccountPtr exchange_thread_account(AccountPtr account) {
-  if (account) {
+ThreadCharge exchange_thread_charge(ThreadCharge charge) {
+  if (charge.account) {
     install_counting_allocator();
     const std::lock_guard lock(latest_mutex);
-    latest_account() = account;
+    latest_account() = charge.account;
   }
-  open_scopes += (account ? 1 : 0) - (thread_state.account ? 1 : 0);
-  return std::exchange(thread_state.account, std::move(account));
+  charged_threads += (charge.account ? 1 : 0) - (thread_state.charge.account ? 1 : 0);
+  return std::exchange(thread_state.charge, std::move(charge));
 }
 
 AccountPtr current_account() {
   if (thread_state.host_depth > 0) {
     return nullptr;
   }
-  if (thread_state.account) {
-    return thread_state.account;
+  const ThreadCharge& charge = thread_state.charge;
+  if (charge.account) {
+    if (!charge.account->closed() && !(charge.while_graph_lives && charge.graph.expired())) {
+      return charge.account;
+    }
+    exchange_thread_charge({});
   }
-  if (open_scopes.load(std::memory_order_relaxed) > 0 && at::in_parallel_region()) {
+  if (charged_threads.load(std::memory_order_relaxed) > 0 && at::in_parallel_region()) {
     const std::lock_guard lock(latest_mutex);
-    return latest_account().lock();
+    AccountPtr latest = latest_account().lock();
+    return latest && !latest->closed() ? latest : nullptr;
   }
   return nullptr;
 }
 
 HostScope::HostScope() noexcept { ++thread_state.host_depth; }
 HostScope::~HostScope() { --thread_state.host_depth; }
+
+namespace {
+
+/// A fork copies only the calling thread: locks that others hold would stay locked in the child.
+void hold_locks() {
+  latest_mutex.lock();
+  table().lock();
+}
+void release_locks() {
+  table().unlock();
+  latest_mutex.unlock();
+}
+void begin_as_child() {
+  release_locks();
+  exchange_thread_charge({});
+  charged_threads = 0;
+}
+
+}  // namespace
 
 void install_counting_allocator() {
   static std::mutex mutex;
@@ -188,6 +226,7 @@ void install_counting_allocator() {
                "allocates; import hydra_ext before the library that replaced it");
   // Deliberately leaked: storages keep a pointer to their allocator for as long as they live.
   installed = std::make_unique<CountingAllocator>(previous).release();
+  ::pthread_atfork(&hold_locks, &release_locks, &begin_as_child);
   c10::SetAllocator(c10::kCPU, installed.load(), 0);
 }
 

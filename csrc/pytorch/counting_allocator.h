@@ -2,19 +2,27 @@
 //
 // It stands in front of the allocator that was there and hands out that allocator's own pointers; sizes are
 // kept in a side table, since a header before the data breaks libraries that allocate raw. Installed once,
-// when the first account opens a scope, and never removed: without a scope it passes every call through.
+// when the first thread is charged, and never removed: without a charge it passes every call through.
 //
-// A scope belongs to a thread. A worker of a parallel region that has no scope of its own charges to the
-// account whose scope was opened last. HostScope suspends charging on a thread: for host copies of gradients.
-// What cannot be seen is listed in hydra_ext/runtime/exempt.py.
+// A charge belongs to a thread, not to its children after a fork. A worker of a parallel region that has none of its
+// own charges to the account that a thread was given last. HostScope suspends charging on a thread: for host copies of
+// gradients. What cannot be seen is listed in hydra_ext/runtime/exempt.py.
 #pragma once
 
 #include "csrc/pytorch/account.h"
 
 namespace hydra {
 
-/// Sets the calling thread's account (null: none) and returns the one it replaces.
-AccountPtr exchange_thread_account(AccountPtr account);
+/// What a thread's allocations are charged to; nothing without an account, nor when the account is closed.
+struct ThreadCharge {
+  AccountPtr account;
+  /// It ends with the life of `graph`: a forward's results, whose backward may come or not.
+  bool while_graph_lives = false;
+  std::weak_ptr<const void> graph{};
+};
+
+/// Sets what the calling thread is charged to and returns what that replaces.
+ThreadCharge exchange_thread_charge(ThreadCharge charge);
 /// The account the calling thread's allocations are charged to now; null when none.
 AccountPtr current_account();
 

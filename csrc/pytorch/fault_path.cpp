@@ -42,6 +42,9 @@ class OperationPins {
                 " reads the device parameter '", page.name,
                 "', but the offload context it belonged to has ended; use the model's own parameter");
     try {
+      if (!model->window_open()) {
+        model->synchronise_for_fault(page.block);  // a face that somebody has kept
+      }
       const ReleaseGilIfHeld released;
       model->pager().acquire(page.block, AcquireReason::kFault);
     } catch (const Error&) {

@@ -21,7 +21,8 @@ namespace autograd = torch::autograd;
 
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
-  HandOver(HostParameter& parameter, GradientSink& sink) : parameter_(parameter), sink_(sink) {}
+  HandOver(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), active_(std::move(active)) {}
 
   void operator()(const autograd::Variable& face) override {
     at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
@@ -31,6 +32,9 @@ class HandOver final : public autograd::PostAccumulateGradHook {
       const ReleaseGilIfHeld released;
       try {
         sink_.accept(parameter_, std::move(gradient));
+        if (!active_()) {
+          sink_.drain();
+        }
       } catch (const Error&) {
         rethrow_for_torch({});
       }
@@ -40,6 +44,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
  private:
   HostParameter& parameter_;
   GradientSink& sink_;
+  std::function<bool()> active_;
 };
 
 /// Runs the hooks that users registered on the host parameter, as autograd would.
@@ -90,9 +95,10 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink) {
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, std::function<bool()> active) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
-  autograd::impl::set_post_acc_grad_hooks(parameter.face, std::make_unique<HandOver>(parameter, sink));
+  autograd::impl::set_post_acc_grad_hooks(parameter.face,
+                                          std::make_unique<HandOver>(parameter, sink, std::move(active)));
 }
 
 void clear_gradient_hooks(HostParameter& parameter) {

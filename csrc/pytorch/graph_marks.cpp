@@ -21,11 +21,12 @@ namespace autograd = torch::autograd;
 /// Holds no tensor and no node: it would keep the graph alive.
 class SiteReached final : public autograd::FunctionPreHook {
  public:
-  SiteReached(std::weak_ptr<PagedModel> model, BlockList blocks)
-      : model_(std::move(model)), blocks_(std::move(blocks)) {}
+  SiteReached(std::weak_ptr<PagedModel> model, BlockList blocks, std::shared_ptr<const void> life)
+      : model_(std::move(model)), blocks_(std::move(blocks)), life_(std::move(life)) {}
 
   autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    if (const std::shared_ptr<PagedModel> model = model_.lock()) {
+    const std::shared_ptr<PagedModel> model = blocks_.empty() ? nullptr : model_.lock();
+    if (model) {
       const ReleaseGilIfHeld released;
       try {
         model->arrive_backward(blocks_);
@@ -39,6 +40,7 @@ class SiteReached final : public autograd::FunctionPreHook {
  private:
   std::weak_ptr<PagedModel> model_;
   BlockList blocks_;
+  std::shared_ptr<const void> life_;
 };
 
 /// Visits every node behind `roots` once, until `visit` says false.
@@ -68,9 +70,10 @@ void walk(const std::vector<at::Tensor>& roots, const Visit& visit) {
 
 }  // namespace
 
-void GraphMarks::mark(const std::vector<at::Tensor>& outputs, const BlockList& blocks,
-                      const std::shared_ptr<PagedModel>& model) {
+std::weak_ptr<const void> GraphMarks::mark(const std::vector<at::Tensor>& outputs, const BlockList& blocks,
+                                           const std::shared_ptr<PagedModel>& model) {
   std::unordered_set<autograd::Node*> seen;
+  const auto life = std::make_shared<const char>();
   const std::lock_guard lock(mutex_);
   if (nodes_.size() >= prune_at_) {  // forwards that no backward follows
     std::erase_if(nodes_, [](const auto& known) { return known.expired(); });
@@ -82,10 +85,9 @@ void GraphMarks::mark(const std::vector<at::Tensor>& outputs, const BlockList& b
       continue;
     }
     nodes_.emplace_back(WeakNodePtr(node));
-    if (!blocks.empty()) {
-      node->add_pre_hook(std::make_unique<SiteReached>(model, blocks));
-    }
+    node->add_pre_hook(std::make_unique<SiteReached>(model, blocks, life));
   }
+  return life;
 }
 
 std::vector<NodePtr> GraphMarks::alive() {

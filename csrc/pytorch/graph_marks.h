@@ -37,9 +37,9 @@ using WeakNodePtr = WeakOf<NodePtr>::type;
 
 class GraphMarks {
  public:
-  /// Marks the nodes that made `outputs`. `blocks` empty: remembered only.
-  void mark(const std::vector<at::Tensor>& outputs, const std::vector<std::int32_t>& blocks,
-            const std::shared_ptr<PagedModel>& model);
+  /// Marks the nodes that made `outputs`. `blocks` empty: remembered only. What is returned lives as long as they do.
+  std::weak_ptr<const void> mark(const std::vector<at::Tensor>& outputs, const std::vector<std::int32_t>& blocks,
+                                 const std::shared_ptr<PagedModel>& model);
   /// Nodes that are still alive.
   std::vector<NodePtr> alive();
 

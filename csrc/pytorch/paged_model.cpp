@@ -60,7 +60,7 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->paged = parameter->face.detach();
     parameter->face.set_requires_grad(host.requires_grad());
     parameter->trained_seen = host.requires_grad();
-    install_gradient_hooks(*parameter, *sink_);
+    install_gradient_hooks(*parameter, *sink_, [this] { return window_open(); });
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
@@ -83,201 +83,6 @@ std::vector<at::Tensor> PagedModel::faces() const {
     faces.push_back(parameter->face);
   }
   return faces;
-}
-
-// ---- the window -------------------------------------------------------------------------------
-
-void PagedModel::enter(WindowToken& token, PassKind kind) {
-  HYDRA_EXPECT(!closed_, StateError, "the offload context of this model has ended");
-  std::unique_lock gate(gate_, std::defer_lock);
-  {
-    const py::gil_scoped_release released;
-    gate.lock();
-  }
-  const Window::Depths before = window_.enter();
-  token = {true, before.thread, exchange_thread_account(thread_account()), kind};
-  if (before.total == 0) {
-    try {
-      open_window(kind);
-    } catch (...) {  // re-raised: nobody is inside
-      window_.exit_to(before.thread);
-      window_.show_host();
-      reveal_hosts();
-      exchange_thread_account(token.account);
-      token.entered = false;
-      throw;
-    }
-  }
-}
-
-void PagedModel::open_window(PassKind kind) {
-  const std::string changes = window_.changes();
-  HYDRA_EXPECT(changes.empty(), ModelChanged,
-               "the model changed inside its offload context: " + changes +
-                   ". Leave the context, change the model, and enter it again");
-  open_kind_ = kind;
-  {
-    const py::gil_scoped_release released;
-    synchronise_hosts();
-    if (options_.poison_hosts) {
-      for (BlockBacking* backing : backings_) {
-        backing->conceal();
-      }
-    }
-  }
-  window_.show_device();
-  const py::gil_scoped_release released;
-  pager_->begin_pass(kind);
-}
-
-void PagedModel::synchronise_hosts() {
-  const bool all_stale = all_stale_.exchange(false);
-  const bool trainable_stale = trainable_stale_.exchange(false);
-  std::string mismatches;
-  for (std::size_t block = 0; block < backings_.size(); ++block) {
-    bool stale = false;
-    for (HostParameter* parameter : backings_[block]->parameters()) {
-      const std::string mismatch = parameter->mismatch();
-      if (!mismatch.empty()) {
-        mismatches += (mismatches.empty() ? "" : "; ") + mismatch;
-        continue;
-      }
-      const bool trained = parameter->face.requires_grad() || parameter->host.requires_grad();
-      parameter->trained_seen = parameter->host.requires_grad();
-      if (parameter->face.requires_grad() != parameter->trained_seen) {
-        parameter->face.set_requires_grad(parameter->trained_seen);
-      }
-      if (parameter->trained_seen && !parameter->diversion) {
-        parameter->diversion = divert_host_gradients(*parameter, *sink_, [this] { return window_open(); });
-      }
-      if (parameter->changed_since_seen() || all_stale || (trainable_stale && trained)) {
-        parameter->note_seen();
-        stale = true;
-      }
-    }
-    if (stale) {
-      backings_[block]->host_changed();
-      pager_->invalidate(static_cast<std::int32_t>(block));
-    }
-  }
-  if (!mismatches.empty()) {
-    all_stale_ = true;  // those that differ were not brought up to date
-  }
-  HYDRA_EXPECT(mismatches.empty(), ModelChanged,
-               "parameters changed inside the offload context: " + mismatches +
-                   ". Leave the context, change them, and enter it again");
-}
-
-void PagedModel::exit(WindowToken& token, bool failed) {
-  if (!std::exchange(token.entered, false)) {
-    return;
-  }
-  std::unique_lock gate(gate_, std::defer_lock);
-  {
-    const py::gil_scoped_release released;
-    gate.lock();
-  }
-  const bool last = window_.exit_to(token.thread_depth);
-  if (token.thread_depth == 0) {
-    // Backward ends what the forward began; a loss between the two belongs to the model that ran first.
-    const bool loss_follows = token.kind == PassKind::kForward && !failed;
-    const AccountPtr next = loss_follows && !token.account ? thread_account() : token.account;
-    exchange_thread_account(token.kind == PassKind::kBackward ? nullptr : next);
-  }
-  const bool backward = token.kind == PassKind::kBackward;
-  try {
-    if (last) {
-      close_window(failed);
-    } else if (backward && token.thread_depth == 0 && !failed) {
-      const py::gil_scoped_release released;
-      sink_->drain();  // other threads go on, but this one's gradients are to be there
-    }
-  } catch (...) {  // re-raised: the gradients did not all come
-    sink_->run_hooks(/*failed=*/true);
-    throw;
-  }
-  gate.unlock();  // hooks may run the model
-  if (backward) {
-    const py::gil_scoped_release released;
-    sink_->run_hooks(failed);
-  }
-}
-
-void PagedModel::close_window(bool failed) {
-  window_.show_host();
-  const py::gil_scoped_release released;
-  leave(exchange_backward_blocks({}));
-  pager_->end_pass(!failed);
-  std::exception_ptr error;
-  try {
-    pager_->write_back_dirty();
-    sink_->drain();
-  } catch (...) {  // re-raised below, once the hosts are as they were
-    error = std::current_exception();
-  }
-  std::string lost = writes_to_concealed_hosts();
-  reveal_hosts();
-  if (!error) {
-    note_written_home();
-  }
-  lost += settle_faces();
-  if (error && !failed) {
-    std::rethrow_exception(error);
-  }
-  HYDRA_EXPECT(failed || lost.empty(), ModelChanged, lost);
-}
-
-std::string PagedModel::writes_to_concealed_hosts() const {
-  std::string names;
-  for (const BlockBacking* backing : backings_) {
-    const std::string more = backing->written_while_concealed();
-    names += (names.empty() || more.empty() ? "" : ", ") + more;
-  }
-  return names.empty()
-             ? names
-             : "something wrote to " + names +
-                   " while Checks(poison_hosts=True) had its values aside, and the write is lost; an optimizer "
-                   "that steps inside backward, say, needs that check off. ";
-}
-
-void PagedModel::reveal_hosts() noexcept {
-  for (BlockBacking* backing : backings_) {
-    backing->reveal();
-  }
-}
-
-std::string PagedModel::settle_faces() {
-  const at::NoGradGuard no_grad;
-  const HostScope on_the_host;
-  std::string lost;
-  for (const auto& parameter : parameters_) {
-    const bool trained = parameter->face.requires_grad();
-    if (trained != parameter->trained_seen) {
-      parameter->host.set_requires_grad(trained);
-    }
-    if (!parameter->detached()) {
-      continue;
-    }
-    if (parameter->same_dtype() && parameter->mismatch().empty()) {
-      parameter->host.copy_(parameter->face);
-    } else {
-      lost += (lost.empty() ? "" : "; ") +
-              ("the forward gave '" + parameter->name +
-               "' data of another dtype or shape, which its host parameter cannot take; do that outside the forward");
-    }
-    parameter->attach();
-  }
-  return lost;
-}
-
-void PagedModel::note_written_home() {
-  for (const auto& parameter : parameters_) {
-    if (parameter->page->written) {
-      parameter->page->written = false;
-      parameter->host.unsafeGetTensorImpl()->bump_version();
-      parameter->note_seen();  // the slot holds the same
-    }
-  }
 }
 
 // ---- what others say and ask ------------------------------------------------------------------
@@ -311,7 +116,12 @@ void PagedModel::close() {
   if (closed_.exchange(true)) {
     return;
   }
-  const ReleaseGilIfHeld released;
+  const py::gil_scoped_acquire locked;  // the last owner may be a thread of autograd's
+  if (window_.exit_all()) {
+    close_window(/*failed=*/true);
+  }
+  window_.clear();
+  const py::gil_scoped_release released;
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
   account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));

@@ -18,8 +18,8 @@
 
 #include "csrc/memory/tracked_resource.h"
 #include "csrc/paging/pager.h"
-#include "csrc/pytorch/account.h"
 #include "csrc/pytorch/block_backing.h"
+#include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
@@ -43,9 +43,12 @@ struct PagedModelOptions {
 /// that the caller can make it first and leave in a `finally`, wherever an interrupt arrives.
 struct WindowToken {
   bool entered = false;
+  std::thread::id thread;
   std::int64_t thread_depth = 0;
-  AccountPtr account;  // the thread's before
+  ThreadCharge charge;  // the thread's before
   PassKind kind = PassKind::kForward;
+  std::weak_ptr<const void> graph{};        // of what a forward returned
+  std::optional<std::int64_t> gradients{};  // before a backward inside the model's own forward
 };
 
 /// What the device held when a pass reached a block.
@@ -59,6 +62,23 @@ struct MemorySample {
 struct SiteVisit {
   WindowToken window;
   BlockList blocks;  // those pinned
+};
+
+class PagedModel;
+
+/// The windows of one backward that runs through several models: entered and left together.
+class Windows {
+ public:
+  explicit Windows(std::vector<std::shared_ptr<PagedModel>> models) : models_(std::move(models)) {}
+
+  /// Lock. All or none.
+  void enter(PassKind kind);
+  /// Lock. Leaves those entered, all of them; throws the first error.
+  void exit(bool failed);
+
+ private:
+  std::vector<std::shared_ptr<PagedModel>> models_;
+  std::vector<WindowToken> entered_;
 };
 
 class PagedModel : public std::enable_shared_from_this<PagedModel> {
@@ -80,14 +100,17 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   /// Lock. Opens the window if nobody is inside.
   void enter(WindowToken& token, PassKind kind);
-  /// Lock. Restores the depth the thread had at enter(); closes the window when the last thread leaves. After a
-  /// forward that did not fail, what the thread allocates still belongs to this model (the loss), until backward
-  /// ends. Throws what went wrong on the lanes, unless `failed` says that another error is on its way. Does
-  /// nothing with a token that entered no window.
+  /// Lock. A forward returns these. What its thread allocates afterwards still belongs to this model (the loss),
+  /// until backward ends or nothing is left of their graph.
+  void returns(WindowToken& token, const std::vector<at::Tensor>& outputs);
+  /// Lock. Restores the depth the thread had at enter(); closes the window when the last thread leaves. Throws what
+  /// went wrong on the lanes, unless `failed` says that another error is on its way. Does nothing with a token that
+  /// entered no window.
   void exit(WindowToken& token, bool failed);
 
   /// Lock. A module that uses these blocks is called, returns. All blocks or none.
   void begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind);
+  void returns(SiteVisit& visit, const std::vector<at::Tensor>& outputs);
   void end_visit(SiteVisit& visit, bool failed);
   /// Backward has reached these blocks: those before are unpinned, these pinned, until the window closes or
   /// the next ones are reached. Nothing happens after close().
@@ -95,11 +118,13 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
+  /// Outside windows: brings one block up to date for an operation that met its face.
+  void synchronise_for_fault(std::int32_t block);
   /// The optimizer has written: everything trainable is stale.
   void note_optimizer_step();
   void note_face_written(const Page& page);
 
-  /// Ends it all: lanes drained, slots given back, faces absent for ever. Idempotent.
+  /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
 
   /// From now on every arrival at a block is noted, as long as there is room for `samples` more.
@@ -130,13 +155,19 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void note_timeline(std::int32_t block, PassKind kind);
   void open_window(PassKind kind);
   void close_window(bool failed);
-  /// What was written to hosts whose bytes are aside, for an error message; empty when nothing was.
-  std::string writes_to_concealed_hosts() const;
   void reveal_hosts() noexcept;
   /// What the forward did to faces without touching their bytes, done to the hosts: `requires_grad`, and `.data`
   /// replaced. Says what could not be done.
   std::string settle_faces();
   void synchronise_hosts();
+  /// False: what it found is added to `mismatches`.
+  bool synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches);
+  void restore_charge(WindowToken& token, bool failed);
+  /// Names of parameters whose version has moved since the window opened.
+  std::string moved_hosts() const;
+  void expect_unmoved_hosts() const;
+  /// Gradients that somebody assigned to faces by hand go where the others go.
+  void collect_assigned_gradients();
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);

@@ -17,6 +17,10 @@ void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind
   visit.blocks = blocks;
 }
 
+void PagedModel::returns(SiteVisit& visit, const std::vector<at::Tensor>& outputs) {
+  visit.window.graph = marks_.mark(outputs, visit.blocks, shared_from_this());
+}
+
 void PagedModel::end_visit(SiteVisit& visit, bool failed) {
   {
     const py::gil_scoped_release released;
@@ -80,7 +84,9 @@ void PagedModel::arrive_backward(const BlockList& blocks) {
   if (closed_) {
     return;
   }
-  exchange_thread_account(thread_account());  // one backward may run through several models
+  if (window_open()) {
+    exchange_thread_charge({.account = thread_account()});  // one backward may run through several models
+  }
   leave(exchange_backward_blocks({}));
   arrive(blocks, PassKind::kBackward);
   leave(exchange_backward_blocks(blocks));

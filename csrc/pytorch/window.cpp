@@ -6,73 +6,174 @@ namespace py = pybind11;
 
 namespace hydra {
 
+namespace {
+
+/// Calls `visit(key, value)` for each entry; values may be replaced meanwhile, keys not added or removed.
+template <class Visit>
+void each_entry(const py::dict& dictionary, const Visit& visit) {
+  PyObject* key = nullptr;
+  PyObject* value = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(dictionary.ptr(), &position, &key, &value) != 0) {
+    visit(key, value);
+  }
+}
+
+std::string text_of(PyObject* key) { return py::str(py::handle(key)).cast<std::string>(); }
+
+}  // namespace
+
 Window::~Window() = default;
 
-void Window::add(py::dict dictionary, py::str key, py::object host, py::object device) {
-  entries_.push_back({std::move(dictionary), std::move(key), std::move(host), std::move(device)});
+void Window::add(py::object host, py::object device) {
+  const PyObject* const face = device.ptr();
+  const PyObject* const known = host.ptr();
+  host_of_.emplace(face, host);
+  device_of_.emplace(known, std::move(device));
 }
 
 void Window::watch(py::dict dictionary, std::string name) {
-  const Py_ssize_t size = PyDict_Size(dictionary.ptr());
-  watched_.push_back({std::move(dictionary), std::move(name), size});
+  Watched watched{std::move(dictionary), std::move(name), {}};
+  each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
+    watched.known.emplace_back(py::reinterpret_borrow<py::object>(key), value);
+  });
+  watched_.push_back(std::move(watched));
 }
+
+// ---- depths -----------------------------------------------------------------------------------
 
 Window::Depths Window::depths() const {
   const std::lock_guard lock(mutex_);
-  const auto found = thread_depths_.find(std::this_thread::get_id());
-  return {found == thread_depths_.end() ? 0 : found->second, total_};
+  const auto found = inside_.find(std::this_thread::get_id());
+  return found == inside_.end() ? Depths{0, total_, false}
+                                : Depths{found->second.depth, total_, found->second.backward};
 }
 
-Window::Depths Window::enter() {
+Window::Depths Window::enter(bool backward) {
   const std::lock_guard lock(mutex_);
-  std::int64_t& depth = thread_depths_[std::this_thread::get_id()];
-  return {depth++, total_++};
+  Inside& inside = inside_[std::this_thread::get_id()];
+  const Depths before{inside.depth, total_, inside.backward};
+  inside.backward = inside.depth == 0 ? backward : inside.backward;
+  ++inside.depth;
+  ++total_;
+  return before;
 }
 
-bool Window::exit_to(std::int64_t thread_depth) {
+bool Window::exit_to(std::thread::id thread, std::int64_t thread_depth) {
   const std::lock_guard lock(mutex_);
-  const auto found = thread_depths_.find(std::this_thread::get_id());
-  if (found == thread_depths_.end()) {
+  const auto found = inside_.find(thread);
+  if (found == inside_.end()) {
     return false;
   }
-  const std::int64_t left = std::max<std::int64_t>(found->second - thread_depth, 0);
+  const std::int64_t left = std::max<std::int64_t>(found->second.depth - thread_depth, 0);
   total_ -= left;
-  found->second -= left;
-  if (found->second == 0) {
-    thread_depths_.erase(found);
+  found->second.depth -= left;
+  if (found->second.depth == 0) {
+    inside_.erase(found);
+    left_.notify_all();
   }
   return left > 0 && total_ == 0;
 }
 
+bool Window::exit_all() {
+  const std::lock_guard lock(mutex_);
+  inside_.clear();
+  return std::exchange(total_, 0) > 0;
+}
+
+bool Window::wait_for_others(std::chrono::milliseconds patience) {
+  const py::gil_scoped_release released;
+  std::unique_lock lock(mutex_);
+  return left_.wait_for(lock, patience, [this] {
+    const auto own = inside_.find(std::this_thread::get_id());
+    return total_ == (own == inside_.end() ? 0 : own->second.depth);
+  });
+}
+
+// ---- dictionaries -----------------------------------------------------------------------------
+
+std::int64_t Window::show(const Faces& faces) {
+  std::int64_t others = 0;
+  for (const Watched& watched : watched_) {
+    std::size_t index = 0;
+    each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
+      if (const auto face = faces.find(value); face != faces.end()) {
+        PyDict_SetItem(watched.dictionary.ptr(), key, face->second.ptr());
+      } else if (index < watched.known.size()) {
+        others += device_of_.contains(watched.known[index].second) ? 1 : 0;
+      }
+      ++index;
+    });
+  }
+  return others;
+}
+
 void Window::show_device() {
   ++opens_;
-  for (const Entry& entry : entries_) {
-    if (PyDict_GetItem(entry.dictionary.ptr(), entry.key.ptr()) == entry.host.ptr()) {
-      entry.dictionary[entry.key] = entry.device;
-    } else {
-      ++foreign_;
-    }
-  }
+  foreign_ += show(device_of_);
 }
 
-void Window::show_host() {
-  for (const Entry& entry : entries_) {
-    if (PyDict_GetItem(entry.dictionary.ptr(), entry.key.ptr()) == entry.device.ptr()) {
-      entry.dictionary[entry.key] = entry.host;
-    }
-  }
+void Window::show_host() { show(host_of_); }
+
+void Window::clear() {
+  watched_.clear();
+  device_of_.clear();
+  host_of_.clear();
 }
 
-std::string Window::changes() const {
+std::string Window::changes() {
   std::string text;
-  for (const Watched& watched : watched_) {
-    const Py_ssize_t size = PyDict_Size(watched.dictionary.ptr());
-    if (size != watched.size) {
-      text += (text.empty() ? "" : "; ") + watched.name + " has " + std::to_string(size) + " entries, had " +
-              std::to_string(watched.size);
+  for (Watched& watched : watched_) {
+    if (as_known(watched)) {
+      continue;
     }
+    const std::string change = changes_of(watched);
+    text += (text.empty() || change.empty() ? "" : "; ") + change;
   }
   return text;
+}
+
+bool Window::as_known(const Watched& watched) {
+  bool same = PyDict_Size(watched.dictionary.ptr()) == static_cast<Py_ssize_t>(watched.known.size());
+  std::size_t index = 0;
+  each_entry(watched.dictionary, [&](PyObject* key, PyObject*) {
+    same = same && watched.known[index].first.ptr() == key;
+    ++index;
+  });
+  return same;
+}
+
+std::string Window::changes_of(Watched& watched) const {
+  std::string gained;
+  std::string lost;
+  Entries now;
+  each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
+    now.emplace_back(py::reinterpret_borrow<py::object>(key), value);
+    const bool known = std::any_of(watched.known.begin(), watched.known.end(),
+                                   [&](const auto& entry) { return entry.first.equal(py::handle(key)); });
+    if (!known && value != Py_None && !device_of_.contains(value)) {
+      gained += (gained.empty() ? "'" : ", '") + text_of(key) + "'";
+    }
+  });
+  for (const auto& [key, value] : watched.known) {
+    if (!watched.dictionary.contains(key) && value != Py_None && !shown_anywhere(value)) {
+      lost += (lost.empty() ? "'" : ", '") + text_of(key.ptr()) + "'";
+    }
+  }
+  if (gained.empty() && lost.empty()) {
+    watched.known = std::move(now);
+    return {};
+  }
+  return watched.name + (gained.empty() ? "" : " gained " + gained) + (gained.empty() || lost.empty() ? "" : " and") +
+         (lost.empty() ? "" : " lost " + lost);
+}
+
+bool Window::shown_anywhere(const PyObject* host) const {
+  bool shown = false;
+  for (const Watched& watched : watched_) {
+    each_entry(watched.dictionary, [&](PyObject*, PyObject* value) { shown = shown || value == host; });
+  }
+  return shown;
 }
 
 }  // namespace hydra

@@ -8,7 +8,6 @@ chains to whatever engine was there, is installed with the first context and tak
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ class BackwardParticipant(Protocol):
 
     core: _C.PagedModel
 
-    def backward_window(self) -> Any: ...
+    def backward_ended(self) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
@@ -51,14 +50,22 @@ class EngineWrapper:
         awaiting = self._reached_by(tensors)
         if not awaiting:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
-        with ExitStack() as windows:
-            for participant in awaiting:
-                windows.enter_context(participant.backward_window())
+        windows = _C.Windows([participant.core for participant in awaiting])
+        failed = True
+        try:
+            # Nothing but calls of C between here and there: an interrupt finds the windows closed, or this `try`.
+            windows.enter(_C.PassKind.BACKWARD)
             wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
             )
-            return wanted.gradients(gradients) if gradients else gradients
+            gradients = wanted.gradients(gradients) if gradients else gradients
+            failed = False
+        finally:
+            windows.exit(failed=failed)
+        for participant in awaiting:
+            participant.backward_ended()
+        return gradients
 
     def _reached_by(self, roots: Any) -> list[BackwardParticipant]:
         """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.devices import MOVED, Place, moved_whole
 from hydra_ext.runtime.report import Report, make_report
@@ -65,19 +66,16 @@ class Run:
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at
             self._faces[id(host)] = face
+            self.core.show_in_window(host, face)
         for name, module in self._model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # without parameters: others were refused
-            self.core.watch(module._parameters, f"the parameters of '{name}'")
-            self.core.watch(module._modules, f"the modules of '{name}'")
-            for key, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in self._faces:
-                    self.core.show_in_window(module._parameters, key, parameter, self._faces[id(parameter)])
+            if not isinstance(module, torch.jit.ScriptModule):  # without parameters: others were refused
+                self.core.watch(module._parameters, f"the parameters of '{name}'")
+                self.core.watch(module._modules, f"the modules of '{name}'")
         sites.install(self, self.layout.sites)
         root.swap(self._model, self)
         if optimizer is not None:
             self._optimizer_handles = [
-                optimizer.register_step_pre_hook(lambda *_: _C.suspend_charging()),
+                optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
                 optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
             ]
         engine.join(self)
@@ -94,8 +92,20 @@ class Run:
         if root.is_swapped(self._model):
             root.restore(self._model)
         _C.suspend_charging()
-        self.core.close()
-        self._place.close()
+        try:
+            while not self.core.wait_for_others(milliseconds=100):
+                pass  # in turns, for the sake of interrupts
+        finally:
+            self.core.close()
+            self._place.close()
+
+    def _before_optimizer_step(self) -> None:
+        _C.suspend_charging()
+        if self.core.window_open:
+            raise StateError(
+                "optimizer.step() was called while the model's forward or backward is under way, here or in another "
+                "thread; let that end first"
+            )
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -121,7 +131,7 @@ class Run:
             args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs), self._stays)
             output = call(*args, **kwargs)
             if torch.is_grad_enabled():
-                self.core.mark(list(sites.tensors_in(output)), [])
+                self.core.returns(token, list(sites.tensors_in(output)))
             failed = False
             return output
         finally:
@@ -142,16 +152,7 @@ class Run:
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def backward_window(self) -> Iterator[None]:
-        token = _C.WindowToken()
-        failed = True
-        try:
-            self.core.enter(token, _C.PassKind.BACKWARD)
-            yield
-            failed = False
-        finally:
-            self.core.exit(token, failed=failed)
+    def backward_ended(self) -> None:
         self._place.backward_ended()
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:

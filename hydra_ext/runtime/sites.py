@@ -53,7 +53,7 @@ class SiteCall:
             core.begin_visit(visit, self._blocks, self._listener.forward_kind())
             output = self._inner(*args, **kwargs)
             if torch.is_grad_enabled():
-                core.mark(list(tensors_in(output)), self._blocks)
+                core.returns(visit, list(tensors_in(output)))
             failed = False
             return output
         finally:

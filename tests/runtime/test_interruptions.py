@@ -165,6 +165,7 @@ import copy, io, json, pickle, sys
 import numpy as np
 import torch
 import hydra_ext
+from hydra_ext import _C
 from runtime.test_interruptions import kept_face
 from support.benches import ROOMY
 from support.window_subjects import language_loss, tiny_gpt2
@@ -184,11 +185,14 @@ uses = {
 }
 
 def evict(run):
+    windows = _C.Windows([run.core])
+    windows.enter(_C.PassKind.BACKWARD)
     try:
-        with run.backward_window():
-            torch.empty(2 * ROOMY, dtype=torch.uint8)
+        torch.empty(2 * ROOMY, dtype=torch.uint8)
     except torch.OutOfMemoryError:
         pass
+    finally:
+        windows.exit(failed=False)
     assert run.core.resident_bytes == 0
 
 def try_all(face, moment, before):
