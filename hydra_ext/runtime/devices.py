@@ -28,13 +28,9 @@ logger = logging.getLogger(__name__)
 # wait for them.
 _GRADIENTS_PER_BUDGET = 8
 
-# What a place moves: everything else in a call's arguments stays as it is.
+# What a place moves, each as one (the lengths of a packed sequence stay on the host): everything else in a call's
+# arguments stays as it is.
 MOVED = (torch.Tensor, PackedSequence)
-
-
-def moved_whole(value: Any) -> bool:
-    """Whether ``value`` is moved as one: a packed sequence, whose lengths stay on the host."""
-    return isinstance(value, PackedSequence)
 
 
 class Place(ABC):

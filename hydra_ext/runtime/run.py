@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine, root, sites
-from hydra_ext.runtime.devices import MOVED, Place, moved_whole
+from hydra_ext.runtime.arguments import Arguments
+from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.tracing import not_traced
 
@@ -124,31 +124,26 @@ class Run:
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
         token = _C.WindowToken()
+        arguments = Arguments(self._place.move_input)
         failed = True
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
             self.core.enter(token, self.forward_kind())
-            args, kwargs = tree_map_only(MOVED, self._to_device, (args, kwargs), self._stays)
+            args, kwargs = arguments.place((args, kwargs))
             output = call(*args, **kwargs)
             if torch.is_grad_enabled():
                 self.core.returns(token, list(sites.tensors_in(output)))
             failed = False
             return output
         finally:
-            self.core.exit(token, failed=failed)
+            try:
+                arguments.give_back()
+            finally:
+                self.core.exit(token, failed=failed)
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:
         return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
-
-    @not_traced
-    def _stays(self, value: Any) -> bool:
-        """What is not to be rebuilt: a list that the forward appends to has to stay the caller's own."""
-        return moved_whole(value) or not any(isinstance(leaf, MOVED) for leaf in tree_leaves(value, moved_whole))
-
-    @not_traced
-    def _to_device(self, value: Any) -> Any:
-        return self._place.move_input(value)
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
