@@ -14,6 +14,7 @@ from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, StateError, UnsupportedModel
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
+from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.run import Run
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
@@ -78,7 +79,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _check_budget(self) -> None:
         sizes = {block.name: _slot_bytes(block.parameters, self._param_dtype) for block in self._layout.blocks}
-        buffers = sum(buffer.nbytes for buffer in self._model.buffers())
+        buffers = buffer_bytes(self._model)
         name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
         smallest = size + buffers
         if smallest > self._budget:

@@ -19,7 +19,7 @@ from hydra_ext import _C, _build_info
 from hydra_ext.errors import InvalidDevice
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
-from hydra_ext.runtime.residents import Residents
+from hydra_ext.runtime.residents import Residents, buffer_bytes
 from hydra_ext.runtime.tracing import not_traced
 
 logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class SimulatedPlace(Place):
         )
 
     def uncounted_bytes(self, model: nn.Module) -> int:
-        return sum(buffer.nbytes for buffer in model.buffers())
+        return buffer_bytes(model)
 
     @not_traced
     def move_input(self, value: Any) -> Any:

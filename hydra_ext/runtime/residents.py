@@ -76,6 +76,21 @@ class Residents:
         return host
 
 
+def buffer_bytes(model: nn.Module) -> int:
+    return sum(part.nbytes for buffer in model.buffers() for part in _parts(buffer))
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that it is made of: adjacency matrices, say, are sparse buffers."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
 def _recurrent(model: nn.Module) -> Iterator[nn.RNNBase]:
     return (module for module in model.modules() if isinstance(module, nn.RNNBase))
 

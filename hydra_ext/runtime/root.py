@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from hydra_ext.errors import ModelChanged
+from hydra_ext.runtime.conversions import refuse_changes
 from hydra_ext.runtime.tracing import not_traced
 
 
@@ -71,18 +71,7 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     if context is None:
         plain: Any = type(self).__mro__[1]
         return plain._apply(self, function, recurse)  # type: ignore[no-any-return]
-    probe = torch.empty(2, 2, 2, 2)
-    moved = function(probe)
-    if moved.dtype != probe.dtype or moved.device not in (probe.device, context.device):
-        raise ModelChanged(
-            f"{type(self).__name__} is inside an offload context and was asked to become "
-            f"{moved.dtype} on {moved.device}; convert it before the context, or use param_dtype="
-        )
-    if moved.is_shared() or (moved.device == probe.device and moved is not probe):
-        raise ModelChanged(
-            f"{type(self).__name__} is inside an offload context, where its bytes have a place of their own; share its "
-            "memory, empty it, or change its memory format before the context"
-        )
+    refuse_changes(self, function, context.device, recurse)
     return self
 
 

@@ -46,12 +46,11 @@ def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callabl
         lambda m: m.to(torch.float64),
         lambda m: m.half(),
         lambda m: m.to("meta"),
-        lambda m: m.to(memory_format=torch.channels_last),
         lambda m: m.to_empty(device="cpu"),
         lambda m: m.share_memory(),
     ],
 )
-def test_another_dtype_device_or_layout_for_the_whole_model_is_refused_and_changes_nothing(
+def test_another_dtype_device_or_place_in_memory_for_the_whole_model_is_refused_and_changes_nothing(
     convert: Callable[[nn.Module], Any],
 ) -> None:
     refuses_and_then_trains_on(lambda model: convert(model) and None, lambda _model, _memo: None)
