@@ -11,6 +11,10 @@ class HydraError(Exception):
     """Base of all errors of hydra_ext."""
 
 
+class InvalidArgument(HydraError, TypeError, ValueError):
+    """An argument of another type, or with another value, than can be used: whichever of the two Python would raise."""
+
+
 class InvalidBudget(HydraError, ValueError):
     """A budget that is not a positive number of bytes, nor a text such as ``"8GiB"``."""
 

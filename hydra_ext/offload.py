@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
-from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, StateError, UnsupportedModel
+from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.residents import buffer_bytes
@@ -41,6 +42,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         checks: switches for tests.
 
     Raises:
+        InvalidArgument: an argument is not of the type given here.
         InvalidBudget: the budget is no size.
         InvalidDevice: there is no such device, or this build cannot use it.
         BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
@@ -60,6 +62,14 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         grad_dtype: torch.dtype | None = None,
         checks: Checks | None = None,
     ) -> None:
+        _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
+        known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        _expect(known, "optimizer", optimizer, "a torch.optim.Optimizer; the budget has to be named, as budget=")
+        _expect(_is_floating(param_dtype), "param_dtype", param_dtype, "a floating dtype, such as torch.bfloat16")
+        _expect(_is_floating(grad_dtype), "grad_dtype", grad_dtype, "a floating dtype, such as torch.bfloat16")
+        _expect(checks is None or isinstance(checks, Checks), "checks", checks, "a hydra_ext.Checks(...)")
+        listed = blocks is None or (isinstance(blocks, Iterable) and not isinstance(blocks, str))
+        _expect(listed, "blocks", blocks, "a list of modules, or of their names")
         self._model = model
         self._optimizer = optimizer
         self._budget = parse_bytes(budget)
@@ -123,6 +133,15 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     ) -> None:
         if self._run is not None:
             self._run.close()
+
+
+def _expect(condition: bool, name: str, given: object, wanted: str) -> None:
+    if not condition:
+        raise InvalidArgument(f"{name}={reprlib.repr(given)} is a {type(given).__name__}: give {wanted}")
+
+
+def _is_floating(dtype: object) -> bool:
+    return dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
 
 
 def _face_bytes(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
-from hydra_ext.errors import InvalidBudget
+from hydra_ext.errors import InvalidArgument, InvalidBudget
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MOST = 2**63 - 1  # what the engine counts in
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -28,10 +30,16 @@ def parse_bytes(size: int | str) -> int:
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
             raise InvalidBudget(f"budget={size!r} is no size: write a number and a unit, such as '8GiB' or '512MB'")
-        size = int(float(match.group(1)) * unit)
+        size = int(Fraction(match.group(1)) * unit)
     if size <= 0:
         raise InvalidBudget(f"budget={size!r} leaves no memory: give a positive number of bytes")
+    if size > _MOST:
+        raise InvalidBudget(f"budget={size!r} is more than can be counted: give at most {_MOST} bytes")
     return size
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,14 @@ class SimulatedDevice:
     asynchronous: bool = False
     seed: int = 0
     faults: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("to_device_bytes_per_second", "to_host_bytes_per_second"):
+            speed = getattr(self, name)
+            if speed is not None and not (_is_number(speed) and speed > 0):
+                raise InvalidArgument(f"{name}={speed!r}: give a positive number, or None for no limit")
+        if not (_is_number(self.latency_seconds) and 0 <= self.latency_seconds < float("inf")):
+            raise InvalidArgument(f"latency_seconds={self.latency_seconds!r}: give a number of seconds, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import hydra_ext
+from hydra_ext import Checks
 from hydra_ext.errors import (
     AlreadyOffloaded,
     BudgetTooSmall,
     HydraError,
+    InvalidArgument,
     InvalidBudget,
     StateError,
     UnsupportedModel,
@@ -28,14 +30,15 @@ from support.window_subjects import language_loss, tiny_gpt2
 
 
 @pytest.mark.parametrize(
-    "budget", ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, []]
+    "budget",
+    ["", "8 GiBs", "lots", "-1GiB", "1e9", "GiB", "0", "0.1", 0, -5, 1.5, None, True, [], 2**63, 10**30, "9" * 400],
 )
 def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
     with pytest.raises(InvalidBudget, match="budget="):
         hydra_ext.offload(nn.Linear(4, 4), budget=budget)
 
 
-@pytest.mark.parametrize("budget", ["8GiB", "512 MiB", " 1.5gb ", "123456789", 2**30])
+@pytest.mark.parametrize("budget", ["8GiB", "512 MiB", " 1.5gb ", "123456789", 2**30, 2**63 - 1])
 def test_a_budget_that_is_a_size_is_taken(budget: Any) -> None:
     with hydra_ext.offload(nn.Linear(4, 4), budget=budget) as run:
         assert run.report().budget_bytes == run.core.ledger.limit > 0
@@ -111,6 +114,51 @@ def test_training_goes_on_equal_in_a_new_context_after_running_out_of_memory() -
         found = outcome(model, run)
         assert run.report().windows > 0
     assert_same(expected, found)
+
+
+# ---- other arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "gpt2"),
+        ("model", nn.Linear),
+        ("optimizer", "8GiB"),
+        ("optimizer", [torch.ones(1)]),
+        ("optimizer", torch.optim.SGD),
+        ("param_dtype", "bf16"),
+        ("param_dtype", torch.int8),
+        ("grad_dtype", torch.int8),
+        ("grad_dtype", torch.complex64),
+        ("checks", {}),
+        ("checks", Checks),
+        ("blocks", "0"),
+        ("blocks", nn.Linear(4, 4)),
+        ("blocks", 3),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_named_and_changes_nothing(name: str, value: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    before = footprint(model)
+    with pytest.raises(InvalidArgument, match=f"^{name}=.*: give a ") as caught:
+        hydra_ext.offload(**{"model": model, "budget": ROOMY, name: value})
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, ValueError)
+    assert footprint(model) == before
+
+
+def test_blocks_may_be_a_list_of_modules_that_is_a_module() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    with hydra_ext.offload(model, budget=ROOMY, blocks=model[0]) as run:
+        assert [block.name for block in run.layout.blocks] == ["0.0", "0.1", "1"]
+
+
+@pytest.mark.parametrize("name", ["to_device_bytes_per_second", "to_host_bytes_per_second", "latency_seconds"])
+@pytest.mark.parametrize("value", [-1, float("nan"), "fast", True])
+def test_a_link_that_cannot_be_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name}={value!r}: give a"):
+        hydra_ext.SimulatedDevice(**{name: value})
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
