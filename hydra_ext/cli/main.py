@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, cast
 
@@ -35,7 +38,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"verbs:\n{lines}\n\n`python -m hydra_ext VERB --help` says more."
     parser.add_argument("verb", choices=list(VERBS), metavar="VERB")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # else a missing verb is reported as "VERB, rest"
     chosen = parser.parse_args(arguments)
 
     verb = cast(Verb, importlib.import_module(VERBS[chosen.verb].module))
@@ -43,4 +47,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         prog=f"python -m hydra_ext {chosen.verb}", description=VERBS[chosen.verb].summary.capitalize() + "."
     )
     verb.add_arguments(verb_parser)
-    return verb.run(verb_parser.parse_args(chosen.rest))
+    options = verb_parser.parse_args(chosen.rest)
+    try:
+        code = verb.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        return 128 + signal.SIGPIPE
+    return code

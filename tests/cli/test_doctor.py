@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         main.run(["diagnose"])
     assert stop.value.code == 2
     assert "doctor" in capsys.readouterr().err
+
+
+def test_a_missing_verb_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.run([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: VERB\n")
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hydra_ext", "doctor", "--json"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as doctor:
+        assert doctor.stdout is not None
+        assert doctor.stderr is not None
+        doctor.stdout.close()
+        assert "BrokenPipe" not in doctor.stderr.read()
+    assert doctor.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
@@ -170,7 +188,8 @@ def test_a_gpu_that_works() -> None:
 def test_what_a_gpu_lacks_is_a_warning_with_a_remedy(changes: dict[str, object], built: str, name: str) -> None:
     facts = cuda_facts(**changes)
     assert statuses_of(facts, built)[name] is Status.WARN
-    assert all(check.remedy for check in device.checks(facts, built, 8192) if check.status is Status.WARN)
+    remedies = [check.remedy for check in device.checks(facts, built, 8192) if check.status is Status.WARN]
+    assert all(remedy.startswith(("install", "pip install", "see", "raise", "use")) for remedy in remedies), remedies
 
 
 def test_a_problem_of_the_build_is_a_failure() -> None:

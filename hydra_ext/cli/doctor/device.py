@@ -157,7 +157,7 @@ def _cuda(facts: DeviceFacts, built_cuda: str | None) -> Check:
         return Check("cuda", Status.WARN, "hydra_ext was built without CUDA: the GPU is not used", rebuild)
     simulated = "no GPU is used: everything runs on the simulated device, in host memory"
     if facts.driver is None:
-        return Check("cuda", Status.WARN, f"no NVIDIA driver; {simulated}", "nothing, to try it out on a CPU")
+        return Check("cuda", Status.WARN, f"no NVIDIA driver; {simulated}", "install the driver, to use a GPU")
     if facts.torch_has_cuda:
         return Check("cuda", Status.WARN, f"torch finds no usable GPU; {simulated}", "see `nvidia-smi`")
     return Check("cuda", Status.WARN, f"torch has no CUDA; {simulated}", f"install a torch with CUDA, then {rebuild}")
