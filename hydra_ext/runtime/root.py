@@ -2,11 +2,12 @@
 
 Hooks would miss a ``KeyboardInterrupt``; a class of the same name whose ``__call__`` has a ``finally`` does not. Only
 the root's class is changed: libraries find submodules by their exact class. Copies and pickles of the model are of the
-plain class.
+plain class. Neither the class nor its metaclass is told of the new one: some keep a register of their subclasses.
 """
 
 from __future__ import annotations
 
+import abc
 import copy
 import copyreg
 from typing import Any, Protocol
@@ -46,11 +47,12 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if context is not None:
         with context.unhooked():
             return copy.deepcopy(self, memo)
-    made, self.__class__ = type(self), type(self).__mro__[1]
+    made = type(self)
+    _set_class(self, made.__mro__[1])
     try:
         return copy.deepcopy(self, memo)
     finally:
-        self.__class__ = made
+        _set_class(self, made)
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
@@ -96,11 +98,31 @@ def swap(root: nn.Module, context: RootContext) -> None:
     if isinstance(getattr(cls, "device", None), property):
         namespace["device"] = property(_device)
     root.__dict__[_CONTEXT] = context
-    root.__class__ = type(cls.__name__, (cls,), namespace)
+    _set_class(root, _subclass(cls, namespace))
+
+
+class _Shield:
+    """Before another base, keeps that one's ``__init_subclass__`` from being called."""
+
+    def __init_subclass__(cls, **_options: Any) -> None:
+        pass
+
+
+def _subclass(cls: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
+    # Past the metaclass's own __new__ and __init__; but without ABCMeta's, isinstance() would mix the two classes up.
+    meta = type(cls)
+    new = abc.ABCMeta.__new__ if issubclass(meta, abc.ABCMeta) else type.__new__
+    made: type[nn.Module] = new(meta, cls.__name__, (_Shield, cls), namespace)
+    type.__setattr__(made, "__bases__", (cls,))
+    return made
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", cls)  # a module may have a __setattr__ of its own
 
 
 def restore(root: nn.Module) -> None:
-    root.__class__ = type(root).__mro__[1]
+    _set_class(root, type(root).__mro__[1])
     root.__dict__.pop(_CONTEXT, None)
 
 
