@@ -15,6 +15,7 @@ from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
+from hydra_ext.runtime.faces import can_dress
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.run import Run
 
@@ -177,6 +178,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"the parameter '{name}' was made in inference mode and counts no changes; build the model outside "
                 "torch.inference_mode()"
+            )
+        if not can_dress(parameter):
+            raise UnsupportedModel(
+                f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
+                "forward could not see; give the class ordinary attributes"
             )
         reason = _C.why_not_pageable(parameter)
         if reason:

@@ -17,6 +17,7 @@ from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.devices import Place
+from hydra_ext.runtime.faces import dress
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.tracing import not_traced
 
@@ -64,7 +65,7 @@ class Run:
         self.core.charge_buffers(self._place.uncounted_bytes(self._model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
-            face._is_param = True  # what isinstance(..., nn.Parameter) looks at
+            dress(face, host)
             self._faces[id(host)] = face
             self.core.show_in_window(host, face)
         for name, module in self._model.named_modules():
