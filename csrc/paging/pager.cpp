@@ -58,6 +58,7 @@ Bytes Pager::activation_peak() { return activation_meter_ ? activation_meter_() 
 // ---- passes -----------------------------------------------------------------------------------
 
 void Pager::begin_pass(PassKind kind) {
+  home_.expect_here();
   activation_peak();  // what happened between passes is not this pass's
   std::vector<std::int32_t> wanted;
   Bytes room = 0;
@@ -70,6 +71,9 @@ void Pager::begin_pass(PassKind kind) {
 }
 
 void Pager::end_pass(bool completed) noexcept {
+  if (!home_.here()) {
+    return;
+  }
   const Bytes peak = activation_peak();
   std::vector<TicketPtr> under_way;
   {
@@ -118,6 +122,7 @@ std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
 }
 
 void Pager::arrive(std::int32_t index) {
+  home_.expect_here();
   Block& block = at(index);
   backend_.expect_usable();
   const Bytes peak = activation_peak();
@@ -177,6 +182,7 @@ void Pager::trim(Bytes room) {
 // ---- pins -------------------------------------------------------------------------------------
 
 void Pager::acquire(std::int32_t index, AcquireReason reason) {
+  home_.expect_here();
   Block& block = at(index);
   backend_.expect_usable();
   {
@@ -210,7 +216,7 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
       counted = true;
     }
     if (block.state == BlockState::kReserving) {
-      changed_.wait(lock, [&] { return block.state != BlockState::kReserving; });
+      changed_->wait(lock, [&] { return block.state != BlockState::kReserving; });
       continue;
     }
     const Stopwatch watch(waited);
@@ -234,7 +240,7 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
       if (block.state == BlockState::kLoading) {
         block.state = BlockState::kPresent;
         block.client->publish(block.slot);
-        changed_.notify_all();
+        changed_->notify_all();
       }
       if (finished) {
         block.ticket = nullptr;
@@ -248,6 +254,9 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
 }
 
 void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
+  if (!home_.here()) {
+    return;
+  }
   Block& block = at(index);
   backend_.note_read(block.slot, block.bytes);
   // Recorded under the lock: another thread's use in between would pass for covered by this fence.
@@ -267,12 +276,13 @@ void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
 // ---- contents ---------------------------------------------------------------------------------
 
 void Pager::invalidate(std::int32_t index) {
+  home_.expect_here();
   Block& block = at(index);
   std::unique_lock lock(mutex_);
   while (block.state == BlockState::kLoading || block.state == BlockState::kReserving) {
     const TicketPtr ticket = block.ticket;
     if (block.state == BlockState::kReserving || !ticket) {
-      changed_.wait(lock);
+      changed_->wait(lock);
       continue;
     }
     lock.unlock();
@@ -296,6 +306,7 @@ void Pager::mark_dirty(std::int32_t index) {
 }
 
 void Pager::write_back_dirty() {
+  home_.expect_here();
   struct UnderWay {
     Block* block;
     std::int64_t writes;

@@ -8,7 +8,8 @@
 // not be made with the interpreter lock held. Locking: one mutex; slot memory is never allocated or released
 // and no lane is waited for while it is held, so evict_one() may be called back from inside an allocation.
 // Unpinning means enqueued, not finished: each block remembers fences of its users, and the lane that
-// overwrites its slot waits for them.
+// overwrites its slot waits for them. In a forked child what would use a block throws StateError, and what would
+// end a use, or the pager, does nothing.
 #pragma once
 
 #include <condition_variable>
@@ -18,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/base/process.h"
 #include "csrc/memory/ledger.h"
 #include "csrc/paging/block_client.h"
 #include "csrc/paging/trace.h"
@@ -167,8 +169,9 @@ class Pager {
   Bytes gradient_reserve_ = 0;
   bool fault_path_ = true;
 
+  const HomeProcess home_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  HomeOnly<std::condition_variable> changed_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Bytes> slot_bytes_;
   Trace trace_;

@@ -82,7 +82,7 @@ Pager::Slot Pager::take_slot_locked(Block& block) {
   }
   block.ticket = nullptr;
   block.state = BlockState::kAbsent;
-  changed_.notify_all();
+  changed_->notify_all();
   return slot;
 }
 
@@ -160,7 +160,7 @@ void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes ro
   } catch (...) {  // re-raised: nothing was reserved
     const std::lock_guard lock(mutex_);
     block.state = BlockState::kAbsent;
-    changed_.notify_all();
+    changed_->notify_all();
     throw;
   }
   const std::lock_guard lock(mutex_);
@@ -179,7 +179,7 @@ void Pager::start_fill_locked(Block& block, Slot slot, Priority priority, bool a
   ++statistics_.loads;
   statistics_.prefetched += ahead ? 1 : 0;
   statistics_.loaded_bytes += bytes;
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 void Pager::drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept {
@@ -196,12 +196,15 @@ void Pager::drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept {
     block.ticket = nullptr;
     block.last_uses.clear();
     block.state = BlockState::kAbsent;
-    changed_.notify_all();
+    changed_->notify_all();
   }
   slots_.release(memory, block.bytes);
 }
 
 bool Pager::evict_one(bool may_wait) {
+  if (!home_.here()) {
+    return false;
+  }
   if (may_wait && reliever_ && reliever_()) {
     return true;
   }
@@ -234,6 +237,9 @@ bool Pager::evict_one(bool may_wait) {
 }
 
 void Pager::close() noexcept {
+  if (!home_.here()) {
+    return;
+  }
   backend_.to_device().drain();
   backend_.to_host().drain();
   std::vector<std::pair<Slot, Bytes>> slots;

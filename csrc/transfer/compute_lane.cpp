@@ -9,8 +9,9 @@ namespace hydra {
 
 /// Shared with the fences, which may outlive the lane.
 struct ComputeLane::Progress {
+  const HomeProcess home;
   std::mutex mutex;
-  std::condition_variable changed;
+  HomeOnly<std::condition_variable> changed;
   Position ended = 0;
   Position seen = 0;
 
@@ -24,15 +25,18 @@ struct ComputeLane::Progress {
   }
 
   void wait(Position position) {
+    if (!home.here()) {
+      return;
+    }
     std::unique_lock lock(mutex);
-    changed.wait(lock, [this, position] { return ended >= position; });
+    changed->wait(lock, [this, position] { return ended >= position; });
     seen = std::max(seen, position);
   }
 
   void end_one() {
     const std::lock_guard lock(mutex);
     ++ended;
-    changed.notify_all();
+    changed->notify_all();
   }
 };
 
@@ -53,16 +57,20 @@ ComputeLane::ComputeLane(double longest_delay_seconds, std::uint64_t seed, std::
     : progress_(std::make_shared<Progress>()),
       faults_(std::move(faults)),
       random_(seed),
-      delay_seconds_(0.0, std::max(longest_delay_seconds, 0.0)),
-      thread_([this] { run(); }) {}
+      delay_seconds_(0.0, std::max(longest_delay_seconds, 0.0)) {
+  *thread_ = std::thread([this] { run(); });
+}
 
 ComputeLane::~ComputeLane() {
+  if (!home_.here()) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    changed_.notify_all();
+    changed_->notify_all();
   }
-  thread_.join();
+  thread_->join();
 }
 
 ComputeLane::Position ComputeLane::enqueue(std::function<void()> kernel) {
@@ -70,7 +78,7 @@ ComputeLane::Position ComputeLane::enqueue(std::function<void()> kernel) {
   const std::chrono::duration<double> delay(delay_seconds_(random_));
   queue_.push_back(
       {.function = std::move(kernel), .not_before = Clock::now() + std::chrono::duration_cast<Clock::duration>(delay)});
-  changed_.notify_all();
+  changed_->notify_all();
   return ++enqueued_;
 }
 
@@ -96,7 +104,7 @@ ComputeLane::Position ComputeLane::seen() const noexcept {
 void ComputeLane::run() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return !queue_.empty() || stopping_; });
+    changed_->wait(lock, [this] { return !queue_.empty() || stopping_; });
     if (queue_.empty()) {
       return;
     }

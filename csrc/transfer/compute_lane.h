@@ -3,7 +3,7 @@
 //
 // A position is the number of kernels up to there. Besides what has ended the lane knows what was *seen* to
 // have ended, by anybody who waited for a fence or asked one with success. Fences may outlive the lane, whose
-// destructor drains. Thread-safe.
+// destructor drains. Thread-safe. In a forked child nothing ends any more, and nothing waits.
 #pragma once
 
 #include <chrono>
@@ -16,6 +16,7 @@
 #include <random>
 #include <thread>
 
+#include "csrc/base/process.h"
 #include "csrc/transfer/fence.h"
 
 namespace hydra {
@@ -54,14 +55,15 @@ class ComputeLane {
 
   const std::shared_ptr<Progress> progress_;
   const std::shared_ptr<FaultInjector> faults_;
+  const HomeProcess home_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  HomeOnly<std::condition_variable> changed_;
   std::deque<Kernel> queue_;
   Position enqueued_ = 0;
   bool stopping_ = false;
   std::mt19937_64 random_;
   std::uniform_real_distribution<double> delay_seconds_;
-  std::thread thread_;
+  HomeOnly<std::thread> thread_;
 };
 
 }  // namespace hydra

@@ -12,22 +12,26 @@ CudaLane::CudaLane(int device, cudaMemcpyKind kind) : device_(device), kind_(kin
   const CudaDeviceGuard guard(device);
   // Non-blocking: the default stream, which most compute runs on, must not order it.
   HYDRA_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  enqueuer_ = std::thread([this] { enqueue_jobs(); });
-  completer_ = std::thread([this] { complete_batches(); });
+  *enqueuer_ = std::thread([this] { enqueue_jobs(); });
+  *completer_ = std::thread([this] { complete_batches(); });
 }
 
 CudaLane::~CudaLane() {
+  if (!home_.here()) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    changed_.notify_all();
+    changed_->notify_all();
   }
-  enqueuer_.join();
-  completer_.join();
+  enqueuer_->join();
+  completer_->join();
   forget_cuda_error(cudaStreamDestroy(stream_));
 }
 
 TicketPtr CudaLane::submit(Job job) {
+  home_.expect_here();
   expect_memory(job);
   auto pending = std::make_shared<Pending>();
   pending->ticket = std::make_shared<CudaTicket>(job.bytes());
@@ -45,14 +49,17 @@ TicketPtr CudaLane::submit(Job job) {
     throw;
   }
   ++submitted_;
-  changed_.notify_all();
+  changed_->notify_all();
   return ticket;
 }
 
 void CudaLane::drain() noexcept {
+  if (!home_.here()) {
+    return;
+  }
   std::unique_lock lock(mutex_);
   const std::int64_t last = submitted_;
-  changed_.wait(lock, [this, last] { return unfinished_.empty() || *unfinished_.begin() > last; });
+  changed_->wait(lock, [this, last] { return unfinished_.empty() || *unfinished_.begin() > last; });
 }
 
 LaneStatistics CudaLane::statistics() const noexcept {
@@ -68,13 +75,13 @@ void CudaLane::enqueue_jobs() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
     Queue* queue = nullptr;
-    changed_.wait(lock, [this, &queue] {
+    changed_->wait(lock, [this, &queue] {
       queue = next_queue();
       return queue != nullptr ? in_flight_.size() < kInFlight : stopping_;
     });
     if (queue == nullptr) {
       enqueuer_ended_ = true;
-      changed_.notify_all();
+      changed_->notify_all();
       return;
     }
     const PendingPtr pending = queue->front();
@@ -85,7 +92,7 @@ void CudaLane::enqueue_jobs() noexcept {
       queue->pop_front();  // still the front: others only append
     }
     in_flight_.push_back(std::move(batch));
-    changed_.notify_all();
+    changed_->notify_all();
   }
 }
 
@@ -162,7 +169,7 @@ void CudaLane::complete_batches() noexcept {
   forget_cuda_error(cudaSetDevice(device_));
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return !in_flight_.empty() || enqueuer_ended_; });
+    changed_->wait(lock, [this] { return !in_flight_.empty() || enqueuer_ended_; });
     if (in_flight_.empty()) {
       return;
     }
@@ -174,7 +181,7 @@ void CudaLane::complete_batches() noexcept {
     if (batch.last) {
       unfinished_.erase(batch.pending->sequence);
     }
-    changed_.notify_all();
+    changed_->notify_all();
   }
 }
 

@@ -18,6 +18,7 @@
 #include <set>
 #include <thread>
 
+#include "csrc/base/process.h"
 #include "csrc/transfer/cuda_event.h"
 #include "csrc/transfer/lane.h"
 
@@ -89,8 +90,9 @@ class CudaLane final : public Lane {
   cudaStream_t stream_ = nullptr;
   CudaEventPool events_;
 
+  const HomeProcess home_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  HomeOnly<std::condition_variable> changed_;
   /// By priority; a job leaves its queue when its last batch is in flight.
   std::array<Queue, 3> queues_;
   std::deque<Batch> in_flight_;
@@ -100,8 +102,8 @@ class CudaLane final : public Lane {
   bool enqueuer_ended_ = false;
   LaneStatistics statistics_;
 
-  std::thread enqueuer_;
-  std::thread completer_;
+  HomeOnly<std::thread> enqueuer_;
+  HomeOnly<std::thread> completer_;
 };
 
 }  // namespace hydra

@@ -66,7 +66,7 @@ class Lane {
   virtual ~Lane() = default;
 
   /// Never blocks on the transfer itself. Throws StateError for a segment without memory, and once the lane
-  /// is being destroyed (a job's function may still try).
+  /// is being destroyed (a job's function may still try), or in a forked child, where the other calls do nothing.
   virtual TicketPtr submit(Job job) = 0;
   /// Blocks until everything submitted before this call has finished, whatever the outcome. Never call it
   /// from a job's function.

@@ -10,6 +10,7 @@ bool Ticket::finished() const noexcept {
 }
 
 void Ticket::wait() {
+  home_.expect_here();
   wait_quietly();
   if (std::exception_ptr failure = error()) {
     std::rethrow_exception(std::move(failure));
@@ -17,11 +18,17 @@ void Ticket::wait() {
 }
 
 void Ticket::wait_quietly() noexcept {
+  if (!home_.here()) {
+    return;
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return finished_locked(); });
 }
 
 void Ticket::wait_enqueued() noexcept {
+  if (!home_.here()) {
+    return;
+  }
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return state_ != State::kQueued; });
 }

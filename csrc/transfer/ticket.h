@@ -3,7 +3,8 @@
 // Made by a lane, shared by everybody who waits. States go one way: queued -> enqueued -> done | failed.
 // "Enqueued" means that the device knows of the operation, so that device-side waits for it are possible;
 // lanes without a device queue pass it together with the end. Errors travel here and surface at wait().
-// Thread-safe. Waiting blocks the host: never with the interpreter lock held.
+// Thread-safe. Waiting blocks the host: never with the interpreter lock held. A forked child, where no lane runs,
+// does not wait; wait() throws StateError there.
 #pragma once
 
 #include <condition_variable>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 
+#include "csrc/base/process.h"
 #include "csrc/base/types.h"
 
 namespace hydra {
@@ -47,6 +49,7 @@ class Ticket {
   bool finished_locked() const noexcept { return state_ == State::kDone || state_ == State::kFailed; }
 
   const Bytes bytes_;
+  const HomeProcess home_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kQueued;

@@ -8,6 +8,7 @@
 namespace hydra {
 
 TicketPtr WorkerLane::submit(Job job) {
+  home_.expect_here();
   expect_memory(job);
   Pending pending;
   pending.ticket = std::make_shared<Ticket>(job.bytes());
@@ -20,14 +21,17 @@ TicketPtr WorkerLane::submit(Job job) {
   pending.sequence = submitted_ + 1;
   queue.push_back(std::move(pending));
   ++submitted_;
-  changed_.notify_all();
+  changed_->notify_all();
   return ticket;
 }
 
 void WorkerLane::drain() noexcept {
+  if (!home_.here()) {
+    return;
+  }
   std::unique_lock lock(mutex_);
   const std::int64_t last = submitted_;
-  changed_.wait(lock, [this, last] {
+  changed_->wait(lock, [this, last] {
     return std::ranges::all_of(queues_,
                                [last](const Queue& queue) { return queue.empty() || queue.front().sequence > last; });
   });
@@ -39,19 +43,19 @@ LaneStatistics WorkerLane::statistics() const noexcept {
 }
 
 void WorkerLane::start() {
-  thread_ = std::thread([this] { run(); });
+  *thread_ = std::thread([this] { run(); });
 }
 
 void WorkerLane::stop() noexcept {
-  if (!thread_.joinable()) {
+  if (!home_.here() || !thread_->joinable()) {
     return;
   }
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    changed_.notify_all();
+    changed_->notify_all();
   }
-  thread_.join();
+  thread_->join();
 }
 
 void WorkerLane::run() noexcept {
@@ -59,7 +63,7 @@ void WorkerLane::run() noexcept {
   std::unique_lock lock(mutex_);
   for (;;) {
     Queue* queue = nullptr;
-    changed_.wait(lock, [this, &queue] {
+    changed_->wait(lock, [this, &queue] {
       queue = next_queue();
       return queue != nullptr || stopping_;
     });
@@ -82,7 +86,7 @@ void WorkerLane::run() noexcept {
     lock.lock();
     if (ended) {
       queue->pop_front();
-      changed_.notify_all();
+      changed_->notify_all();
     }
   }
 }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <thread>
 
+#include "csrc/base/process.h"
 #include "csrc/transfer/lane.h"
 
 namespace hydra {
@@ -29,7 +30,7 @@ class WorkerLane : public Lane {
 
   WorkerLane() = default;
   /// Subclasses call start() at the end of construction and stop() first thing in their destructor, since
-  /// the thread calls their virtual functions. stop() drains.
+  /// the thread calls their virtual functions. stop() drains; in a forked child it does nothing.
   void start();
   void stop() noexcept;
 
@@ -68,8 +69,9 @@ class WorkerLane : public Lane {
   void run_host_function(const std::function<void()>& function);
   void finish(Pending& pending, std::exception_ptr error) noexcept;
 
+  const HomeProcess home_;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  HomeOnly<std::condition_variable> changed_;
   /// By priority. A job stays at the front of its queue until its ticket has ended, so the fronts are the
   /// oldest unfinished jobs of their classes. Only the worker pops.
   std::array<Queue, 3> queues_;
@@ -81,7 +83,7 @@ class WorkerLane : public Lane {
   Clock::time_point host_function_end_;
   Clock::time_point runnable_since_;
 
-  std::thread thread_;
+  HomeOnly<std::thread> thread_;
 };
 
 }  // namespace hydra
