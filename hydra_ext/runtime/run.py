@@ -130,17 +130,17 @@ class Run:
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
             self.core.enter(token, self.forward_kind())
-            args, kwargs = arguments.place((args, kwargs))
-            output = call(*args, **kwargs)
-            if torch.is_grad_enabled():
-                self.core.returns(token, list(sites.tensors_in(output)))
-            failed = False
-            return output
-        finally:
             try:
-                arguments.give_back()
+                args, kwargs = arguments.place((args, kwargs))
+                output = call(*args, **kwargs)
+                if torch.is_grad_enabled():
+                    self.core.returns(token, list(sites.tensors_in(output)))
+                failed = False
+                return output
             finally:
-                self.core.exit(token, failed=failed)
+                arguments.give_back()
+        finally:
+            self.core.exit(token, failed=failed)
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:

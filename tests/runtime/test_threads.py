@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import multiprocessing
 import sys
 import threading
@@ -82,34 +83,40 @@ class Elsewhere:
 # ---- interrupts between Python's steps ------------------------------------------------------------------------------
 
 
-def _interrupt_at(line: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that raises KeyboardInterrupt at the n-th step of Python that hydra_ext takes."""
-    seen = 0
+# Python looks for signals when a function begins, a loop turns and a call ends: never between `try:` or `finally:` and
+# what follows.
+_NOT_INTERRUPTED = ("try:", "windows.exit(", "self.core.exit(", "core.end_visit(")
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if "hydra_ext" not in frame.f_code.co_filename and "contextlib" not in frame.f_code.co_filename:
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line of Python that hydra_ext, or contextlib for it, runs in a call."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+        self.raised = False
+        self.error: BaseException | None = None  # with its traceback, as notebooks keep it
+
+    def call(self, work: Callable[[], Any]) -> None:
+        before = sys.gettrace()
+        try:
+            sys.settrace(self._trace)
+            work()
+        except KeyboardInterrupt as error:
+            self.error = error
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        path = frame.f_code.co_filename
+        if "hydra_ext" not in path and "contextlib" not in path:
             return None
-        if event in ("line", "call"):
-            seen += 1
-            if seen == line:
+        if event == "line" and not linecache.getline(path, frame.f_lineno).strip().startswith(_NOT_INTERRUPTED):
+            self._left -= 1
+            if self._left == 0:
+                self.raised = True
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return trace
-
-    return trace
-
-
-def _interrupted(work: Callable[[], Any], line: int) -> BaseException | None:
-    before = sys.gettrace()
-    try:
-        sys.settrace(_interrupt_at(line))
-        work()
-    except KeyboardInterrupt as error:
-        return error  # with its traceback, as notebooks keep it
-    finally:
-        sys.settrace(before)
-    return None
+        return self._trace
 
 
 # Python drops what is raised while a generator is being closed.
@@ -126,14 +133,15 @@ def test_an_interrupt_at_any_line_of_ours_leaves_no_window_open(backward: bool) 
         while True:
             lines += 1
             loss = model(BATCHES[1]).sum() if backward else None
-            error = _interrupted(loss.backward if loss is not None else lambda: model(BATCHES[1]), lines)
+            interrupt = Interrupt(lines)
+            interrupt.call(loss.backward if loss is not None else lambda: model(BATCHES[1]))
             assert not run.core.window_open
             assert run.core.pins == 0
             assert faces(model) == 0
-            if error is None:
+            if not interrupt.raised:
                 break
-            kept.append(error)
-        assert lines > 10
+            kept.append(interrupt)
+        assert lines > 20
         optimizer.zero_grad()
         seen += [step(model, optimizer, batch) for batch in BATCHES[1:]]
     assert_same(list(chain(*expected)), list(chain(*seen)))
