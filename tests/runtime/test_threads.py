@@ -1,15 +1,11 @@
-"""Several threads, interrupts between Python's steps, and what a thread is charged for."""
+"""Several threads, what a thread is charged for, and gradients and parameters that go other ways."""
 
 from __future__ import annotations
 
 import gc
-import linecache
 import multiprocessing
-import sys
 import threading
 from collections.abc import Callable
-from itertools import chain
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -78,73 +74,6 @@ class Elsewhere:
         self._thread.join()
         self._handle.remove()
         return self._errors
-
-
-# ---- interrupts between Python's steps ------------------------------------------------------------------------------
-
-
-# Python looks for signals when a function begins, a loop turns and a call ends: never between `try:` or `finally:` and
-# what follows.
-_NOT_INTERRUPTED = ("try:", "windows.exit(", "self.core.exit(", "core.end_visit(")
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line of Python that hydra_ext, or contextlib for it, runs in a call."""
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-        self.raised = False
-        self.error: BaseException | None = None  # with its traceback, as notebooks keep it
-
-    def call(self, work: Callable[[], Any]) -> None:
-        before = sys.gettrace()
-        try:
-            sys.settrace(self._trace)
-            work()
-        except KeyboardInterrupt as error:
-            self.error = error
-        finally:
-            sys.settrace(before)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        path = frame.f_code.co_filename
-        if "hydra_ext" not in path and "contextlib" not in path:
-            return None
-        if event == "line" and not linecache.getline(path, frame.f_lineno).strip().startswith(_NOT_INTERRUPTED):
-            self._left -= 1
-            if self._left == 0:
-                self.raised = True
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
-
-
-# Python drops what is raised while a generator is being closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_an_interrupt_at_any_line_of_ours_leaves_no_window_open(backward: bool) -> None:
-    plain, model = stack(), stack()
-    expected = [step(plain, optimizer, batch) for optimizer in [adam(plain)] for batch in BATCHES]
-    optimizer = adam(model)
-    kept = []
-    with hydra_ext.offload(model, optimizer, budget=ROOMY, checks=POISONED) as run:
-        seen = [step(model, optimizer, BATCHES[0])]
-        lines = 0
-        while True:
-            lines += 1
-            loss = model(BATCHES[1]).sum() if backward else None
-            interrupt = Interrupt(lines)
-            interrupt.call(loss.backward if loss is not None else lambda: model(BATCHES[1]))
-            assert not run.core.window_open
-            assert run.core.pins == 0
-            assert faces(model) == 0
-            if not interrupt.raised:
-                break
-            kept.append(interrupt)
-        assert lines > 20
-        optimizer.zero_grad()
-        seen += [step(model, optimizer, batch) for batch in BATCHES[1:]]
-    assert_same(list(chain(*expected)), list(chain(*seen)))
 
 
 # ---- threads that overlap -------------------------------------------------------------------------------------------
