@@ -74,22 +74,27 @@ void Pager::end_pass(bool completed) noexcept {
   if (!home_.here()) {
     return;
   }
-  const Bytes peak = activation_peak();
-  std::vector<TicketPtr> under_way;
-  {
+  try {
+    const Bytes peak = activation_peak();
     const std::lock_guard lock(mutex_);
     trace_.end(peak, completed);
-    for (const auto& block : blocks_) {
-      if (block->ticket) {  // of present blocks too: compute may wait where the host does not
-        under_way.push_back(block->ticket);
-      }
-    }
+  } catch (const std::exception&) {
+    // The meter failed, or there is no host memory to remember the pass in: it is not planned by.
+    const std::lock_guard lock(mutex_);
+    trace_.end(0, /*completed=*/false);
   }
   double waited = 0.0;
   {
     const Stopwatch watch(waited);
-    for (const TicketPtr& ticket : under_way) {
-      ticket->wait_quietly();  // its error surfaces where the block is needed
+    for (const auto& block : blocks_) {
+      TicketPtr ticket;
+      {
+        const std::lock_guard lock(mutex_);
+        ticket = block->ticket;  // of present blocks too: compute may wait where the host does not
+      }
+      if (ticket) {
+        ticket->wait_quietly();  // its error surfaces where the block is needed
+      }
     }
   }
   const std::lock_guard lock(mutex_);
@@ -141,7 +146,7 @@ void Pager::arrive(std::int32_t index) {
     wait_present(block, AcquireReason::kHook);
   } catch (...) {  // re-raised: a failed arrival pins nothing
     const std::lock_guard lock(mutex_);
-    --block.pins;
+    unpin_locked(block);
     throw;
   }
 }
@@ -157,25 +162,6 @@ void Pager::fetch_ahead(const std::vector<std::int32_t>& wanted, Bytes room) {
     } catch (const OutOfMemory&) {
       return;  // no room yet: the block is fetched when it is needed
     }
-  }
-}
-
-void Pager::trim(Bytes room) {
-  while (ledger_.in_use(MemoryClass::kWeights) > room) {
-    Slot slot;
-    Bytes bytes = 0;
-    TicketPtr ticket;
-    {
-      const std::lock_guard lock(mutex_);
-      Block* victim = victim_locked(true);
-      if (victim == nullptr) {
-        return;
-      }
-      bytes = victim->bytes;
-      ticket = victim->ticket;
-      slot = take_slot_locked(*victim);
-    }
-    give_back(slot, bytes, ticket);
   }
 }
 
@@ -197,7 +183,7 @@ void Pager::acquire(std::int32_t index, AcquireReason reason) {
     wait_present(block, reason);
   } catch (...) {  // re-raised: a failed acquire pins nothing
     const std::lock_guard lock(mutex_);
-    --block.pins;
+    unpin_locked(block);
     throw;
   }
 }
@@ -257,20 +243,24 @@ void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
   if (!home_.here()) {
     return;
   }
-  Block& block = at(index);
-  backend_.note_read(block.slot, block.bytes);
+  Block& block = *blocks_[static_cast<std::size_t>(index)];
   // Recorded under the lock: another thread's use in between would pass for covered by this fence.
   const std::lock_guard lock(mutex_);
-  // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
-  FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : backend_.record_use();
-  block.used_since_fence = reason != AcquireReason::kHook;
-  if (fence) {
-    std::erase_if(block.last_uses, [](const FencePtr& use) { return use->reached(); });
-    block.last_uses.push_back(std::move(fence));
+  try {
+    if (block.slot != nullptr) {
+      backend_.note_read(block.slot, block.bytes);
+    }
+    // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
+    FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : backend_.record_use();
+    if (fence) {
+      forget_reached_locked(block);
+      block.last_uses.push_back(std::move(fence));
+    }
+    block.used_since_fence = reason != AcquireReason::kHook;
+  } catch (const std::exception&) {
+    block.used_since_fence = true;  // the one that is made at eviction has to cover this use
   }
-  if (block.pins > 0) {
-    --block.pins;
-  }
+  unpin_locked(block);
 }
 
 // ---- contents ---------------------------------------------------------------------------------
@@ -316,6 +306,9 @@ void Pager::write_back_dirty() {
   const FencePtr fence = backend_.record();
   {
     const std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
     for (const auto& block : blocks_) {
       // A pinned one may be written at this moment; its turn comes when it is released.
       if (block->dirty && block->pins == 0 && block->state == BlockState::kPresent) {

@@ -82,6 +82,7 @@ class Pager {
   void arrive(std::int32_t block);
   /// Pins the block and makes it present. Pair with release(). Throws the load's error; then nothing is pinned.
   void acquire(std::int32_t block, AcquireReason reason);
+  /// `block` as it was acquired.
   void release(std::int32_t block, AcquireReason reason) noexcept;
 
   /// The host's bytes have changed: what a slot holds is no longer valid.
@@ -95,7 +96,8 @@ class Pager {
   /// slot. False when there is nothing left to take. `may_wait` false: never blocks, takes only what no lane
   /// and no other thread holds.
   bool evict_one(bool may_wait);
-  /// Forgets all pins, waits for the lanes, gives every slot back. The pager can be used again.
+  /// For good: forgets all pins, waits for the lanes, gives every slot back. Threads that are about to get a block
+  /// give up with StateError.
   void close() noexcept;
 
   BlockState state(std::int32_t block) const;
@@ -144,8 +146,15 @@ class Pager {
   /// The block to go next; null when all that is left is pinned, dirty, loading, or (`spare_wanted`) wanted.
   Block* victim_locked(bool spare_wanted) const noexcept;
   TicketPtr unfinished_fill_locked() const noexcept;
-  Slot take_slot_locked(Block& block);
-  void start_fill_locked(Block& block, Slot slot, Priority priority, bool ahead);
+  /// Brings last_uses up to date. On an error nothing has changed.
+  void cover_uses_locked(Block& block);
+  /// Takes the slot for a better use. On an error nothing has changed.
+  Slot evict_locked(Block& block);
+  Slot take_slot_locked(Block& block) noexcept;
+  void unpin_locked(Block& block) noexcept;
+  void forget_reached_locked(Block& block) noexcept;
+  /// Into the block's slot, behind its last uses. On an error the block is stale.
+  void start_fill_locked(Block& block, Priority priority, bool ahead);
   /// Ranks blocks by the known future; which to fetch, nearest use first, and the room all slots may take.
   std::vector<std::int32_t> plan_locked(Bytes& room);
 
@@ -176,6 +185,7 @@ class Pager {
   std::vector<Bytes> slot_bytes_;
   Trace trace_;
   std::int64_t arrivals_ = 0;
+  bool closed_ = false;
   PagerStatistics statistics_;
 };
 

@@ -66,20 +66,33 @@ bool Pager::wait_for_movable() {
   return unfinished != nullptr || dirty;
 }
 
-Pager::Slot Pager::take_slot_locked(Block& block) {
-  if (block.state == BlockState::kPresent) {
-    block.client->withdraw();
+void Pager::cover_uses_locked(Block& block) {
+  if (block.used_since_fence) {
+    block.last_uses.push_back(backend_.record());
+    block.used_since_fence = false;
   }
+}
+
+void Pager::forget_reached_locked(Block& block) noexcept {
+  std::erase_if(block.last_uses, [](const FencePtr& use) { return !use || use->reached(); });
+}
+
+Pager::Slot Pager::evict_locked(Block& block) {
+  cover_uses_locked(block);
   if (block.state != BlockState::kStale) {
     ++statistics_.evictions;
+  }
+  return take_slot_locked(block);
+}
+
+Pager::Slot Pager::take_slot_locked(Block& block) noexcept {
+  if (block.state == BlockState::kPresent) {
+    block.client->withdraw();
   }
   Slot slot;
   slot.memory = std::exchange(block.slot, nullptr);
   slot.fences = std::exchange(block.last_uses, {});
-  if (block.used_since_fence) {
-    slot.fences.push_back(backend_.record());
-    block.used_since_fence = false;
-  }
+  block.used_since_fence = false;
   block.ticket = nullptr;
   block.state = BlockState::kAbsent;
   changed_->notify_all();
@@ -110,7 +123,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
       if (Block* victim = victim_locked(demand.ahead)) {
         bytes = victim->bytes;
         ticket = victim->ticket;
-        slot = take_slot_locked(*victim);
+        slot = evict_locked(*victim);
       }
     }
     if (bytes == demand.bytes) {
@@ -137,17 +150,13 @@ void Pager::give_back(const Slot& slot, Bytes bytes, const TicketPtr& ticket) no
 }
 
 void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes room) {
-  Slot slot;
+  constexpr const char* kClosed = "the offload context of this model has ended";
   {
     const std::lock_guard lock(mutex_);
+    HYDRA_EXPECT(!closed_, StateError, kClosed);
     if (block.state == BlockState::kStale) {
-      slot.memory = block.slot;
-      slot.fences = std::exchange(block.last_uses, {});
-      if (block.used_since_fence) {
-        slot.fences.push_back(backend_.record());
-        block.used_since_fence = false;
-      }
-      start_fill_locked(block, std::move(slot), priority, ahead);
+      cover_uses_locked(block);
+      start_fill_locked(block, priority, ahead);
       return;
     }
     if (block.state != BlockState::kAbsent) {
@@ -155,6 +164,7 @@ void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes ro
     }
     block.state = BlockState::kReserving;
   }
+  Slot slot;
   try {
     slot = reserve({block.bytes, room, ahead}, block);
   } catch (...) {  // re-raised: nothing was reserved
@@ -163,42 +173,74 @@ void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes ro
     changed_->notify_all();
     throw;
   }
-  const std::lock_guard lock(mutex_);
-  start_fill_locked(block, std::move(slot), priority, ahead);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!closed_) {
+      block.slot = slot.memory;
+      block.last_uses = std::move(slot.fences);
+      start_fill_locked(block, priority, ahead);
+      return;
+    }
+    block.state = BlockState::kAbsent;
+    changed_->notify_all();
+  }
+  give_back(slot, block.bytes, nullptr);
+  throw StateError(kClosed);
 }
 
-void Pager::start_fill_locked(Block& block, Slot slot, Priority priority, bool ahead) {
-  block.slot = slot.memory;
-  block.state = BlockState::kStale;  // what it is if the lane refuses the job
-  Job job = block.client->fill(slot.memory);
+void Pager::start_fill_locked(Block& block, Priority priority, bool ahead) {
+  // What it is if the lane refuses the job; last_uses stay, for the next one, until they are reached.
+  block.state = BlockState::kStale;
+  changed_->notify_all();
+  Job job = block.client->fill(block.slot);
   job.priority = priority;
-  job.fences = std::move(slot.fences);
+  job.fences = block.last_uses;
   const Bytes bytes = job.bytes();
   block.ticket = backend_.to_device().submit(std::move(job));
   block.state = BlockState::kLoading;
   ++statistics_.loads;
   statistics_.prefetched += ahead ? 1 : 0;
   statistics_.loaded_bytes += bytes;
-  changed_->notify_all();
 }
 
 void Pager::drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept {
-  void* memory = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    if (block.ticket != ticket) {
-      return;
-    }
-    if (block.state == BlockState::kPresent) {
-      block.client->withdraw();
-    }
-    memory = std::exchange(block.slot, nullptr);
-    block.ticket = nullptr;
-    block.last_uses.clear();
-    block.state = BlockState::kAbsent;
-    changed_->notify_all();
+  const std::lock_guard lock(mutex_);
+  if (block.ticket != ticket) {
+    return;
   }
-  slots_.release(memory, block.bytes);
+  if (block.state == BlockState::kPresent) {
+    block.client->withdraw();
+  }
+  // The slot stays: it is the first to go, with its ticket and fences as ever, or is filled again. A fence that could
+  // not be recorded has made this fill fail, and counts as reached.
+  forget_reached_locked(block);
+  block.state = BlockState::kStale;
+  changed_->notify_all();
+}
+
+void Pager::trim(Bytes room) {
+  while (ledger_.in_use(MemoryClass::kWeights) > room) {
+    Slot slot;
+    Bytes bytes = 0;
+    TicketPtr ticket;
+    {
+      const std::lock_guard lock(mutex_);
+      Block* victim = victim_locked(true);
+      if (victim == nullptr) {
+        return;
+      }
+      bytes = victim->bytes;
+      ticket = victim->ticket;
+      slot = evict_locked(*victim);
+    }
+    give_back(slot, bytes, ticket);
+  }
+}
+
+void Pager::unpin_locked(Block& block) noexcept {
+  if (block.pins > 0) {  // close() forgets them
+    --block.pins;
+  }
 }
 
 bool Pager::evict_one(bool may_wait) {
@@ -222,7 +264,7 @@ bool Pager::evict_one(bool may_wait) {
       if (Block* victim = victim_locked(false)) {
         bytes = victim->bytes;
         ticket = victim->ticket;
-        slot = take_slot_locked(*victim);
+        slot = evict_locked(*victim);
         ++statistics_.spills;
       }
     }
@@ -240,23 +282,31 @@ void Pager::close() noexcept {
   if (!home_.here()) {
     return;
   }
-  backend_.to_device().drain();
-  backend_.to_host().drain();
-  std::vector<std::pair<Slot, Bytes>> slots;
   {
     const std::lock_guard lock(mutex_);
-    const std::int64_t evictions = statistics_.evictions;
-    for (const auto& block : blocks_) {
+    closed_ = true;  // no fill begins after the lanes have ended
+    changed_->notify_all();
+  }
+  backend_.to_device().drain();
+  backend_.to_host().drain();
+  for (const auto& block : blocks_) {
+    Slot slot;
+    {
+      const std::lock_guard lock(mutex_);
       block->pins = 0;
       block->dirty = false;
       if (block->slot != nullptr) {
-        slots.emplace_back(take_slot_locked(*block), block->bytes);
+        try {
+          cover_uses_locked(*block);
+        } catch (const std::exception&) {
+          // No host memory for a fence: what is on the device's home stream comes before the slot's next use anyway.
+        }
+        slot = take_slot_locked(*block);
       }
     }
-    statistics_.evictions = evictions;  // nobody needed the room
-  }
-  for (const auto& [slot, bytes] : slots) {
-    give_back(slot, bytes, nullptr);
+    if (slot.memory != nullptr) {
+      give_back(slot, block->bytes, nullptr);
+    }
   }
 }
 

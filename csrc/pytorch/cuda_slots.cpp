@@ -55,7 +55,7 @@ void CudaSlots::release(void* pointer, Bytes bytes) noexcept {
   live_ -= rounded(bytes);
   try {
     allocator::raw_delete(pointer);
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     // Only at exit, when the allocator has gone before us; the memory goes with the process.
     forget_cuda_error(cudaErrorUnknown);
   }
@@ -71,7 +71,7 @@ Bytes CudaSlots::observe() noexcept {
     raise_to(activation_peak_, stats.allocated_bytes[kAll].peak - live);
     raise_to(reserved_peak_, stats.reserved_bytes[kAll].peak);
     return stats.allocated_bytes[kAll].current - live;
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return 0;  // the allocator has gone before us
   }
 }

@@ -18,7 +18,7 @@ CudaDevice::CudaDevice(int device, cudaStream_t home, CurrentStream current_stre
 
 CudaDevice::~CudaDevice() = default;
 
-FencePtr CudaDevice::mark(cudaStream_t first, cudaStream_t second) noexcept {
+FencePtr CudaDevice::mark(cudaStream_t first, cudaStream_t second) {
   try {
     const CudaDeviceGuard guard(device_);
     std::vector<CudaFence::Mark> marks;

@@ -41,7 +41,7 @@ class CudaDevice : public DeviceBackend {
   cudaStream_t to_host_stream() const noexcept { return to_host_.stream(); }
 
  private:
-  FencePtr mark(cudaStream_t first, cudaStream_t second) noexcept;
+  FencePtr mark(cudaStream_t first, cudaStream_t second);
 
   const int device_;
   const cudaStream_t home_;

@@ -11,7 +11,7 @@
 #include "csrc/memory/limited_resource.h"
 #include "csrc/paging/pager.h"
 #include "csrc/transfer/simulated_device.h"
-#include "tests/cpp/support.h"
+#include "tests/cpp/pager_support.h"
 
 namespace hydra::test {
 namespace {
@@ -39,17 +39,6 @@ bool refuses(const std::function<void()>& call) {
   return false;
 }
 
-class Bytewise final : public BlockClient {
- public:
-  Job fill(void* slot) override { return copy_job(slot, host_); }
-  Job write_back(void* slot) override { return copy_job(slot, host_); }
-  void publish(void* /*slot*/) noexcept override {}
-  void withdraw() noexcept override {}
-
- private:
-  std::vector<std::uint8_t> host_ = random_bytes(kBlock, 1);
-};
-
 /// A pager of two blocks and one slot, over a device.
 struct Rig {
   explicit Rig(bool asynchronous) {
@@ -58,8 +47,8 @@ struct Rig {
     device = std::make_unique<SimulatedDevice>(options);
     slots = std::make_unique<LimitedResource>(device->slots(), ledger, MemoryClass::kWeights);
     pager = std::make_unique<Pager>(*device, *slots, ledger);
-    pager->add_block({0, 0}, "first", kBlock, std::make_unique<Bytewise>());
-    pager->add_block({1, 0}, "second", kBlock, std::make_unique<Bytewise>());
+    pager->add_block({0, 0}, "first", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
+    pager->add_block({1, 0}, "second", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
   }
 
   Ledger ledger{kBlock};

@@ -5,52 +5,19 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <functional>
 #include <thread>
 
 #include "csrc/base/errors.h"
 #include "csrc/memory/limited_resource.h"
 #include "csrc/testing/fault_script.h"
 #include "csrc/transfer/simulated_device.h"
-#include "tests/cpp/support.h"
+#include "tests/cpp/pager_support.h"
 
 namespace hydra::test {
 namespace {
 
 using testing::FaultScript;
 using testing::Operation;
-
-/// A block with a host copy of its bytes; remembers where it was published.
-class FakeBlock final : public BlockClient {
- public:
-  explicit FakeBlock(std::vector<std::uint8_t> host) : host_(std::move(host)) {}
-
-  Job fill(void* slot) override {
-    Job job;
-    job.segments.push_back({slot, host_.data(), static_cast<Bytes>(host_.size())});
-    return job;
-  }
-  Job write_back(void* slot) override {
-    Job job;
-    job.segments.push_back({host_.data(), slot, static_cast<Bytes>(host_.size())});
-    job.after = during_write_back;
-    return job;
-  }
-  void publish(void* slot) noexcept override { slot_ = slot; }
-  void withdraw() noexcept override { slot_ = nullptr; }
-
-  bool readable() const { return slot_.load() != nullptr; }
-  bool equal() const { return readable() && std::memcmp(slot_.load(), host_.data(), host_.size()) == 0; }
-  std::vector<std::uint8_t>& host() { return host_; }
-  std::uint8_t* slot() { return static_cast<std::uint8_t*>(slot_.load()); }
-
-  std::function<void()> during_write_back;
-
- private:
-  std::vector<std::uint8_t> host_;
-  std::atomic<void*> slot_{nullptr};
-};
 
 class PagerTest : public ::testing::TestWithParam<bool> {
  protected:
