@@ -11,7 +11,7 @@ if (_problem := _guard.load_extension()) is not None:
 
     sys.exit(main.run(sys.argv[1:]))
 
-from hydra_ext import _build_info
+from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.runtime.report import Report
@@ -25,6 +25,7 @@ __all__ = [
     "SimulatedDevice",
     "__version__",
     "offload",
+    "optim",
 ]
 
 __version__ = _build_info.VERSION
