@@ -45,6 +45,7 @@ def clip_grad_norm_(
             f"the norm of the gradients is {norm}: leave out this step, or pass error_if_nonfinite=False to go on"
         )
     factor = _C.clip_factor(norm, float(max_norm))
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
+    if factor != 1.0:
+        for gradient in gradients:
+            gradient.mul_(factor)  # not _foreach_mul_, which rounds the factor to the gradients' type
     return torch.tensor(norm, dtype=torch.float32)

@@ -1,11 +1,10 @@
 #include "csrc/base/thread_pool.h"
 
 #include <gtest/gtest.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <latch>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -96,22 +95,6 @@ TEST(ThreadPool, ServesSeveralCallersOneAfterTheOther) {
   for (const std::vector<int>& counts : seen) {
     EXPECT_EQ(counts, std::vector<int>(500, 1));
   }
-}
-
-TEST(ThreadPool, WorksInAForkedChildAndEndsThere) {
-  auto pool = std::make_unique<ThreadPool>(3);
-  counts_of(*pool, 10);
-  const pid_t child = fork();
-  if (child == 0) {
-    const bool once = counts_of(*pool, 100) == std::vector<int>(100, 1);
-    ThreadPool untouched(2);
-    pool.reset();
-    _exit(once ? 0 : 1);
-  }
-  int status = 0;
-  ASSERT_EQ(waitpid(child, &status, 0), child);
-  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  EXPECT_EQ(counts_of(*pool, 10), std::vector<int>(10, 1));
 }
 
 TEST(ThreadPool, IsNotMadeOfLessThanOneThread) { EXPECT_THROW(ThreadPool(0), StateError); }
