@@ -256,6 +256,7 @@ def test_a_copied_optimizer_goes_on_by_itself() -> None:
     optimizer = AdamW(weights, threads=1)
     train(optimizer, range(2))
     twin = copy.deepcopy(optimizer)
+    assert twin._threads == 1
     train(optimizer, range(2, 4))
     train(twin, range(2, 4))
     copies = twin.param_groups[0]["params"]

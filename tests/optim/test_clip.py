@@ -76,6 +76,16 @@ def test_a_gradient_that_lies_otherwise_gives_the_same_norm_and_is_scaled_where_
     assert torch.equal(straight.grad, otherwise.grad)
 
 
+def test_a_gradient_with_gaps_in_memory_counts_by_its_elements() -> None:
+    straight, gaps = parameter((50,)), parameter((50,))
+    gaps.grad = gradient_like(torch.empty(100), 1)[::2]
+    straight.grad = gaps.grad.clone()
+    assert clip_grad_norm_(gaps, 0.5).item() == clip_grad_norm_(straight, 0.5).item()
+    for weights in (gaps, straight):
+        AdamW([weights]).step()
+    assert same_bits(gaps, straight)
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_told(bad: float) -> None:
     parameters = with_gradients()
