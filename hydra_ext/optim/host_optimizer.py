@@ -181,7 +181,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads the state of this optimizer, or of the one of the same name in torch.optim, in any type of moments
-        and any kind of master.
+        and any kind of master. Load the weights first: a master counts where it rounds to the weight that is there.
 
         Raises:
             InvalidOptimizer: the state belongs to a rule that is not this optimizer's. Nothing was changed.

@@ -82,6 +82,7 @@ void round_trip(std::uint32_t stride) {
 
 TEST(SplitMaster, EveryThousandthPatternIsThereAgain) { round_trip(1009); }
 
+// Three minutes: hydra_tests --gtest_also_run_disabled_tests --gtest_filter='SplitMaster.*'
 TEST(SplitMaster, DISABLED_EveryPatternIsThereAgain) { round_trip(1); }
 
 TEST(SplitMaster, BordersAreThereAgain) {
