@@ -41,6 +41,9 @@ void bind_values(py::module_& module) {
           },
           py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
+  py::class_<BlockUpdate>(module, "BlockUpdate", "One block's part of an optimizer step.")
+      .def(py::init<std::int32_t, StepPlan, std::vector<at::Tensor>>(), py::arg("block"), py::arg("plan"),
+           py::arg("tensors"));
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
 }
 
@@ -86,6 +89,9 @@ void bind_running(ModelClass& model_class) {
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
+      .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
+           Released())
+      .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
       .def("close", &PagedModel::close);
 }
 
@@ -102,6 +108,7 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly("window_open", &PagedModel::window_open)
       .def_property_readonly(
           "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
+      .def_property_readonly("update_seconds", &PagedModel::update_seconds)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly(

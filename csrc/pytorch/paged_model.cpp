@@ -122,6 +122,7 @@ void PagedModel::close() {
   }
   window_.clear();
   const py::gil_scoped_release released;
+  finish_update();
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
   account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));

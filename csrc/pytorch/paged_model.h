@@ -11,6 +11,7 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,7 @@
 #include "csrc/memory/tracked_resource.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
+#include "csrc/pytorch/deferred_update.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/gradient_sink.h"
@@ -49,6 +51,13 @@ struct WindowToken {
   PassKind kind = PassKind::kForward;
   std::weak_ptr<const void> graph{};        // of what a forward returned
   std::optional<std::int64_t> gradients{};  // before a backward inside the model's own forward
+};
+
+/// One block's part of an optimizer step, and the tensors that it reads and writes.
+struct BlockUpdate {
+  std::int32_t block = -1;
+  StepPlan plan;
+  std::vector<at::Tensor> tensors;
 };
 
 /// What the device held when a pass reached a block.
@@ -124,6 +133,15 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void note_optimizer_step();
   void note_face_written(const Page& page);
 
+  /// Lets an optimizer step run while the model goes on, blocks in this order; see DeferredUpdate. Until a block is
+  /// done its tensors are withheld, and its fills wait. Outside windows.
+  void defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale);
+  /// Blocks until the block, or all, is updated, and gives tensors back.
+  void finish_update(std::int32_t block);
+  void finish_update();
+  /// Of blocks under way; and those that have been.
+  double update_seconds() const;
+
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
 
@@ -144,6 +162,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Low-precision copies that were dropped, to be cast anew.
   std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
   ResourceStatistics slot_statistics() const noexcept { return tracked_->statistics(); }
+  bool poisons_hosts() const noexcept { return options_.poison_hosts; }
   bool closed() const noexcept { return closed_; }
   bool window_open() const { return window_.depths().total > 0; }
 
@@ -168,6 +187,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
+  /// Gives back what is updated.
+  void settle_update();
+  void give_back_locked(std::int32_t block) noexcept;
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
@@ -191,6 +213,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   mutable std::mutex timeline_mutex_;
   std::size_t timeline_room_ = 0;
   std::vector<MemorySample> timeline_;
+
+  mutable std::mutex update_mutex_;
+  std::shared_ptr<DeferredUpdate> update_;
+  std::map<std::int32_t, std::vector<at::Tensor>> withheld_;  // by block
+  double update_seconds_ = 0.0;
 
   std::mutex gate_;
   std::mutex backward_mutex_;

@@ -58,6 +58,11 @@ void PagedModel::open_window(PassKind kind) {
   open_kind_ = kind;
   {
     const py::gil_scoped_release released;
+    if (kind == PassKind::kBackward) {
+      finish_update();  // the last step's gradients are free again
+    } else {
+      settle_update();
+    }
     synchronise_hosts();
     if (options_.poison_hosts) {
       for (BlockBacking* backing : backings_) {
@@ -231,6 +236,7 @@ void PagedModel::close_window(bool failed) {
     note_written_home();
   }
   lost += settle_faces();
+  settle_update();
   if (error && !failed) {
     std::rethrow_exception(error);
   }

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -24,11 +24,25 @@ class PreparedStep:
     Attributes:
         plan: runs it; its n-th update is that of the n-th parameter.
         parameters: in the order they were given.
+        gradients: theirs, as the plan reads them.
     """
 
     plan: _C.StepPlan = field(default_factory=_C.StepPlan)
     parameters: list[Tensor] = field(default_factory=list)
-    _gradients: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class StepRunner(Protocol):
+    """Who runs an optimizer's steps in its place, part by part, and perhaps later."""
+
+    def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """The parameters with their gradients, grouped and ordered as the runner wants them prepared."""
+
+    def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
+        """Runs the plans of :meth:`parts`, in any order, now or later."""
+
+    def sync(self) -> None:
+        """Returns when nothing that was to run later is left."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, threads: int | None) -> None:
         checks.check_threads(threads)
         self._threads = threads
+        self.runner: StepRunner | None = None
         self._written: dict[Tensor, int] = {}  # version of a weight when its fp32 master was last rounded into it
         super().__init__(params, defaults)
 
@@ -78,9 +93,14 @@ class HostOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = (parameter for _, _, parameter in self._enumerate())
-        prepared = self.prepare((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
-        prepared.plan.run(threads.pool(self._threads))
-        self.finish(prepared)
+        gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self.runner is None:
+            (prepared,) = self.prepare([gradients])
+            prepared.plan.run(self.pool)
+            self.finish(prepared)
+        else:
+            self.runner.sync()
+            self.runner.run(self, self.prepare(self.runner.parts(gradients)))
         return loss
 
     def master(self, parameter: Tensor) -> Tensor:
@@ -104,21 +124,34 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # ---- a step, in two halves --------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def prepare(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> PreparedStep:
-        """Begins a step of some parameters, given with their gradients: state is made, steps are counted.
+    @property
+    def pool(self) -> _C.ThreadPool:
+        """The threads that updates are to run on."""
+        return threads.pool(self._threads)
 
-        The plan is then to be run, once and completely, by whatever threads, and after that :meth:`finish` called.
-        Until then weights, gradients and state must stay where they are. A step that is not to be taken must not be
+    @torch.no_grad()
+    def prepare(self, parts: list[list[tuple[Tensor, Tensor]]]) -> list[PreparedStep]:
+        """Begins a step of parameters, given with their gradients in parts: state is made, steps are counted.
+
+        Each part's plan is then to be run, once and completely, by whatever threads, and :meth:`finish` called. Until
+        it has run weights, gradients and state must stay where they are. A step that is not to be taken must not be
         prepared.
         """
         places = {parameter: (ordinal, group) for ordinal, group, parameter in self._enumerate()}
-        given = list(gradients)
-        for parameter, gradient in given:
-            checks.check_gradient(gradient, places[parameter][0])
-        prepared = PreparedStep()
+        for part in parts:
+            for parameter, gradient in part:
+                checks.check_gradient(gradient, places[parameter][0])
         scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep] = {}
-        for parameter, gradient in given:
+        return [self._prepare_part(part, places, scalars) for part in parts]
+
+    def _prepare_part(
+        self,
+        part: list[tuple[Tensor, Tensor]],
+        places: dict[Tensor, tuple[int, dict[str, Any]]],
+        scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep],
+    ) -> PreparedStep:
+        prepared = PreparedStep()
+        for parameter, gradient in part:
             ordinal, group = places[parameter]
             state, first = self._state_of(parameter, group)
             step = 0
@@ -140,11 +173,17 @@ class HostOptimizer(torch.optim.Optimizer):
                 seed=_C.rounding_seed(step, ordinal),
             )
             prepared.parameters.append(parameter)
-            prepared._gradients.append(gradient)
+            prepared.gradients.append(gradient)
         return prepared
 
+    def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
+        """All that a prepared step reads or writes."""
+        states = (self.state[parameter] for parameter in prepared.parameters)
+        kept = [value for state in states for name, value in state.items() if name != "step" and torch.is_tensor(value)]
+        return [*prepared.parameters, *prepared.gradients, *kept]
+
     def finish(self, prepared: PreparedStep) -> None:
-        """Ends a step: autograd is told that the parameters were written."""
+        """Autograd is told that the parameters were written, or are about to be before anybody can read them."""
         increment_version(prepared.parameters)
         for parameter in prepared.parameters:
             if masters.FULL in self.state[parameter]:
@@ -179,6 +218,15 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # ---- saving and loading -----------------------------------------------------------------------------------------
 
+    def state_dict(self) -> StateDict:
+        """As in torch.optim; a step under way is waited for."""
+        self._sync()
+        return super().state_dict()
+
+    def _sync(self) -> None:
+        if self.runner is not None:
+            self.runner.sync()
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads the state of this optimizer, or of the one of the same name in torch.optim, in any type of moments
         and any kind of master. Load the weights first: a master counts where it rounds to the weight that is there.
@@ -186,6 +234,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidOptimizer: the state belongs to a rule that is not this optimizer's. Nothing was changed.
         """
+        self._sync()
         # The last one to be called: what it is given is what will be loaded.
         handle = self.register_load_state_dict_pre_hook(_shield)
         try:
@@ -194,10 +243,12 @@ class HostOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._sync()
         return {**super().__getstate__(), "_threads": self._threads}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("runner", None)
         self._written = {}
         for _, group, parameter in self._enumerate():
             if parameter in self.state:

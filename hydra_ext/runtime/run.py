@@ -14,12 +14,14 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
+from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.faces import dress
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.runtime.updates import Updates
 
 
 class Run:
@@ -40,6 +42,7 @@ class Run:
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
+        self._updates: Updates | None = None
         self._closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
@@ -56,6 +59,10 @@ class Run:
         Sampled fingerprints notice most of such writes by themselves; a write of a few elements may escape them.
         """
         self.core.refresh()
+
+    def sync(self) -> None:
+        """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
+        self.core.finish_update()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -79,6 +86,8 @@ class Run:
                 optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
                 optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
             ]
+        if isinstance(optimizer, HostOptimizer):
+            self._updates = Updates(self.core, self.layout, self._model, optimizer)
         engine.join(self)
 
     def close(self) -> None:
@@ -87,6 +96,8 @@ class Run:
             return
         self._closed = True
         engine.leave(self)
+        if self._updates is not None:
+            self._updates.close()
         for handle in self._optimizer_handles:
             handle.remove()
         sites.remove(self.layout.sites)
@@ -111,6 +122,7 @@ class Run:
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """The model as a plain one, for the length of a copy."""
+        self.sync()
         root.restore(self._model)
         self._place.suspend()
         try:

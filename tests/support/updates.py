@@ -25,7 +25,7 @@ def gradient_like(weights: Tensor, seed: int, dtype: torch.dtype | None = None) 
 
 def update(optimizer: HostOptimizer, gradients: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
     """A step with gradients of any type, which ``.grad`` would not take."""
-    prepared = optimizer.prepare(gradients)
+    (prepared,) = optimizer.prepare([gradients])
     prepared.plan.run(pool(1), scale)
     optimizer.finish(prepared)
 

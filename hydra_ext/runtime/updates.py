@@ -1,0 +1,74 @@
+"""Optimizer steps that run behind the next forward: each block is updated just ahead of its use.
+
+Of the native optimizers only (:mod:`hydra_ext.optim`): a step is prepared when ``step()`` is called and runs in threads
+of the engine's, in the order of the last forward. Until a block is updated its parameters, gradients and state have no
+bytes: operations on them wait, raw access raises, and whoever saves them calls :meth:`Updates.sync` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
+
+Gradients = list[tuple[Tensor, Tensor]]
+_NO_BLOCK = -1  # of parameters that the model has not
+
+
+class Updates:
+    """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
+
+    def __init__(self, core: _C.PagedModel, layout: Layout, model: nn.Module, optimizer: HostOptimizer) -> None:
+        self._core = core
+        self._optimizer = optimizer
+        self._blocks = len(layout.blocks)
+        self._block_of = {
+            parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
+        }
+        self._parts: list[int] = []  # the blocks of what is being prepared
+        self._handles: list[RemovableHandle] = [
+            module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
+            for module in model.modules()
+        ]
+        optimizer.runner = self
+
+    def close(self) -> None:
+        self.sync()
+        self._optimizer.runner = None
+        for handle in self._handles:
+            handle.remove()
+
+    def sync(self) -> None:
+        """Returns when no step is under way."""
+        self._core.finish_update()
+
+    # ---- what the optimizer asks for --------------------------------------------------------------------------------
+
+    def parts(self, gradients: Gradients) -> list[Gradients]:
+        """By block, in the order in which the last forward used the blocks."""
+        used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
+        order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
+        by_block: dict[int, Gradients] = {block: [] for block in order}
+        for parameter, gradient in gradients:
+            by_block[self._block_of.get(parameter, _NO_BLOCK)].append((parameter, gradient))
+        self._parts = [block for block, members in by_block.items() if members]
+        return [by_block[block] for block in self._parts]
+
+    def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
+        """Parameters of other models are updated at once."""
+        updates = []
+        for block, part in zip(self._parts, prepared, strict=True):
+            optimizer.finish(part)
+            if block == _NO_BLOCK:
+                part.plan.run(optimizer.pool)
+            else:
+                updates.append(_C.BlockUpdate(block, part.plan, optimizer.tensors_of(part)))
+        self._core.defer_update(updates, optimizer.pool)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.sync()
