@@ -111,7 +111,8 @@ void bind_optim(py::module_& module) {
       .value("AVX2", InstructionSet::kAvx2)
       .value("AVX512", InstructionSet::kAvx512);
   module.def("supported_instruction_sets", &supported_instruction_sets, "From slow to fast.");
-  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(module, "ThreadPool", "Threads that share the work of one call; the caller is one of them.")
+  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(
+      module, "ThreadPool", "Threads that share the work of one call; the caller is one of them.")
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &ThreadPool::threads);
   bind_steps(module);

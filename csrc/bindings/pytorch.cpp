@@ -108,6 +108,8 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly("window_open", &PagedModel::window_open)
       .def_property_readonly(
           "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
+      .def_property_readonly("arena_bytes", [](PagedModel& model) { return model.arena().mapped_bytes(); })
+      .def_property_readonly("deferred_updates", &PagedModel::deferred_updates)
       .def_property_readonly("update_seconds", &PagedModel::update_seconds)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)

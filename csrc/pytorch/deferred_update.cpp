@@ -68,7 +68,8 @@ void DeferredUpdate::wait(std::int32_t block) {
 void DeferredUpdate::wait_all() {
   std::unique_lock lock(mutex_);
   done_.wait(lock, [this] {
-    return std::all_of(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.state == State::kDone; });
+    return std::all_of(entries_.begin(), entries_.end(),
+                       [](const Entry& entry) { return entry.state == State::kDone; });
   });
 }
 

@@ -20,8 +20,8 @@
 #include "csrc/memory/tracked_resource.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
-#include "csrc/pytorch/deferred_update.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/deferred_update.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
@@ -139,7 +139,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until the block, or all, is updated, and gives tensors back.
   void finish_update(std::int32_t block);
   void finish_update();
-  /// Of blocks under way; and those that have been.
+  /// Optimizer steps that were deferred, and how long their threads worked.
+  std::int64_t deferred_updates() const;
   double update_seconds() const;
 
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
@@ -217,7 +218,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   mutable std::mutex update_mutex_;
   std::shared_ptr<DeferredUpdate> update_;
   std::map<std::int32_t, std::vector<at::Tensor>> withheld_;  // by block
-  double update_seconds_ = 0.0;
+  std::int64_t deferred_updates_ = 0;
+  double update_seconds_ = 0.0;  // of those that have ended
 
   std::mutex gate_;
   std::mutex backward_mutex_;

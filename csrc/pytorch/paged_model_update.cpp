@@ -22,10 +22,16 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
     withheld_[update.block] = std::move(update.tensors);
   }
   trainable_stale_ = true;
+  ++deferred_updates_;
   update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale);
   for (const auto& [block, tensors] : withheld_) {
     backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
   }
+}
+
+std::int64_t PagedModel::deferred_updates() const {
+  const std::lock_guard lock(update_mutex_);
+  return deferred_updates_;
 }
 
 double PagedModel::update_seconds() const {

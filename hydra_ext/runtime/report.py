@@ -28,6 +28,8 @@ class Report:
         evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
         faults: operations that met an absent parameter which no hook had announced.
         order_changes: passes whose blocks ran in another order than the time before.
+        deferred_updates: optimizer steps that ran behind the next forward.
+        update_seconds: how long their threads worked.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
@@ -53,6 +55,8 @@ class Report:
     spills: int
     faults: int
     order_changes: int
+    deferred_updates: int
+    update_seconds: float
     waited_for_weights_seconds: float
     waited_for_faults_seconds: float
     waited_for_gradients_seconds: float
@@ -74,6 +78,7 @@ class Report:
                 f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
                 f"({self.spills} by allocations), {self.faults} faults, {self.order_changes} changes of order in "
                 f"{self.windows} windows",
+                f"updates  {self.deferred_updates} steps behind the next forward, {self.update_seconds:.3f} s",
                 f"waited   {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
                 f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
                 f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
@@ -106,6 +111,8 @@ def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
         spills=pager.spills,
         faults=pager.faults,
         order_changes=pager.order_changes,
+        deferred_updates=core.deferred_updates,
+        update_seconds=core.update_seconds,
         waited_for_weights_seconds=pager.hook_wait_seconds,
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,

@@ -87,7 +87,7 @@ class Run:
                 optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
             ]
         if isinstance(optimizer, HostOptimizer):
-            self._updates = Updates(self.core, self.layout, self._model, optimizer)
+            self._updates = Updates(self.core, self.layout, optimizer)
         engine.join(self)
 
     def close(self) -> None:

@@ -2,15 +2,13 @@
 
 Of the native optimizers only (:mod:`hydra_ext.optim`): a step is prepared when ``step()`` is called and runs in threads
 of the engine's, in the order of the last forward. Until a block is updated its parameters, gradients and state have no
-bytes: operations on them wait, raw access raises, and whoever saves them calls :meth:`Updates.sync` first.
+bytes: operations on them wait, raw access raises. ``state_dict()`` of the model and of the optimizer, and what copies
+or pickles them, wait for all.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
@@ -23,7 +21,7 @@ _NO_BLOCK = -1  # of parameters that the model has not
 class Updates:
     """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
 
-    def __init__(self, core: _C.PagedModel, layout: Layout, model: nn.Module, optimizer: HostOptimizer) -> None:
+    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
@@ -31,17 +29,11 @@ class Updates:
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
         self._parts: list[int] = []  # the blocks of what is being prepared
-        self._handles: list[RemovableHandle] = [
-            module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
-            for module in model.modules()
-        ]
         optimizer.runner = self
 
     def close(self) -> None:
         self.sync()
         self._optimizer.runner = None
-        for handle in self._handles:
-            handle.remove()
 
     def sync(self) -> None:
         """Returns when no step is under way."""
@@ -69,6 +61,3 @@ class Updates:
             else:
                 updates.append(_C.BlockUpdate(block, part.plan, optimizer.tensors_of(part)))
         self._core.defer_update(updates, optimizer.pool)
-
-    def _before_state_dict(self, *_: Any) -> None:
-        self.sync()
