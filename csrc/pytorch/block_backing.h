@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "csrc/paging/block_client.h"
-#include "csrc/pytorch/deferred_update.h"
+#include "csrc/optim/deferred_update.h"
 #include "csrc/pytorch/host_parameter.h"
 
 namespace hydra {

@@ -21,7 +21,7 @@
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/counting_allocator.h"
-#include "csrc/pytorch/deferred_update.h"
+#include "csrc/optim/deferred_update.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"

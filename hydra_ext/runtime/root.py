@@ -85,7 +85,8 @@ def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     context: RootContext | None = self.__dict__.get(_CONTEXT)
     if context is not None:
         context.sync()  # whoever saves it needs the bytes
-    return type(self).__mro__[1].state_dict(self, *args, **kwargs)
+    plain: Any = type(self).__mro__[1]
+    return plain.state_dict(self, *args, **kwargs)
 
 
 def _device(self: nn.Module) -> torch.device:

@@ -25,7 +25,7 @@ class Updates:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
-        self._block_of = {
+        self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
         self._parts: list[int] = []  # the blocks of what is being prepared

@@ -99,7 +99,7 @@ BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
     "state_dict of a part": lambda model, _: model[4].state_dict()["weight"],
     "optimizer's state_dict": lambda _, optimizer: optimizer.state_dict()["state"][2]["exp_avg_sq"],
     "saves the model": lambda model, _: torch.save(model.state_dict(), io.BytesIO()),
-    "pickles the model": lambda model, _: pickle.loads(pickle.dumps(model))[0].weight,
+    "pickles the model": lambda model, _: pickle.loads(pickle.dumps(model))[0].weight,  # noqa: S301 - its own
     "copies the model": lambda model, _: copy.deepcopy(model)[0].weight,
     "copies the optimizer": lambda model, optimizer: copy.deepcopy(optimizer).param_groups[0]["params"][0],
     "evaluates": lambda model, _: torch.no_grad()(model)(BATCHES[0]),

@@ -1,4 +1,4 @@
-#include "csrc/pytorch/deferred_update.h"
+#include "csrc/optim/deferred_update.h"
 
 #include <algorithm>
 #include <chrono>
