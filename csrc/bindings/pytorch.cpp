@@ -80,6 +80,8 @@ void bind_running(ModelClass& model_class) {
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
+      .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
+      .def("drop_copies", &PagedModel::drop_copies)
       .def("close", &PagedModel::close);
 }
 

@@ -12,6 +12,7 @@
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/gradient_gathering.h"
 
 namespace hydra {
 
@@ -21,9 +22,13 @@ namespace autograd = torch::autograd;
 
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
-  HandOver(HostParameter& parameter, GradientSink& sink) : parameter_(parameter), sink_(sink) {}
+  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering)
+      : parameter_(parameter), sink_(sink), gathering_(gathering) {}
 
   void operator()(const autograd::Variable& face) override {
+    if (gathering_.keep(parameter_)) {
+      return;
+    }
     at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
@@ -40,6 +45,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
  private:
   HostParameter& parameter_;
   GradientSink& sink_;
+  GradientGathering& gathering_;
 };
 
 /// Runs the hooks that users registered on the host parameter, as autograd would.
@@ -90,9 +96,9 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink) {
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
-  autograd::impl::set_post_acc_grad_hooks(parameter.face, std::make_unique<HandOver>(parameter, sink));
+  autograd::impl::set_post_acc_grad_hooks(parameter.face, std::make_unique<HandOver>(parameter, sink, gathering));
 }
 
 void clear_gradient_hooks(HostParameter& parameter) {

@@ -60,7 +60,7 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->paged = parameter->face.detach();
     parameter->face.set_requires_grad(host.requires_grad());
     parameter->trained_seen = host.requires_grad();
-    install_gradient_hooks(*parameter, *sink_);
+    install_gradient_hooks(*parameter, *sink_, gathering_);
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
@@ -191,6 +191,7 @@ void PagedModel::close_window(bool failed) {
   window_.show_host();
   const py::gil_scoped_release released;
   leave(exchange_backward_blocks({}));
+  end_stay();
   pager_->end_pass(!failed);
   std::exception_ptr error;
   try {
@@ -257,8 +258,10 @@ void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind
     enter(visit.window, kind);
   }
   const py::gil_scoped_release released;
-  arrive(blocks, kind);
-  visit.blocks = blocks;
+  if (!stays_in(blocks)) {
+    arrive(blocks, kind);
+    visit.blocks = blocks;
+  }
 }
 
 void PagedModel::end_visit(SiteVisit& visit, bool failed) {
@@ -321,7 +324,7 @@ BlockList PagedModel::exchange_backward_blocks(BlockList next) {
 }
 
 void PagedModel::arrive_backward(const BlockList& blocks) {
-  if (closed_) {
+  if (closed_ || stays_in(blocks)) {
     return;
   }
   exchange_thread_account(thread_account());  // one backward may run through several models

@@ -21,6 +21,7 @@
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/derived_page.h"
+#include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/window.h"
@@ -91,6 +92,12 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// the next ones are reached. Nothing happens after close().
   void arrive_backward(const BlockList& blocks);
 
+  /// A round's microbatches run through these blocks until the next call, or until the window closes. Meanwhile
+  /// they are pinned, reaching them is no news, and in a backward their gradients are gathered on the device.
+  void stay_in(const BlockList& blocks, PassKind kind);
+  /// Lets go of the low-precision copies of the blocks stayed in: the next microbatch makes its own.
+  void drop_copies();
+
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
   /// The optimizer has written: everything trainable is stale.
@@ -136,6 +143,10 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
+  bool stays_in(const BlockList& blocks) const;
+  void end_stay() noexcept;
+  BlockList stays() const;
+  BlockList exchange_stays(BlockList next);
 
   std::shared_ptr<DeviceBackend> backend_;
   std::shared_ptr<HostArena> arena_;
@@ -149,6 +160,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::unique_ptr<Pager> pager_;
   std::shared_ptr<void> service_;
   std::unique_ptr<AccumulatingSink> sink_;
+  GradientGathering gathering_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;
@@ -158,8 +170,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::vector<MemorySample> timeline_;
 
   std::mutex gate_;
-  std::mutex backward_mutex_;
+  mutable std::mutex backward_mutex_;
   BlockList backward_blocks_;
+  BlockList stays_;
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};

@@ -8,7 +8,8 @@ chains to whatever engine was there, is installed with the first context and tak
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -48,19 +49,17 @@ class EngineWrapper:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        awaiting = self._reached_by(tensors)
+        awaiting = self.reached_by(tensors)
         if not awaiting:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
-        with ExitStack() as windows:
-            for participant in awaiting:
-                windows.enter_context(participant.backward_window())
+        with windows_of(awaiting):
             wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
             )
             return wanted.gradients(gradients) if gradients else gradients
 
-    def _reached_by(self, roots: Any) -> list[BackwardParticipant]:
+    def reached_by(self, roots: Any) -> list[BackwardParticipant]:
         """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""
         roots = _roots(roots)
         if not all(isinstance(root, torch.Tensor) for root in roots):
@@ -158,6 +157,22 @@ def leave(participant: BackwardParticipant) -> None:
         if not _installed.participants and _torch._execution_engine is _installed:
             _torch._execution_engine = _installed._wrapped
             _installed = None
+
+
+def reached_by(roots: Sequence[torch.Tensor]) -> list[BackwardParticipant]:
+    """The models whose graph a backward from these roots runs through."""
+    with _lock:
+        installed = _installed
+    return [] if installed is None else installed.reached_by(roots)
+
+
+@contextmanager
+def windows_of(participants: Sequence[BackwardParticipant]) -> Iterator[None]:
+    """The backward windows of these models."""
+    with ExitStack() as windows:
+        for participant in participants:
+            windows.enter_context(participant.backward_window())
+        yield
 
 
 def holds(parameter: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.devices import MOVED, Place, moved_whole
 from hydra_ext.runtime.report import Report, make_report
+from hydra_ext.runtime.rounds.step import Microbatch, Reduction, Stepper, StepOutput
 from hydra_ext.runtime.tracing import not_traced
 
 
@@ -33,11 +34,13 @@ class Run:
         self.budget = budget
         self.device = place.device
         self._place = place
-        self._model = model
+        self.model = model
+        self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
+        self._stepper = Stepper(self)
         self._closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
@@ -47,6 +50,28 @@ class Run:
         report = make_report(self.core, self.layout, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
+
+    def step(
+        self,
+        microbatches: Iterable[Microbatch],
+        fn: Callable[[Microbatch], Any],
+        *,
+        max_norm: float | None = None,
+        round_size: int | None = None,
+        recompute: bool | None = None,
+        reduction: Reduction = "mean",
+        scaler: torch.amp.GradScaler | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> StepOutput:
+        return self._stepper.step(
+            microbatches,
+            fn,
+            max_norm=max_norm,
+            round_size=round_size,
+            reduction=reduction,
+            scaler=scaler,
+            seeds=seeds,
+        )
 
     def refresh(self) -> None:
         """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
@@ -59,12 +84,12 @@ class Run:
 
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
         """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
-        self._place.open(self._model, arena)
+        self._place.open(self.model, arena)
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             face._is_param = True  # what isinstance(..., nn.Parameter) looks at
             self._faces[id(host)] = face
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # without parameters: others were refused
             self.core.watch(module._parameters, f"the parameters of '{name}'")
@@ -73,7 +98,8 @@ class Run:
                 if parameter is not None and id(parameter) in self._faces:
                     self.core.show_in_window(module._parameters, key, parameter, self._faces[id(parameter)])
         sites.install(self, self.layout.sites)
-        root.swap(self._model, self)
+        root.swap(self.model, self)
+        self.optimizer = optimizer
         if optimizer is not None:
             self._optimizer_handles = [
                 optimizer.register_step_pre_hook(lambda *_: _C.suspend_charging()),
@@ -90,8 +116,8 @@ class Run:
         for handle in self._optimizer_handles:
             handle.remove()
         sites.remove(self.layout.sites)
-        if root.is_swapped(self._model):
-            root.restore(self._model)
+        if root.is_swapped(self.model):
+            root.restore(self.model)
         _C.suspend_charging()
         self.core.close()
         self._place.close()
@@ -99,13 +125,13 @@ class Run:
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """The model as a plain one, for the length of a copy."""
-        root.restore(self._model)
+        root.restore(self.model)
         self._place.suspend()
         try:
             yield
         finally:
             self._place.resume()
-            root.swap(self._model, self)
+            root.swap(self.model, self)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -143,15 +169,24 @@ class Run:
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
+        with self._window(_C.PassKind.BACKWARD):
+            yield
+        self._place.backward_ended()
+
+    def forward_window(self) -> AbstractContextManager[None]:
+        """One for several calls of the root."""
+        return self._window(self.forward_kind())
+
+    @contextmanager
+    def _window(self, kind: _C.PassKind) -> Iterator[None]:
         token = _C.WindowToken()
         failed = True
         try:
-            self.core.enter(token, _C.PassKind.BACKWARD)
+            self.core.enter(token, kind)
             yield
             failed = False
         finally:
             self.core.exit(token, failed=failed)
-        self._place.backward_ended()
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))
