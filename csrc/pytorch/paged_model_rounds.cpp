@@ -9,9 +9,8 @@ namespace {
 
 BlockList without(const BlockList& blocks, const BlockList& others) {
   BlockList rest;
-  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(rest), [&](std::int32_t block) {
-    return std::find(others.begin(), others.end(), block) == others.end();
-  });
+  std::copy_if(blocks.begin(), blocks.end(), std::back_inserter(rest),
+               [&](std::int32_t block) { return std::find(others.begin(), others.end(), block) == others.end(); });
   return rest;
 }
 

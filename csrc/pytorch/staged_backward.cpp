@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "csrc/pytorch/counting_allocator.h"
+
 namespace hydra {
 
 namespace autograd = torch::autograd;
@@ -38,6 +40,17 @@ bool is_leaf(const autograd::Node& node) { return node.sequence_nr() == kLeaf; }
 void execute(const autograd::edge_list& roots, const autograd::variable_list& gradients) {
   autograd::Engine::get_default_engine().execute(roots, gradients, /*keep_graph=*/false, /*create_graph=*/false,
                                                  /*accumulate_grad=*/true, /*outputs=*/{});
+}
+
+/// A sum that waits for its turn: not on the device, where one of each microbatch would add up.
+at::Tensor to_host(at::Tensor gradient) {
+  const HostScope on_the_host;
+  return gradient.defined() ? gradient.to(gradient.options().device(at::kCPU), false, /*copy=*/true) : gradient;
+}
+
+at::Tensor from_host(at::Tensor gradient, const autograd::Node& leaf) {
+  const at::Device device = leaf.input_metadata(0).device();
+  return gradient.defined() ? gradient.to(gradient.options().device(device), false, /*copy=*/true) : gradient;
 }
 
 }  // namespace
@@ -167,8 +180,8 @@ void StagedBackward::hold_leaves() {
   std::map<Input, Uses> leaves;
   for (std::size_t i = 0; i < graphs_.size(); ++i) {
     for (const auto& [leaf, places] : graphs_[i].leaves) {
-      const auto [first, last] = std::minmax_element(
-          places.begin(), places.end(), [](const Place& a, const Place& b) { return a.piece < b.piece; });
+      const auto [first, last] = std::minmax_element(places.begin(), places.end(),
+                                                     [](const Place& a, const Place& b) { return a.piece < b.piece; });
       Uses& uses = leaves[leaf];
       const std::size_t turn = when[i][first->piece];
       uses.in_order = uses.in_order && first->piece == last->piece && turn >= uses.latest;
@@ -222,26 +235,27 @@ void StagedBackward::run(std::size_t turn) {
     for (const auto& [input, sink] : piece.sinks) {
       auto& waiting = waiting_for(graph, input);
       if (const auto before = waiting.find(input); before != waiting.end()) {
-        add(Edge(sink, 0), std::move(before->second.gradient));
+        add(Edge(sink, 0), is_leaf(*input.first) ? from_host(std::move(before->second.gradient), *input.first)
+                                                 : std::move(before->second.gradient));
         waiting.erase(before);
       }
     }
     execute(roots, gradients);
     for (const auto& [input, node] : piece.sinks) {
       if (auto& sink = static_cast<Sink&>(*node); sink.reached) {
-        waiting_for(graph, input)[input] = {sink.target, std::move(sink.received)};
+        waiting_for(graph, input)[input] = {
+            sink.target, is_leaf(*input.first) ? to_host(std::move(sink.received)) : std::move(sink.received)};
       }
     }
   }
   if (const auto due = due_.find(turn); due != due_.end()) {
     for (const auto& [microbatch, leaf] : due->second) {
       if (auto held = graphs_[microbatch].held.extract(leaf)) {
-        flush(held.mapped().edge, std::move(held.mapped().gradient));
+        at::Tensor gradient = from_host(std::move(held.mapped().gradient), *leaf.first);
+        execute({held.mapped().edge}, {std::move(gradient)});
       }
     }
   }
 }
-
-void StagedBackward::flush(const Edge& leaf, at::Tensor gradient) { execute({leaf}, {std::move(gradient)}); }
 
 }  // namespace hydra

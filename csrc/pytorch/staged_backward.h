@@ -87,11 +87,10 @@ class StagedBackward {
   void hold_leaves();
   void hold(const Input& leaf, const std::vector<std::size_t>& due);
   std::map<Input, Arrived>& waiting_for(Graph& graph, const Input& input);
-  void flush(const Edge& leaf, at::Tensor gradient);
 
   std::vector<Turn> turns_;
   std::vector<Graph> graphs_;
-  std::unordered_map<const Node*, std::size_t> owners_;  // microbatches, by node
+  std::unordered_map<const Node*, std::size_t> owners_;                    // microbatches, by node
   std::map<std::size_t, std::vector<std::pair<std::size_t, Input>>> due_;  // by turn: held leaves of microbatches
   std::string refusal_;
   std::size_t held_ = 0;

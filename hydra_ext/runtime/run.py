@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.devices import MOVED, Place, moved_whole
 from hydra_ext.runtime.report import Report, make_report
-from hydra_ext.runtime.rounds.step import Microbatch, Reduction, Stepper, StepOutput
+from hydra_ext.runtime.rounds.choice import Choice
+from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
 from hydra_ext.runtime.tracing import not_traced
 
 
@@ -40,14 +41,15 @@ class Run:
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
-        self._stepper = Stepper(self)
+        largest = max((block.nbytes for block in layout.blocks), default=0)
+        self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
         self._closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, budget=self.budget)
+        report = make_report(self.core, self.layout, self._stepper, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
 
@@ -63,14 +65,50 @@ class Run:
         scaler: torch.amp.GradScaler | None = None,
         seeds: Sequence[int] | None = None,
     ) -> StepOutput:
+        """One training step over several microbatches.
+
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then clipping,
+        ``optimizer.step()`` and ``optimizer.zero_grad()``, and gives the same to the last bit as that loop with
+        ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
+        microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
+        per backward, however many microbatches there are. ``fn`` runs in threads that take turns; it must not wait
+        for another microbatch. What it does outside the model's blocks happens in another order than in the loop.
+
+        Args:
+            microbatches: whatever ``fn`` is to be called with.
+            fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
+            max_norm: gradients are clipped to this total norm.
+            round_size: microbatches that run together; all of them, or as many as the budget has room for, unless
+                given.
+            recompute: make the activations inside blocks again in backward, instead of keeping them. Unless given,
+                they are kept if the budget has room. Forward hooks inside a block then run twice.
+            reduction: "mean", or "sum", which leaves out the division.
+            scaler: scales the losses, and decides about the step.
+            seeds: of each microbatch's random state; drawn from the present one unless given.
+
+        Raises:
+            StateError: the run has no optimizer.
+            ValueError: there are no microbatches, or arguments that do not go together.
+        """
+        given = list(microbatches)
+        if not given or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"run.step was given {len(given)} microbatches, round_size={round_size}, reduction={reduction!r}: "
+                "give at least one microbatch, a positive size, 'mean' or 'sum'"
+            )
+        seeds = draw_seeds(len(given)) if seeds is None else list(seeds)
+        if len(seeds) != len(given):
+            raise ValueError(f"run.step was given {len(seeds)} seeds for {len(given)} microbatches")
+        divisor = len(given) if reduction == "mean" else 1
+        works = [Work(fn, microbatch, divisor, scaler) for microbatch in given]
         return self._stepper.step(
-            microbatches,
-            fn,
+            works,
+            seeds,
             max_norm=max_norm,
             round_size=round_size,
+            recompute=recompute,
             reduction=reduction,
             scaler=scaler,
-            seeds=seeds,
         )
 
     def refresh(self) -> None:
@@ -169,16 +207,13 @@ class Run:
 
     @contextmanager
     def backward_window(self) -> Iterator[None]:
-        with self._window(_C.PassKind.BACKWARD):
+        with self.window(_C.PassKind.BACKWARD):
             yield
         self._place.backward_ended()
 
-    def forward_window(self) -> AbstractContextManager[None]:
-        """One for several calls of the root."""
-        return self._window(self.forward_kind())
-
     @contextmanager
-    def _window(self, kind: _C.PassKind) -> Iterator[None]:
+    def window(self, kind: _C.PassKind) -> Iterator[None]:
+        """Device parameters are in place meanwhile, whoever runs what."""
         token = _C.WindowToken()
         failed = True
         try:
@@ -187,6 +222,10 @@ class Run:
             failed = False
         finally:
             self.core.exit(token, failed=failed)
+
+    def activation_bytes(self) -> int:
+        """What the device holds that is neither weight nor buffer nor gradient."""
+        return self._place.activation_bytes(self.core)
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))

@@ -51,8 +51,7 @@ class SiteCall:
         fiber = fibers.current()
         if fiber is None or fiber.owner is not self._listener:
             return self._visit(args, kwargs)
-        with fiber.inside(self._number, self._site):
-            return self._visit(args, kwargs)
+        return fiber.call(self._number, self._site, self._visit, args, kwargs)
 
     @not_traced
     def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from hydra_ext import _C
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
 from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.recompute import Recomputation
 
 
-class Refused(Exception):  # noqa: N818 - no error: the microbatches are run one by one then
+class Refused(Exception):
     """These microbatches cannot be run as a round and be equal to a loop. Nothing has been accumulated."""
 
 
@@ -33,7 +34,7 @@ class RoundOwner(engine.BackwardParticipant, Protocol):
     model: nn.Module
 
     def forward_kind(self) -> _C.PassKind: ...
-    def forward_window(self) -> AbstractContextManager[None]: ...
+    def window(self, kind: _C.PassKind) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,27 @@ class Round(Generic[Result]):
         owner: the run.
         works: what each microbatch runs, in its fiber.
         seeds: of the random state that each begins with.
+        recomputation: makes the sites' calls; without it activations are kept.
     """
 
-    def __init__(self, owner: RoundOwner, works: Sequence[Callable[[], Result]], seeds: Sequence[int]) -> None:
+    def __init__(
+        self,
+        owner: RoundOwner,
+        works: Sequence[Callable[[], Result]],
+        seeds: Sequence[int],
+        recomputation: Recomputation | None = None,
+    ) -> None:
         self._owner = owner
+        self._recomputation = recomputation
         self._attributes = Attributes(owner.model)
         self._caller = Surroundings(owner.device)
         self._own = [Surroundings(owner.device) for _ in works]
         for own, seed in zip(self._own, seeds, strict=True):
             own.seed(seed)
-        context = _C.ThreadContext()
+        self._context = _C.ThreadContext()
         self._fibers = [
-            Fiber(index, owner, context, self._attributes, work) for index, work in enumerate(works)
+            Fiber(index, owner, self._context, self._attributes, work, recomputation)
+            for index, work in enumerate(works)
         ]
         self._stays: list[Stay[Result]] = []
 
@@ -74,36 +84,69 @@ class Round(Generic[Result]):
         Raises:
             BaseException: what one of them raised; then all have been unwound.
         """
+        self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
+        return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
+
+    def repeats(self) -> bool:
+        """Whether the sites that are to be recomputed were seen to give the same again.
+
+        They have to be kept else, and the round to be made anew. Costs a pass over the blocks, once in a run.
+        """
+        recomputation = self._recomputation
+        if recomputation is None or recomputation.checked:
+            return True
+
+        def work() -> bool:
+            return recomputation.repeat(fiber)
+
+        fiber: Fiber[bool] = Fiber(0, self._owner, self._context, _Unheard(), work)
+        own = self._own[0]
+        self._own[0] = Surroundings(self._owner.device)
         try:
-            with replaced_functions(), self._owner.forward_window():
-                for fiber in self._fibers:
+            self._run_fibers([fiber], _C.PassKind.INFERENCE, repetition=True)
+        finally:
+            self._own[0] = own
+        if not fiber.result:
+            self._attributes.undo()
+        return bool(fiber.result)
+
+    def _run_fibers(
+        self, fibers: Sequence[Fiber[Any]], kind: _C.PassKind, *, repetition: bool = False
+    ) -> list[Stay[Any]]:
+        try:
+            with replaced_functions(), self._owner.window(kind):
+                for fiber in fibers:
                     fiber.start()
-                self._pass_sites()
-            for fiber in self._fibers:
+                stays = self._pass_sites(fibers, kind, repetition=repetition)
+            for fiber in fibers:
                 fiber.join()
+            return stays
         except BaseException:
-            self._cancel()
+            _cancel(fibers)
+            if self._recomputation is not None:
+                self._recomputation.forget()
             self._attributes.undo()
             raise
         finally:
             self._caller.restore()
-        return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
 
-    def _pass_sites(self) -> None:
-        core, kind = self._owner.core, self._owner.forward_kind()
-        while waiting := [fiber for fiber in self._fibers if not fiber.ended]:
+    def _pass_sites(self, fibers: Sequence[Fiber[Any]], kind: _C.PassKind, *, repetition: bool) -> list[Stay[Any]]:
+        core = self._owner.core
+        stays: list[Stay[Any]] = []
+        while waiting := [fiber for fiber in fibers if not fiber.ended]:
             place = min(fiber.place for fiber in waiting)
             group = [fiber for fiber in waiting if fiber.place == place]
             blocks = frozenset[int]().union(*(fiber.blocks for fiber in group))
             core.stay_in(sorted(blocks), kind)
             for fiber in group:
-                with self._turn_of(fiber):
+                with self._turn_of(fiber, repetition=repetition):
                     fiber.go_on(blocks)
                 core.drop_copies()
-            self._stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
+            stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
+        return stays
 
     @contextmanager
-    def _turn_of(self, fiber: Fiber[Result], *, repetition: bool = False) -> Iterator[None]:
+    def _turn_of(self, fiber: Fiber[Any], *, repetition: bool) -> Iterator[None]:
         """The process as this microbatch knows it."""
         own = self._own[fiber.index]
         own.restore()
@@ -114,20 +157,10 @@ class Round(Generic[Result]):
             self._attributes.end_turn(fiber.index, keep=not repetition)
             own.note()
 
-    def _cancel(self) -> None:
-        """Ends all fibers. An interrupt while they unwind does not stop that."""
-        left = list(self._fibers)
-        while left:
-            try:
-                left[0].cancel()
-                left.pop(0)
-            except BaseException:  # noqa: BLE001 - another error is on its way already
-                continue
-
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, losses: Sequence[Tensor]) -> None:
-        """Runs the backward of every microbatch from its loss; the graphs are spent.
+    def backward(self, losses: list[Tensor]) -> None:
+        """Runs the backward of every microbatch from its loss. The graphs are spent, and ``losses`` emptied.
 
         Raises:
             Refused: these graphs cannot be run piece by piece.
@@ -141,7 +174,7 @@ class Round(Generic[Result]):
             self._attributes.undo()
             raise Refused(refusal)
         others = [known for known in engine.reached_by(losses) if known is not self._owner]
-        del losses
+        losses.clear()
         try:
             with self._owner.backward_window(), engine.windows_of(others):
                 self._run_pieces(staged)
@@ -161,3 +194,21 @@ class Round(Generic[Result]):
                 core.drop_copies()
                 turn += 1
         core.stay_in([], _C.PassKind.BACKWARD)
+
+
+class _Unheard:
+    """What a repetition sets on modules does not count."""
+
+    def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
+        pass
+
+
+def _cancel(fibers: Sequence[Fiber[Any]]) -> None:
+    """Ends all of them. An interrupt while they unwind does not stop that."""
+    left = list(fibers)
+    while left:
+        try:
+            left[0].cancel()
+            left.pop(0)
+        except BaseException:  # noqa: BLE001 - another error is on its way already
+            continue

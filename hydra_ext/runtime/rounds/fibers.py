@@ -26,6 +26,7 @@ from hydra_ext.blocks import Site
 from hydra_ext.runtime.tracing import not_traced
 
 Result = TypeVar("Result")
+SiteVisit = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 START = -1  # where a fiber is before its first site
 
 _local = threading.local()
@@ -48,6 +49,12 @@ class WriteListener(Protocol):
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None: ...
 
 
+class SiteCaller(Protocol):
+    """Makes the calls of sites in the fiber's stead."""
+
+    def call(self, fiber: Fiber[Any], number: int, site: Site, call: SiteVisit, args: Any, kwargs: Any) -> Any: ...
+
+
 class Fiber(Generic[Result]):
     """One microbatch's thread.
 
@@ -55,6 +62,7 @@ class Fiber(Generic[Result]):
         index: the microbatch's place in its round.
         owner: the run whose sites park it.
         attributes: told of what it sets on modules.
+        caller: makes its sites' calls; None lets them be.
         place: the number of the site it is parked at; :data:`START` before the first.
         blocks: those of the sites it is inside of, the one it is parked at included.
         marks: the numbers that autograd's nodes had reached whenever the fiber went on.
@@ -68,10 +76,12 @@ class Fiber(Generic[Result]):
         context: _C.ThreadContext,
         attributes: WriteListener,
         work: Callable[[], Result],
+        caller: SiteCaller | None = None,
     ) -> None:
         self.index = index
         self.owner = owner
         self.attributes = attributes
+        self.caller = caller
         self.place = START
         self.blocks: frozenset[int] = frozenset()
         self.marks: list[int] = []
@@ -197,6 +207,14 @@ class Fiber(Generic[Result]):
         self._running = False
         self._rested.put(None)
         self._take_turn()
+
+    @not_traced
+    def call(self, place: int, site: Site, visit: SiteVisit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a site. ``place`` is its number."""
+        with self.inside(place, site):
+            if self.caller is None:
+                return visit(args, kwargs)
+            return self.caller.call(self, place, site, visit, args, kwargs)
 
     @not_traced
     def inside(self, place: int, site: Site) -> Inside:

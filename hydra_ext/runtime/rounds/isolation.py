@@ -171,7 +171,7 @@ def replaced_functions() -> Iterator[None]:
         with _lock:
             _users.add(user)
             if nn.Module.__setattr__ is not _setattr:
-                _plain_setattr, nn.Module.__setattr__ = nn.Module.__setattr__, _setattr  # type: ignore[method-assign]
+                _plain_setattr, nn.Module.__setattr__ = nn.Module.__setattr__, _setattr  # type: ignore[method-assign,assignment]
             if torch.set_autocast_cache_enabled is not _set_cache:
                 _plain_set_cache, torch.set_autocast_cache_enabled = torch.set_autocast_cache_enabled, _set_cache
         yield

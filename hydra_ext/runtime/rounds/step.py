@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from hydra_ext import _C
+from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError
-from hydra_ext.runtime.rounds.executor import Round, RoundOwner
+from hydra_ext.runtime.rounds.buffers import BufferCopies
+from hydra_ext.runtime.rounds.choice import Choice, Decision
+from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
+from hydra_ext.runtime.rounds.isolation import Surroundings, generators
+from hydra_ext.runtime.rounds.recompute import Recomputation
+
+logger = logging.getLogger(__name__)
 
 Microbatch = TypeVar("Microbatch")
 Reduction = Literal["mean", "sum"]
@@ -34,11 +43,11 @@ class StepOutput:
     metrics: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What one microbatch's forward gave."""
+    """What one microbatch's forward gave; ``root`` is where its backward starts, until it has run."""
 
-    root: Tensor
+    root: Tensor | None
     loss: Tensor
     metrics: Any
 
@@ -75,6 +84,12 @@ class Work(Generic[Microbatch]):
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))
+        if not loss.requires_grad or loss.numel() != 1:
+            raise ValueError(
+                f"fn returned a loss of shape {tuple(loss.shape)}"
+                + ("" if loss.requires_grad else " that depends on no trainable parameter")
+                + ": return a scalar to run backward from"
+            )
         root = loss / self._divisor if self._divisor != 1 else loss
         if self._scaler is not None:
             root = self._scaler.scale(root)
@@ -87,60 +102,103 @@ class StepOwner(RoundOwner, Protocol):
 
     optimizer: torch.optim.Optimizer | None
 
+    def activation_bytes(self) -> int: ...
+
 
 class Stepper:
     """The training steps of one run.
 
     Attributes:
         rounds: how many there were.
-        refusals: rounds that could not be run as such.
+        refusals: rounds whose microbatches could not be run together.
         fallbacks: microbatches that were run one at a time instead.
     """
 
-    def __init__(self, owner: StepOwner) -> None:
+    def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
         self._owner = owner
+        self._choice = choice
+        self._recomputation = Recomputation(sites, owner.device)
+        self._buffers = BufferCopies(owner.model)
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
 
     def step(
         self,
-        microbatches: Iterable[Microbatch],
-        fn: Callable[[Microbatch], Any],
+        works: Sequence[Work[Any]],
+        seeds: Sequence[int],
         *,
         max_norm: float | None,
         round_size: int | None,
+        recompute: bool | None,
         reduction: Reduction,
         scaler: torch.amp.GradScaler | None,
-        seeds: Sequence[int] | None,
     ) -> StepOutput:
         optimizer = self._owner.optimizer
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
-        given = list(microbatches)
-        if not given:
-            raise ValueError("run.step was given no microbatches")
-        divisor = len(given) if reduction == "mean" else 1
-        works = [Work(fn, microbatch, divisor, scaler) for microbatch in given]
-        seeds = _draw_seeds(len(works)) if seeds is None else list(seeds)
         outcomes: list[Outcome] = []
-        size = round_size or len(works)
-        for first in range(0, len(works), size):
-            outcomes += self._run_round(works[first : first + size], seeds[first : first + size])
+        while len(outcomes) < len(works):
+            first = len(outcomes)
+            decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
+            last = first + decision.size
+            outcomes += self._run(works[first:last], seeds[first:last], decision)
         norm = self._update(optimizer, max_norm, scaler)
         losses = torch.stack([outcome.loss for outcome in outcomes])
         return StepOutput(
             loss=losses.mean() if reduction == "mean" else losses.sum(),
-            losses=tuple(outcome.loss for outcome in outcomes),
+            losses=losses.unbind(),
             grad_norm=norm,
             metrics=tuple(outcome.metrics for outcome in outcomes),
         )
 
-    def _run_round(self, works: Sequence[Work[Any]], seeds: Sequence[int]) -> list[Outcome]:
-        this = Round(self._owner, works, seeds)
+    def _run(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome]:
+        if self.refusals:
+            return self._one_at_a_time(works, seeds)
+        self._buffers.note()
+        try:
+            outcomes = self._round(works, seeds, decision)
+            while outcomes is None:  # some activations are to be kept
+                self._buffers.restore()
+                outcomes = self._round(works, seeds, decision)
+            return outcomes
+        except Refused as refused:
+            self.refusals += 1
+            logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
+            self._buffers.restore()
+        return self._one_at_a_time(works, seeds)
+
+    def _round(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome] | None:
+        """None if blocks that were recomputed gave something else."""
+        owner = self._owner
+        this = Round(owner, works, seeds, self._recomputation if decision.recompute else None)
+        before = owner.activation_bytes()
         outcomes = this.forward()
-        this.backward([outcome.root for outcome in outcomes])
+        held = owner.activation_bytes() - before
+        if not this.repeats():
+            return None
+        this.backward(_roots_of(outcomes))
+        kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
+        peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
+        self._choice.learn(decision, held=held, peak=peak)
         self.rounds += 1
+        return outcomes
+
+    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int]) -> list[Outcome]:
+        outcomes = []
+        caller = Surroundings(self._owner.device)
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_cache_enabled(False)
+            for work, seed in zip(works, seeds, strict=True):
+                for generator in generators(self._owner.device):
+                    generator.manual_seed(seed)
+                outcomes.append(work())
+                _roots_of(outcomes[-1:])[0].backward()  # type: ignore[no-untyped-call]
+                self.fallbacks += 1
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            caller.restore()
         return outcomes
 
     def _update(
@@ -160,7 +218,15 @@ class Stepper:
         return norm
 
 
-def _draw_seeds(count: int) -> list[int]:
+def _roots_of(outcomes: Sequence[Outcome]) -> list[Tensor]:
+    """What the backwards start from. Nothing else refers to the graphs any more."""
+    roots = [outcome.root for outcome in outcomes if outcome.root is not None]
+    for outcome in outcomes:
+        outcome.root = None
+    return roots
+
+
+def draw_seeds(count: int) -> list[int]:
     """One per microbatch, from the caller's random state."""
     drawn: list[int] = torch.randint(2**62, (count,), generator=torch.default_generator, device="cpu").tolist()
     return drawn
