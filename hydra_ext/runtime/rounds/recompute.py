@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
 from hydra_ext.blocks import Site
+from hydra_ext.runtime.rounds.buffers import BlockBuffers
 from hydra_ext.runtime.rounds.fibers import Fiber
 from hydra_ext.runtime.rounds.isolation import generators
 from hydra_ext.runtime.sites import tensors_in
@@ -74,7 +75,7 @@ class Recomputation:
         repeatable = RepeatableCall(site.module, call, args, kwargs)
         notes = not self.checked and fiber.index == 0
         context = _C.ThreadContext() if notes else None
-        random = [generator.get_state() for generator in generators(self._device)]
+        random = [generator.get_state() for generator in generators(self._device)] if notes else []
         # The tensors say which devices' random states to keep.
         output = checkpoint(repeatable, *tensors_in((args, kwargs)), use_reentrant=False)
         if context is not None:
@@ -113,35 +114,23 @@ class RepeatableCall:
         self._call = call
         self._arguments = containers_copied((args, kwargs))
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._changed: list[tuple[Tensor, Tensor]] = []
+        self._buffers: BlockBuffers | None = None
 
     @not_traced
     def __call__(self, *_tensors: Tensor) -> Any:
         if self._first is None:
             return self.again()
         (args, kwargs), self._first = self._first, None
-        before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._module.buffers()]
-        try:
-            return self._call(args, kwargs)
-        finally:
-            self._changed = [(buffer, value) for buffer, version, value in before if buffer._version != version]
+        self._buffers = BlockBuffers(self._module)
+        output = self._call(args, kwargs)
+        self._buffers.drop_unchanged()
+        return output
 
     @not_traced
     def again(self) -> Any:
         args, kwargs = containers_copied(self._arguments)
-        with self._buffers_as_before():
+        with self._buffers.in_place() if self._buffers is not None else nullcontext():
             return self._call(args, kwargs)
-
-    @contextmanager
-    def _buffers_as_before(self) -> Iterator[None]:
-        now = [(buffer, buffer.detach().clone()) for buffer, _ in self._changed]
-        for buffer, value in self._changed:
-            buffer.data.copy_(value)  # no new version: graphs of other microbatches hold the buffer
-        try:
-            yield
-        finally:
-            for buffer, value in now:
-                buffer.data.copy_(value)
 
 
 def fingerprint(output: Any) -> Fingerprint:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from hydra_ext import _C
 from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError
-from hydra_ext.runtime.rounds.buffers import BufferCopies
+from hydra_ext.runtime.rounds.buffers import ModelBuffers
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
 from hydra_ext.runtime.rounds.isolation import Surroundings, generators
@@ -118,7 +118,7 @@ class Stepper:
         self._owner = owner
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
-        self._buffers = BufferCopies(owner.model)
+        self._buffers = ModelBuffers(owner.model)
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
