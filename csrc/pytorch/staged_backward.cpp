@@ -124,6 +124,7 @@ void StagedBackward::walk(std::size_t microbatch, const at::Tensor& loss) {
     const NodePtr user = std::move(unseen.back());
     unseen.pop_back();
     const std::size_t piece = graph.piece_of(*user);
+    nested_ = nested_ || user->name() == "CheckpointFunctionBackward";
     for (std::size_t i = 0; i < user->num_outputs(); ++i) {
       const Edge edge = user->next_edge(i);
       if (!edge.is_valid()) {

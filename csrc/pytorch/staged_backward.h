@@ -48,6 +48,8 @@ class StagedBackward {
   const std::string& refusal() const noexcept { return refusal_; }
   /// Runs `turns[turn]`, and accumulates the gradients whose turn has come. Turns come in their order.
   void run(std::size_t turn);
+  /// Whether a node runs a backward of its own, which accumulates gradients when it comes to it.
+  bool nested() const noexcept { return nested_; }
   /// How many gradients are held at any time during the backward, one for each microbatch.
   std::size_t held() const noexcept { return held_; }
 
@@ -94,6 +96,7 @@ class StagedBackward {
   std::map<std::size_t, std::vector<std::pair<std::size_t, Input>>> due_;  // by turn: held leaves of microbatches
   std::string refusal_;
   std::size_t held_ = 0;
+  bool nested_ = false;
 };
 
 }  // namespace hydra

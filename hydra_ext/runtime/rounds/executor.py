@@ -7,6 +7,7 @@ the last to the first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -169,7 +170,7 @@ class Round(Generic[Result]):
         refusal = self._attributes.conflict
         if not refusal:
             staged = _C.StagedBackward(losses, [fiber.marks for fiber in self._fibers], order)
-            refusal = staged.refusal
+            refusal = staged.refusal or (self._nested_sums() if staged.nested else "")
         if refusal:
             self._attributes.undo()
             raise Refused(refusal)
@@ -181,6 +182,22 @@ class Round(Generic[Result]):
         finally:
             self._attributes.finish()
             self._caller.restore()
+
+    def _nested_sums(self) -> str:
+        """Why backwards inside the backward would sum in another order than a loop; empty when they would not.
+
+        They accumulate when they come to it, which is known to be in order only where all microbatches do the same.
+        """
+        together = all(len(stay.pieces) == len(self._fibers) for stay in self._stays)
+        for fiber in self._fibers:
+            calls = Counter(block for blocks, _ in fiber.calls for block in blocks)
+            for other in self._fibers:
+                nested = {block for blocks, graph in other.calls if not graph for block in blocks}
+                once = all(calls[block] == 1 for block in nested)
+                alike = not any(graph and blocks & nested for blocks, graph in fiber.calls)
+                if nested and not (together and once and alike):
+                    return "blocks inside a reentrant checkpoint are called elsewhere, too, or not by all microbatches"
+        return ""
 
     def _run_pieces(self, staged: _C.StagedBackward) -> None:
         core = self._owner.core

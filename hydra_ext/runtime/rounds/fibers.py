@@ -66,6 +66,7 @@ class Fiber(Generic[Result]):
         place: the number of the site it is parked at; :data:`START` before the first.
         blocks: those of the sites it is inside of, the one it is parked at included.
         marks: the numbers that autograd's nodes had reached whenever the fiber went on.
+        calls: of sites: the site's blocks, and whether with a graph.
         result: what ``work`` returned.
     """
 
@@ -85,6 +86,7 @@ class Fiber(Generic[Result]):
         self.place = START
         self.blocks: frozenset[int] = frozenset()
         self.marks: list[int] = []
+        self.calls: list[tuple[frozenset[int], bool]] = []
         self.result: Result | None = None
         self._work: Callable[[], Result] | None = work
         self._context = context
@@ -241,6 +243,7 @@ class Inside:
             except BaseException:  # re-raised: __exit__ is not called then
                 fiber.blocks = self._around
                 raise
+        fiber.calls.append((self._blocks, torch.is_grad_enabled()))
 
     @not_traced
     def __exit__(

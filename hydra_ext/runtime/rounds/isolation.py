@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_ext import _C
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.tracing import not_traced
 
@@ -50,7 +51,7 @@ class Surroundings:
         self.note()
 
     def note(self) -> None:
-        self._random = [generator.get_state() for generator in self._generators]
+        self._random = _C.random_states(self._generators)
         self._switches = [read() for read, _ in _SWITCHES]
 
     def restore(self) -> None:
@@ -62,10 +63,10 @@ class Surroundings:
 
     def seed(self, seed: int) -> None:
         """As after ``torch.manual_seed(seed)``."""
-        before = [generator.get_state() for generator in self._generators]
+        before = _C.random_states(self._generators)
         for generator in self._generators:
             generator.manual_seed(seed)
-        self._random = [generator.get_state() for generator in self._generators]
+        self._random = _C.random_states(self._generators)
         for generator, state in zip(self._generators, before, strict=True):
             generator.set_state(state)
 

@@ -5,7 +5,7 @@ module's buffers, and the containers among the arguments (caches that a block ap
 cannot be known; so the calls of one microbatch are repeated once, before the first backward that relies on them, and
 sites that do not give the same again keep their activations from then on.
 
-Only sites that hold no other site are recomputed.
+Only sites that hold no other site are recomputed, and not inside a user's checkpoint or other hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 Fingerprint = list[tuple[torch.Size, torch.dtype, int]]
+_saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -70,12 +71,12 @@ class Recomputation:
     @not_traced
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: Call, args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``; with a graph, as a checkpoint."""
-        if number in self._kept or not torch.is_grad_enabled():
+        if number in self._kept or not torch.is_grad_enabled() or _saved_tensors_hooked(True) is not None:
             return call(args, kwargs)
         repeatable = RepeatableCall(site.module, call, args, kwargs)
         notes = not self.checked and fiber.index == 0
         context = _C.ThreadContext() if notes else None
-        random = [generator.get_state() for generator in generators(self._device)] if notes else []
+        random = _C.random_states(generators(self._device)) if notes else []
         # The tensors say which devices' random states to keep.
         output = checkpoint(repeatable, *tensors_in((args, kwargs)), use_reentrant=False)
         if context is not None:
