@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def _check_reports(case: Case, observed: Any, expected: Seen) -> None:
         return
     # A static model: its blocks are passed in the same order however many microbatches there are.
     passes = [len(run.core.recorded(kind)) for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)]
-    for before, after in zip(reports[1:], reports[2:], strict=False):
+    for before, after in pairwise(reports[1:]):
         loads = after.loads - before.loads
         assert loads <= len(case.rounds()) * sum(passes), "a block was moved more than once in a pass"
         # The first round's gradients leave once for all its microbatches; what others add is summed on the host.

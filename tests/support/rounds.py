@@ -73,7 +73,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     if a.is_sparse:
         a, b = a.to_dense(), b.to_dense()
-    return torch.equal(a, b) or torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def differences(ours: Seen, plain: Seen) -> list[str]:
