@@ -173,10 +173,15 @@ def test_a_function_that_catches_everything_is_unwound_all_the_same() -> None:
 # ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
 
 
+def ctrl_c() -> None:
+    """As the kernel does it: the main thread gets the signal."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 @pytest.mark.parametrize("call", range(0, 2 * LAYERS * PLAN.m, 2))
 def test_ctrl_c_while_a_microbatch_runs(call: int) -> None:
     """Forward calls of layers, then backward calls: one after another over the whole step."""
-    interrupt = at_call(call, lambda: signal.raise_signal(signal.SIGINT))
+    interrupt = at_call(call, ctrl_c)
 
     def spoil(_module: nn.Module, _args: Any, output: Tensor) -> None:
         interrupt()
@@ -195,7 +200,7 @@ def test_ctrl_c_reaches_a_microbatch_that_computes_in_python() -> None:
     reached: list[str] = []
 
     def spin(*_: Any) -> None:
-        signal.raise_signal(signal.SIGINT)  # the main thread waits for this one
+        ctrl_c()
         try:
             while True:
                 pass
