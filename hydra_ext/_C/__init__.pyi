@@ -31,6 +31,7 @@ __all__: list[str] = [
     "human_bytes",
     "is_face",
     "on_simulated_device",
+    "random_states",
     "reached_leaves",
     "reached_models",
     "suspend_charging",
@@ -363,6 +364,8 @@ class StagedBackward:
     @property
     def held(self) -> int: ...
     @property
+    def nested(self) -> bool: ...
+    @property
     def refusal(self) -> str: ...
 
 def counting_allocator_installed() -> bool: ...
@@ -379,6 +382,11 @@ def is_face(tensor: torch.Tensor) -> bool:
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """
+    Of each generator; charged to no device.
     """
 
 def reached_leaves(
