@@ -11,6 +11,7 @@ void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
+void bind_rounds(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);  // in builds with CUDA
 

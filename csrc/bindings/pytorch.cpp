@@ -92,6 +92,8 @@ void bind_running(ModelClass& model_class) {
       .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
+      .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
+      .def("drop_copies", &PagedModel::drop_copies)
       .def("close", &PagedModel::close);
 }
 
@@ -129,10 +131,13 @@ void bind_pytorch(py::module_& module) {
   bind_values(module);
   ModelClass model_class(module, "PagedModel");
   bind_running(model_class);
-  py::class_<Windows>(module, "Windows", "The windows of one backward, entered and left together.")
-      .def(py::init<std::vector<std::shared_ptr<PagedModel>>>(), py::arg("models"))
-      .def("enter", &Windows::enter, py::arg("kind"))
-      .def("exit", &Windows::exit, py::kw_only(), py::arg("failed"));
+  // A context manager made of C: no interrupt can come between entering and the `with` that will leave.
+  py::class_<Windows>(module, "Windows", "The windows of several models, entered and left together.")
+      .def(py::init<std::vector<std::shared_ptr<PagedModel>>, PassKind>(), py::arg("models"), py::arg("kind"))
+      .def("__enter__", &Windows::enter)
+      .def("__exit__", [](Windows& windows, const py::object& type, const py::object&, const py::object&) {
+        windows.exit(!type.is_none());
+      });
   bind_reading(model_class);
   module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
              "Why the parameter cannot be offloaded; empty when it can.");

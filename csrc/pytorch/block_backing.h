@@ -15,8 +15,8 @@
 #include <memory>
 #include <vector>
 
-#include "csrc/paging/block_client.h"
 #include "csrc/optim/deferred_update.h"
+#include "csrc/paging/block_client.h"
 #include "csrc/pytorch/host_parameter.h"
 
 namespace hydra {

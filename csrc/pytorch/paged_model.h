@@ -18,11 +18,12 @@
 #include <vector>
 
 #include "csrc/memory/tracked_resource.h"
+#include "csrc/optim/deferred_update.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/counting_allocator.h"
-#include "csrc/optim/deferred_update.h"
 #include "csrc/pytorch/derived_page.h"
+#include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/window.h"
@@ -75,18 +76,19 @@ struct SiteVisit {
 
 class PagedModel;
 
-/// The windows of one backward that runs through several models: entered and left together.
+/// The windows of several models, of one pass: entered and left together.
 class Windows {
  public:
-  explicit Windows(std::vector<std::shared_ptr<PagedModel>> models) : models_(std::move(models)) {}
+  Windows(std::vector<std::shared_ptr<PagedModel>> models, PassKind kind) : models_(std::move(models)), kind_(kind) {}
 
   /// Lock. All or none.
-  void enter(PassKind kind);
+  void enter();
   /// Lock. Leaves those entered, all of them; throws the first error.
   void exit(bool failed);
 
  private:
   std::vector<std::shared_ptr<PagedModel>> models_;
+  PassKind kind_;
   std::vector<WindowToken> entered_;
 };
 
@@ -124,6 +126,12 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Backward has reached these blocks: those before are unpinned, these pinned, until the window closes or
   /// the next ones are reached. Nothing happens after close().
   void arrive_backward(const BlockList& blocks);
+
+  /// A round's microbatches run through these blocks until the next call, or until the window closes. Meanwhile
+  /// they are pinned, reaching them is no news, and in a backward their gradients are gathered on the device.
+  void stay_in(const BlockList& blocks, PassKind kind);
+  /// Lets go of the low-precision copies of the blocks stayed in: the next microbatch makes its own.
+  void drop_copies();
 
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
@@ -194,6 +202,10 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
+  bool stays_in(const BlockList& blocks) const;
+  void end_stay() noexcept;
+  BlockList stays() const;
+  BlockList exchange_stays(BlockList next);
 
   std::shared_ptr<DeviceBackend> backend_;
   std::shared_ptr<HostArena> arena_;
@@ -207,6 +219,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::unique_ptr<Pager> pager_;
   std::shared_ptr<void> service_;
   std::unique_ptr<AccumulatingSink> sink_;
+  GradientGathering gathering_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;
@@ -222,8 +235,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   double update_seconds_ = 0.0;  // of those that have ended
 
   std::mutex gate_;
-  std::mutex backward_mutex_;
+  mutable std::mutex backward_mutex_;
   BlockList backward_blocks_;
+  BlockList stays_;
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};

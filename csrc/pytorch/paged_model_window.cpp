@@ -212,6 +212,7 @@ void PagedModel::close_window(bool failed) {
   window_.show_host();
   const py::gil_scoped_release released;
   leave(exchange_backward_blocks({}));
+  end_stay();
   pager_->end_pass(!failed);
   std::exception_ptr error;
   try {
@@ -252,11 +253,11 @@ void PagedModel::collect_assigned_gradients() {
   }
 }
 
-void Windows::enter(PassKind kind) {
+void Windows::enter() {
   try {
     for (const auto& model : models_) {
       entered_.emplace_back();
-      model->enter(entered_.back(), kind);
+      model->enter(entered_.back(), kind_);
     }
   } catch (...) {  // re-raised: none is entered
     exit(/*failed=*/true);

@@ -27,7 +27,9 @@ __all__: list[str] = [
     "SgdStep",
     "SimulatedDevice",
     "SiteVisit",
+    "StagedBackward",
     "StepPlan",
+    "ThreadContext",
     "ThreadPool",
     "WindowToken",
     "Windows",
@@ -36,6 +38,7 @@ __all__: list[str] = [
     "is_face",
     "norm_of_sums",
     "on_simulated_device",
+    "random_states",
     "reached_leaves",
     "reached_models",
     "rounding_seed",
@@ -368,6 +371,7 @@ class PagedModel:
         pool: ThreadPool,
         scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     ) -> None: ...
+    def drop_copies(self) -> None: ...
     def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
     def enter(self, token: WindowToken, kind: PassKind) -> None: ...
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
@@ -385,6 +389,9 @@ class PagedModel:
     @typing.overload
     def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def show_in_window(self, host: typing.Any, face: typing.Any) -> None: ...
+    def stay_in(
+        self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
+    ) -> None: ...
     def timeline(self) -> list[MemorySample]: ...
     def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
@@ -427,11 +434,44 @@ class PagedModel:
 
 class Windows:
     """
-    The windows of one backward, entered and left together.
+    The windows of several models, entered and left together.
     """
-    def __init__(self, models: collections.abc.Sequence[PagedModel]) -> None: ...
-    def enter(self, kind: PassKind) -> None: ...
-    def exit(self, *, failed: bool) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, models: collections.abc.Sequence[PagedModel], kind: PassKind) -> None: ...
+
+class ThreadContext:
+    """
+    What torch keeps of the calling thread, for another thread.
+    """
+    def __init__(self) -> None: ...
+    def enter(self) -> None:
+        """
+        For good; autocast keeps no casts from here on.
+        """
+
+class StagedBackward:
+    """
+    Runs the graphs of several microbatches piece by piece, in the order of `turns`.
+    """
+    def __init__(
+        self,
+        losses: collections.abc.Sequence[torch.Tensor],
+        marks: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]],
+        turns: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+        ],
+    ) -> None:
+        """
+        marks: by microbatch, the sequence numbers its pieces begin at. turns: (microbatch, piece), all of them.
+        """
+    def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def nested(self) -> bool: ...
+    @property
+    def refusal(self) -> str: ...
 
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
@@ -450,6 +490,11 @@ def norm_of_sums(sums: collections.abc.Sequence[typing.SupportsFloat | typing.Su
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """
+    Of each generator; charged to no device.
     """
 
 def reached_leaves(

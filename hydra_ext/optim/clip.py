@@ -32,20 +32,24 @@ def clip_grad_norm_(
         InvalidOptimizer: a gradient is sparse, not on the host, or of another type than fp32, bf16, fp16.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    gradients, laid_out = [], []
-    for ordinal, parameter in enumerate(owners):
-        gradient = parameter.grad
-        if gradient is not None:
-            check_gradient(gradient, ordinal)
-            gradients.append(gradient)
-            laid_out.append(as_parameter_lies(gradient, parameter))
-    norm = _C.norm_of_sums(_C.sums_of_squares(laid_out, threads.pool(None)))
+    norm, factor = norm_and_factor(owners, max_norm)
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteNorm(
             f"the norm of the gradients is {norm}: leave out this step, or pass error_if_nonfinite=False to go on"
         )
-    factor = _C.clip_factor(norm, float(max_norm))
     if factor != 1.0:
-        for gradient in gradients:
-            gradient.mul_(factor)  # not _foreach_mul_, which rounds the factor to the gradients' type
+        for parameter in owners:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)  # not _foreach_mul_, which rounds the factor to the gradients' type
     return torch.tensor(norm, dtype=torch.float32)
+
+
+def norm_and_factor(parameters: Iterable[Tensor], max_norm: float) -> tuple[float, float]:
+    """The norm of the parameters' gradients, and what clipping multiplies them with; NaN if the norm is."""
+    gradients = []
+    for ordinal, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            check_gradient(parameter.grad, ordinal)
+            gradients.append(as_parameter_lies(parameter.grad, parameter))
+    norm = _C.norm_of_sums(_C.sums_of_squares(gradients, threads.pool(None)))
+    return norm, _C.clip_factor(norm, float(max_norm))

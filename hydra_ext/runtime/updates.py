@@ -8,11 +8,18 @@ or pickles them, wait for all.
 
 from __future__ import annotations
 
+import logging
+import math
+
+import torch
 from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.optim.clip import norm_and_factor
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
+
+logger = logging.getLogger(__name__)
 
 Gradients = list[tuple[Tensor, Tensor]]
 _NO_BLOCK = -1  # of parameters that the model has not
@@ -29,6 +36,7 @@ class Updates:
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
         self._parts: list[int] = []  # the blocks of what is being prepared
+        self._scale = 1.0  # of the gradients of the model's own parameters
         optimizer.runner = self
 
     def close(self) -> None:
@@ -38,6 +46,30 @@ class Updates:
     def sync(self) -> None:
         """Returns when no step is under way."""
         self._core.finish_update()
+
+    def step(self, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
+        """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
+
+        As ``clip_grad_norm_`` and ``optimizer.step()``, to the bit; but the update itself scales the gradients, and a
+        norm that is not finite skips the step before anything is touched.
+        """
+        if max_norm is None:
+            self._optimizer.step()
+            return None, False
+        norm, factor = norm_and_factor(parameters, max_norm)
+        if not math.isfinite(norm):
+            logger.warning("the norm of the gradients is %s: this step is skipped", norm)
+            return torch.tensor(norm, dtype=torch.float32), True
+        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        for parameter in parameters:
+            if parameter not in stepped and parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
+        self._scale = factor
+        try:
+            self._optimizer.step()
+        finally:
+            self._scale = 1.0
+        return torch.tensor(norm, dtype=torch.float32), False
 
     # ---- what the optimizer asks for --------------------------------------------------------------------------------
 
@@ -60,4 +92,4 @@ class Updates:
                 part.plan.run(optimizer.pool)
             else:
                 updates.append(_C.BlockUpdate(block, part.plan, optimizer.tensors_of(part)))
-        self._core.defer_update(updates, optimizer.pool)
+        self._core.defer_update(updates, optimizer.pool, self._scale)
