@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class Updates:
         """Returns when no step is under way."""
         self._core.finish_update()
 
-    def step(self, parameters: list[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
+    def step(self, parameters: Sequence[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
         """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
 
         As ``clip_grad_norm_`` and ``optimizer.step()``, to the bit; but the update itself scales the gradients, and a
