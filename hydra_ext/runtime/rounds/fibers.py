@@ -174,7 +174,7 @@ class Fiber(Generic[Result]):
                 sys.settrace(trace)
                 self._context.enter()
                 if self._stream is not None:
-                    torch.cuda.set_stream(self._stream)  # and its device
+                    torch.cuda.set_stream(self._stream)  # type: ignore[no-untyped-call]  # and its device
                 if self._work is not None:
                     self.result = self._work()
             except BaseException as error:  # noqa: BLE001 - raised by go_on()
