@@ -99,7 +99,8 @@ class Fiber(Generic[Result]):
         self._errors: list[BaseException] = []
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._rested: SimpleQueue[None] = SimpleQueue()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if on_gpu else None
         trace = sys.gettrace()
         copied = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -174,7 +175,7 @@ class Fiber(Generic[Result]):
                 sys.settrace(trace)
                 self._context.enter()
                 if self._stream is not None:
-                    torch.cuda.set_stream(self._stream)  # type: ignore[no-untyped-call]  # and its device
+                    torch.cuda.set_stream(self._stream)  # and its device
                 if self._work is not None:
                     self.result = self._work()
             except BaseException as error:  # noqa: BLE001 - raised by go_on()
