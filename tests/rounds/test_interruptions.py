@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import signal
 import sys
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext import Checks
+from hydra_ext import _C, Checks
 from hydra_ext.runtime import rounds
 from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
 from support.zoo_more import MORE_FAMILIES
@@ -265,3 +267,18 @@ def test_ctrl_c_at_fifty_random_lines_of_a_step(share: float) -> None:
 def differences_of_weights(model: nn.Module) -> bool:
     fresh = FAMILY.make(0)
     return any(not torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_error_keeps_no_activations_once_it_is_forgotten(recompute: bool) -> None:
+    with an_offloaded_model() as (run, model):
+        gc.disable()
+        try:
+            for layer, call in ((3, 1), (3, PLAN.m)):
+                handle = model.layers[layer].norm.register_forward_hook(at_call(call, stop))
+                with contextlib.suppress(Stop):
+                    run.step(BATCHES[: PLAN.m], lambda b: loss(model, b), round_size=PLAN.m, recompute=recompute)
+                handle.remove()
+                assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        finally:
+            gc.enable()

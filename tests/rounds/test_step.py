@@ -175,7 +175,7 @@ def test_a_scaler_scales_and_decides_about_the_step(overflow: bool) -> None:
     assert (scaler.get_scale() < 1024.0) is overflow
 
 
-# ---- the process around -----------------------------------------------------------------------------------------------
+# ---- the process around ---------------------------------------------------------------------------------------------
 
 
 def test_a_context_inside_fn_that_sets_switches_of_the_process_is_each_microbatchs_own() -> None:

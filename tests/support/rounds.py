@@ -152,6 +152,16 @@ def assert_nothing_left(run: hydra_ext.Run) -> None:
     assert torch.is_autocast_cache_enabled()
 
 
+def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **choices: Any) -> int:
+    """Device bytes that the activations of steps take at their highest where there is room for everything."""
+    model = family.make(0)
+    checks = hydra_ext.Checks(poison_hosts=True)
+    with hydra_ext.offload(model, build_optimizer(model, plan), budget=2**30, checks=checks) as run:
+        train_rounds(run, model, family.loss, batches, plan, steps=2, **choices)
+        kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD, _C.PassKind.INFERENCE)
+        return max(size for kind in kinds for _, size in run.core.recorded(kind))
+
+
 def peak_of_loop(family: Family, plan: Plan) -> int:
     """Device bytes of one microbatch's activations at their highest."""
     model = family.make(0)

@@ -96,9 +96,11 @@ class Fiber(Generic[Result]):
         self._running = False
         self._cancelled = False
         self._ended = False
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._rested: SimpleQueue[None] = SimpleQueue()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if on_gpu else None
         trace = sys.gettrace()
         copied = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -124,8 +126,8 @@ class Fiber(Generic[Result]):
         self._permitted = True
         self._wake.put(None)
         self._wait()
-        if self._error is not None and not self._cancelled:
-            raise self._error
+        if self._errors and not self._cancelled:
+            _raise_from(self._errors)
 
     def cancel(self) -> None:
         """Ends the fiber: it unwinds from where it is parked. Again after an interrupt, until it returns."""
@@ -138,21 +140,21 @@ class Fiber(Generic[Result]):
             self._wait()
         if self._thread.ident is not None:
             self._thread.join()
-        self._work = None
+        self._errors.clear()
 
     def join(self) -> None:
         self._thread.join()
 
     def _wait(self) -> None:
-        interrupt: BaseException | None = None
+        interrupts: list[BaseException] = []
         while self._permitted or self._running:
             try:
                 self._rested.get()
             except BaseException as error:  # noqa: BLE001 - raised below
-                interrupt = interrupt or error
+                interrupts.append(error)
                 self._interrupt(type(error))
-        if interrupt is not None:
-            raise interrupt
+        if interrupts:
+            _raise_from(interrupts)
 
     def _interrupt(self, error: type[BaseException]) -> None:
         """Raises ``error`` in the fiber, wherever it is, once in its life."""
@@ -172,14 +174,16 @@ class Fiber(Generic[Result]):
                 self._take_turn()
                 sys.settrace(trace)
                 self._context.enter()
+                if self._stream is not None:
+                    torch.cuda.set_stream(self._stream)  # and its device
                 if self._work is not None:
                     self.result = self._work()
             except BaseException as error:  # noqa: BLE001 - raised by go_on()
-                self._error = error
+                self._errors.append(error)
             finally:
                 self._end()
         except BaseException as error:  # noqa: BLE001 - an interrupt that came between; there is one at most
-            self._error = self._error or error
+            self._errors.append(error)
         finally:
             self._end()
 
@@ -222,6 +226,14 @@ class Fiber(Generic[Result]):
     def inside(self, place: int, site: Site) -> Inside:
         """A context for the call of a site. Parks on entering, unless its blocks are at hand."""
         return Inside(self, place, frozenset(site.blocks))
+
+
+def _raise_from(errors: list[BaseException]) -> None:
+    """Raises the first. No frame refers to it afterwards: it would keep the graphs in its traceback alive."""
+    try:
+        raise errors[0]
+    finally:
+        errors.clear()
 
 
 class Inside:
