@@ -7,7 +7,9 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_transfer(module);
   hydra::bind_paging(module);
   hydra::bind_optim(module);
+  hydra::bind_values(module);
   hydra::bind_pytorch(module);
+  hydra::bind_tensors(module);
   hydra::bind_rounds(module);
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA

@@ -132,6 +132,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void stay_in(const BlockList& blocks, PassKind kind);
   /// Lets go of the low-precision copies of the blocks stayed in: the next microbatch makes its own.
   void drop_copies();
+  /// Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
+  void run_hooks() { sink_->run_hooks(/*failed=*/false); }
 
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();

@@ -51,8 +51,7 @@ def passes_of_a_step(run: hydra_ext.Run, model: nn.Module, family: Any, batches:
     moments: list[tuple[int, int, set[int]]] = []
 
     def there() -> set[int]:
-        here = (_C.BlockState.PRESENT, _C.BlockState.LOADING)
-        return {block for block in range(len(run.layout.blocks)) if run.core.block_state(block) in here}
+        return set(run.core.resident_blocks)
 
     def fn(batch: Any) -> Tensor:
         loss: Tensor = family.loss(model, batch)

@@ -209,6 +209,7 @@ class Round(Generic[Result]):
             for fiber, _ in stay.pieces:
                 with self._turn_of(fiber, repetition=True), regions[fiber.index]:
                     staged.run(turn)
+                    core.run_hooks()
                 core.drop_copies()
                 turn += 1
         core.stay_in([], _C.PassKind.BACKWARD)
