@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -57,3 +57,36 @@ def compare(reference: Callable[[], None], subject: Callable[[], None], *, round
         spread=(high - low) / 2,
         rounds=rounds,
     )
+
+
+@dataclass(frozen=True)
+class Series:
+    """Several things run by turns: seconds of every round, by name."""
+
+    seconds: dict[str, list[float]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def speed(self, subject: str, reference: str) -> float:
+        """How often as fast as the reference: the median over the rounds."""
+        return statistics.median(r / s for s, r in zip(self.seconds[subject], self.seconds[reference], strict=True))
+
+    def spread(self, name: str, twin: str) -> float:
+        """Half the interquartile range of the ratio of two identical runs of the same round."""
+        low, _, high = statistics.quantiles(
+            (a / b for a, b in zip(self.seconds[name], self.seconds[twin], strict=True)), n=4
+        )
+        return (high - low) / 2
+
+
+def by_turns(runs: Mapping[str, Callable[[], None]], *, rounds: int, warm_up: int = 2) -> Series:
+    """Every round runs all of them once, in the order given."""
+    for _ in range(warm_up):
+        for run in runs.values():
+            run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(timed(run))
+    return Series(seconds)

@@ -11,10 +11,11 @@ if (_problem := _guard.load_extension()) is not None:
 
     sys.exit(main.run(sys.argv[1:]))
 
-from hydra_ext import _build_info
+from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.runtime.report import Report
+from hydra_ext.runtime.rounds.step import StepOutput
 from hydra_ext.runtime.run import Run
 
 # ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
@@ -23,8 +24,10 @@ __all__ = [
     "Report",
     "Run",
     "SimulatedDevice",
+    "StepOutput",
     "__version__",
     "offload",
+    "optim",
 ]
 
 __version__ = _build_info.VERSION

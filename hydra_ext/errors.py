@@ -61,3 +61,11 @@ class TransferError(HydraError, RuntimeError):
 
 class PageFaultError(HydraError, RuntimeError):
     """An operation met an absent device parameter while the fault path is off."""
+
+
+class InvalidOptimizer(HydraError, ValueError):
+    """An option, a parameter, a gradient or a saved state that an optimizer of hydra_ext cannot work with."""
+
+
+class NonFiniteNorm(HydraError, RuntimeError):
+    """The norm of the gradients is infinite or NaN, and clipping was told not to go on then."""

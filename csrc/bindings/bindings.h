@@ -1,4 +1,4 @@
-// One function per folder; module.cpp calls them in the order of the layers.
+// One function per folder, or part of one; module.cpp calls them in the order of the layers.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,7 +9,11 @@ void bind_base(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
+void bind_optim(pybind11::module_& module);
+void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
+void bind_tensors(pybind11::module_& module);
+void bind_rounds(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);  // in builds with CUDA
 

@@ -30,20 +30,6 @@ std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, s
 
 using ModelClass = py::class_<PagedModel, std::shared_ptr<PagedModel>>;
 
-void bind_values(py::module_& module) {
-  py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
-      .def_readonly("kind", &MemorySample::kind)
-      .def_readonly("block", &MemorySample::block)
-      .def(
-          "bytes",
-          [](const MemorySample& sample, MemoryClass cls) {
-            return sample.use.by_class[static_cast<std::size_t>(cls)];
-          },
-          py::arg("cls"));
-  py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
-  py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
-}
-
 void bind_running(ModelClass& model_class) {
   model_class
       .def(py::init(&make_model), py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("budget"),
@@ -86,12 +72,31 @@ void bind_running(ModelClass& model_class) {
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
+      .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
+           Released())
+      .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
+      .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
+      .def("drop_copies", &PagedModel::drop_copies)
+      .def("run_hooks", &PagedModel::run_hooks, Released())
       .def("close", &PagedModel::close);
 }
 
 void bind_reading(ModelClass& model_class) {
   model_class.def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
       .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
+      .def_property_readonly(
+          "resident_blocks",
+          [](PagedModel& model) {
+            BlockList resident;
+            for (std::int32_t block = 0; block < static_cast<std::int32_t>(model.pager().blocks()); ++block) {
+              const BlockState state = model.pager().state(block);
+              if (state == BlockState::kPresent || state == BlockState::kLoading) {
+                resident.push_back(block);
+              }
+            }
+            return resident;
+          },
+          "Blocks whose bytes are on the device, or on their way there.")
       .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
       .def_property_readonly("pins", [](PagedModel& model) { return model.pager().pins(); })
       .def_property_readonly(
@@ -102,6 +107,9 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly("window_open", &PagedModel::window_open)
       .def_property_readonly(
           "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
+      .def_property_readonly("arena_bytes", [](PagedModel& model) { return model.arena().mapped_bytes(); })
+      .def_property_readonly("deferred_updates", &PagedModel::deferred_updates)
+      .def_property_readonly("update_seconds", &PagedModel::update_seconds)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly(
@@ -112,37 +120,16 @@ void bind_reading(ModelClass& model_class) {
 }  // namespace
 
 void bind_pytorch(py::module_& module) {
-  py::class_<GradientStatistics>(module, "GradientStatistics")
-      .def_readonly("bytes", &GradientStatistics::bytes)
-      .def_readonly("gradients", &GradientStatistics::gradients)
-      .def_readonly("synchronous", &GradientStatistics::synchronous)
-      .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
-  bind_values(module);
   ModelClass model_class(module, "PagedModel");
   bind_running(model_class);
-  py::class_<Windows>(module, "Windows", "The windows of one backward, entered and left together.")
-      .def(py::init<std::vector<std::shared_ptr<PagedModel>>>(), py::arg("models"))
-      .def("enter", &Windows::enter, py::arg("kind"))
-      .def("exit", &Windows::exit, py::kw_only(), py::arg("failed"));
+  // A context manager made of C: no interrupt can come between entering and the `with` that will leave.
+  py::class_<Windows>(module, "Windows", "The windows of several models, entered and left together.")
+      .def(py::init<std::vector<std::shared_ptr<PagedModel>>, PassKind>(), py::arg("models"), py::arg("kind"))
+      .def("__enter__", &Windows::enter)
+      .def("__exit__", [](Windows& windows, const py::object& type, const py::object&, const py::object&) {
+        windows.exit(!type.is_none());
+      });
   bind_reading(model_class);
-  module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
-             "Why the parameter cannot be offloaded; empty when it can.");
-  module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
-             "Those of the models that the graph behind the roots belongs to.");
-  module.def("reached_leaves", &reached_leaves, py::arg("roots"), py::arg("leaves"),
-             "Which of the leaves the graph behind the roots reaches.");
-  module.def(
-      "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
-      "Whether the tensor is a device parameter or a view of one.");
-  module.def(
-      "on_simulated_device",
-      [](const at::Tensor& tensor) {
-        return page_of(tensor) != nullptr || (tensor.has_storage() && is_charged(tensor.storage().data()));
-      },
-      py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
-  module.def(
-      "suspend_charging", [] { exchange_thread_charge({}); },
-      "Nothing the calling thread allocates is charged from here on, until it enters a window.");
 }
 
 }  // namespace hydra

@@ -9,6 +9,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/testing/traffic_twin.h"
 
 namespace py = pybind11;
 
@@ -41,6 +42,28 @@ void pretend_cuda() {
   });
 }
 
+/// All of one length, in the order of Traffic's members.
+void run_twin(const std::vector<at::Tensor>& update, const std::vector<at::Tensor>& read,
+              const std::vector<at::Tensor>& write, ThreadPool& pool) {
+  testing::Traffic traffic;
+  std::vector<void*> arrays;
+  const auto take = [&](const std::vector<at::Tensor>& tensors, std::int64_t bytes, int& count) {
+    for (const at::Tensor& tensor : tensors) {
+      if (tensor.element_size() == bytes) {
+        arrays.push_back(tensor.data_ptr());
+        ++count;
+      }
+    }
+  };
+  take(update, 4, traffic.update4);
+  take(update, 2, traffic.update2);
+  take(read, 4, traffic.read4);
+  take(read, 2, traffic.read2);
+  take(write, 2, traffic.write2);
+  const py::gil_scoped_release released;
+  testing::run_traffic_twin(traffic, arrays, update.at(0).numel(), pool);
+}
+
 }  // namespace
 
 void bind_testing(py::module_& module) {
@@ -58,6 +81,8 @@ void bind_testing(py::module_& module) {
       .def("reset", &FaultScript::reset)
       .def("count", &FaultScript::count, py::arg("operation"));
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
+  tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
+            py::arg("pool"), "The memory traffic of an update without its arithmetic; spoils what the tensors hold.");
   py::class_<Meter>(tests, "Meter")
       .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
       .def("begin", &Meter::begin)

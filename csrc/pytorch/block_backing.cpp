@@ -76,11 +76,29 @@ void BlockBacking::cast_into_staging() {
   staged_ = true;
 }
 
+void BlockBacking::wait_before_fill(std::shared_ptr<DeferredUpdate> update) {
+  const std::lock_guard lock(update_mutex_);
+  update_ = std::move(update);
+}
+
 Job BlockBacking::fill(void* slot) {
   Job job;
   auto* const base = static_cast<std::byte*>(slot);
+  std::shared_ptr<DeferredUpdate> update;
+  {
+    const std::lock_guard lock(update_mutex_);
+    update = update_;
+  }
+  if (update) {
+    job.before = [update, block = parameters_.front()->page->block] { update->wait(block); };
+  }
   if (staging_) {
-    job.before = [this] { cast_into_staging(); };
+    job.before = [this, wait = std::move(job.before)] {
+      if (wait) {
+        wait();
+      }
+      cast_into_staging();
+    };
     job.segments.push_back({base, staging_->data(), slot_bytes_});
     return job;
   }
@@ -125,6 +143,11 @@ void BlockBacking::withdraw() noexcept {
 }
 
 void BlockBacking::take_aside() {
+  for (const HostParameter* parameter : parameters_) {
+    if (parameter->withheld_data != nullptr) {
+      return;
+    }
+  }
   if (!aside_) {
     aside_ = std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
   }
@@ -136,6 +159,9 @@ void BlockBacking::take_aside() {
 }
 
 void BlockBacking::conceal() {
+  if (!aside_) {
+    return;
+  }
   for (const HostParameter* parameter : parameters_) {
     std::memset(parameter->host_data(), 0xff, static_cast<std::size_t>(parameter->host_bytes()));
   }

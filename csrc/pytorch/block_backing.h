@@ -12,8 +12,10 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
+#include "csrc/optim/deferred_update.h"
 #include "csrc/paging/block_client.h"
 #include "csrc/pytorch/host_parameter.h"
 
@@ -31,7 +33,9 @@ class BlockBacking final : public BlockClient {
 
   /// The hosts' bytes have changed since the last fill.
   void host_changed() noexcept { staged_ = false; }
-  /// In two turns, each for all blocks: parameters may share memory.
+  /// Fills wait for the block's part in this update; null: for nothing.
+  void wait_before_fill(std::shared_ptr<DeferredUpdate> update);
+  /// In two turns, each for all blocks: parameters may share memory. Blocks whose bytes are withheld are left alone.
   void take_aside();
   void conceal();
   void reveal() noexcept;
@@ -50,6 +54,8 @@ class BlockBacking final : public BlockClient {
   ArenaRegionPtr home_;     // the adopted hosts' bytes
   ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
   std::unique_ptr<std::byte[]> aside_;
+  std::mutex update_mutex_;
+  std::shared_ptr<DeferredUpdate> update_;
   std::vector<Bytes> home_offsets_;
   Bytes home_bytes_ = 0;
   Bytes slot_bytes_ = 0;

@@ -15,11 +15,6 @@ namespace hydra {
 
 namespace {
 
-/// A derived class may name its base's protected member; the pointer then serves for any tensor.
-struct KeySet final : c10::TensorImpl {
-  static constexpr c10::DispatchKeySet c10::TensorImpl::* kMember = &KeySet::key_set_;
-};
-
 void release_derived(void* context) { auto page = DerivedPagePtr::reclaim(static_cast<DerivedPage*>(context)); }
 
 std::uint32_t version_of(const at::Tensor& tensor) {
@@ -121,8 +116,7 @@ DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::T
   }
   auto derived = c10::make_intrusive<DerivedPage>(parameter, page, copy);
   derived->take_over();
-  auto& keys = copy.unsafeGetTensorImpl()->*KeySet::kMember;
-  keys = keys.add(kFaultKey);
+  add_fault_key(*copy.unsafeGetTensorImpl());
   return derived;
 }
 

@@ -16,6 +16,7 @@
 #include "csrc/pytorch/gil.h"
 #include "csrc/pytorch/page.h"
 #include "csrc/pytorch/paged_model.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
@@ -124,6 +125,18 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
   }
 }
 
+/// The operation reads, or writes, what an optimizer step is writing.
+void wait_for_update(const Withheld& withheld, const c10::OperatorHandle& op) {
+  const std::shared_ptr<PagedModel> model = withheld.owner.lock();
+  TORCH_CHECK(model != nullptr, "hydra_ext: ", c10::toString(op.operator_name()),
+              " uses a tensor of an offload context that has ended in the middle of an optimizer step");
+  TORCH_CHECK(!(model->poisons_hosts() && model->window_open()), "hydra_ext: ", c10::toString(op.operator_name()),
+              " uses a host parameter, its gradient or its optimizer state inside forward or backward, while ",
+              "Checks(poison_hosts=True) forbids it");
+  const ReleaseGilIfHeld released;
+  model->finish_update(withheld.block);
+}
+
 void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   OperationPins pins;
@@ -135,6 +148,8 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
       if (const Page* page = page_of(tensor)) {
         refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
+      } else if (const Withheld* withheld = withheld_of(tensor)) {
+        wait_for_update(*withheld, op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);
       }

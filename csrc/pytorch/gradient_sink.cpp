@@ -12,6 +12,7 @@
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/gradient_gathering.h"
 
 namespace hydra {
 
@@ -21,10 +22,13 @@ namespace autograd = torch::autograd;
 
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
-  HandOver(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)
-      : parameter_(parameter), sink_(sink), active_(std::move(active)) {}
+  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), gathering_(gathering), active_(std::move(active)) {}
 
   void operator()(const autograd::Variable& face) override {
+    if (gathering_.keep(parameter_)) {
+      return;
+    }
     at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
@@ -44,6 +48,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
  private:
   HostParameter& parameter_;
   GradientSink& sink_;
+  GradientGathering& gathering_;
   std::function<bool()> active_;
 };
 
@@ -95,10 +100,11 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, std::function<bool()> active) {
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
+                            std::function<bool()> active) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
   autograd::impl::set_post_acc_grad_hooks(parameter.face,
-                                          std::make_unique<HandOver>(parameter, sink, std::move(active)));
+                                          std::make_unique<HandOver>(parameter, sink, gathering, std::move(active)));
 }
 
 void clear_gradient_hooks(HostParameter& parameter) {

@@ -92,10 +92,13 @@ class AccumulatingSink final : public GradientSink {
   GradientStatistics statistics_;
 };
 
-/// Makes `parameter`'s face hand its gradients to `sink`, and its gradient pass the hooks that users put on the
-/// host parameter. Unless `active()` holds nobody will drain the sink, and that is done at once. Both have to outlive
-/// the face's use; clear_gradient_hooks() ends it.
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, std::function<bool()> active);
+class GradientGathering;
+
+/// Makes `parameter`'s face hand its gradients to `sink` unless `gathering` keeps them, and its gradient pass the hooks
+/// that users put on the host parameter. Unless `active()` holds nobody will drain the sink, and that is done at once.
+/// All have to outlive the face's use; clear_gradient_hooks() ends it.
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
+                            std::function<bool()> active);
 void clear_gradient_hooks(HostParameter& parameter);
 
 /// While `active()` holds, gradients that autograd would sum into the host parameter itself go to `sink`: its

@@ -45,6 +45,9 @@ std::string shape_of(const at::Tensor& tensor) {
 }  // namespace
 
 std::byte* HostParameter::host_data() const {
+  if (withheld_data != nullptr) {
+    return withheld_data;
+  }
   auto* storage = host.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   return static_cast<std::byte*>(storage->_mutable_data_ptr_no_checks().get()) +
          host.storage_offset() * static_cast<std::int64_t>(host.itemsize());
@@ -72,6 +75,9 @@ bool HostParameter::changed_since_seen() {
     face.unsafeGetTensorImpl()->bump_version();  // any difference is what autograd looks for
     return true;
   }
+  if (withheld_data != nullptr) {
+    return false;
+  }
   const std::byte* data = host_data();
   const bool changed =
       data != data_seen || fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
@@ -81,6 +87,9 @@ bool HostParameter::changed_since_seen() {
 
 void HostParameter::note_seen() {
   version_seen = version();
+  if (withheld_data != nullptr) {
+    return;
+  }
   data_seen = host_data();
   fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
 }

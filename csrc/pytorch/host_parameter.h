@@ -26,6 +26,9 @@ struct HostParameter {
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 
+  /// The host's bytes while an optimizer step writes them and the tensor has none; null otherwise.
+  std::byte* withheld_data = nullptr;
+
   // What the host was when its bytes were last known to be those of the face.
   std::uint32_t version_seen = 0;
   const void* data_seen = nullptr;
@@ -47,7 +50,8 @@ struct HostParameter {
 
   /// Empty when the host still is what the face was made for (dtype, shape, strides, device), else what differs.
   std::string mismatch() const;
-  /// Whether the host's bytes changed since note_seen(); passes version bumps on to the face.
+  /// Whether the host's bytes changed since note_seen(); passes version bumps on to the face. Of bytes that are
+  /// withheld only the version is looked at, here and in note_seen().
   bool changed_since_seen();
   void note_seen();
   /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if nobody else holds it,

@@ -60,7 +60,7 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->paged = parameter->face.detach();
     parameter->face.set_requires_grad(host.requires_grad());
     parameter->trained_seen = host.requires_grad();
-    install_gradient_hooks(*parameter, *sink_, [this] { return window_open(); });
+    install_gradient_hooks(*parameter, *sink_, gathering_, [this] { return window_open(); });
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
@@ -122,6 +122,7 @@ void PagedModel::close() {
   }
   window_.clear();
   const py::gil_scoped_release released;
+  finish_update();
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
   account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));

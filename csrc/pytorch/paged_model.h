@@ -11,16 +11,19 @@
 #include <pybind11/pybind11.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "csrc/memory/tracked_resource.h"
+#include "csrc/optim/deferred_update.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/derived_page.h"
+#include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/window.h"
@@ -51,6 +54,13 @@ struct WindowToken {
   std::optional<std::int64_t> gradients{};  // before a backward inside the model's own forward
 };
 
+/// One block's part of an optimizer step, and the tensors that it reads and writes.
+struct BlockUpdate {
+  std::int32_t block = -1;
+  StepPlan plan;
+  std::vector<at::Tensor> tensors;
+};
+
 /// What the device held when a pass reached a block.
 struct MemorySample {
   PassKind kind = PassKind::kForward;
@@ -66,18 +76,19 @@ struct SiteVisit {
 
 class PagedModel;
 
-/// The windows of one backward that runs through several models: entered and left together.
+/// The windows of several models, of one pass: entered and left together.
 class Windows {
  public:
-  explicit Windows(std::vector<std::shared_ptr<PagedModel>> models) : models_(std::move(models)) {}
+  Windows(std::vector<std::shared_ptr<PagedModel>> models, PassKind kind) : models_(std::move(models)), kind_(kind) {}
 
   /// Lock. All or none.
-  void enter(PassKind kind);
+  void enter();
   /// Lock. Leaves those entered, all of them; throws the first error.
   void exit(bool failed);
 
  private:
   std::vector<std::shared_ptr<PagedModel>> models_;
+  PassKind kind_;
   std::vector<WindowToken> entered_;
 };
 
@@ -116,6 +127,14 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// the next ones are reached. Nothing happens after close().
   void arrive_backward(const BlockList& blocks);
 
+  /// A round's microbatches run through these blocks until the next call, or until the window closes. Meanwhile
+  /// they are pinned, reaching them is no news, and in a backward their gradients are gathered on the device.
+  void stay_in(const BlockList& blocks, PassKind kind);
+  /// Lets go of the low-precision copies of the blocks stayed in: the next microbatch makes its own.
+  void drop_copies();
+  /// Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
+  void run_hooks() { sink_->run_hooks(/*failed=*/false); }
+
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
   /// Outside windows: brings one block up to date for an operation that met its face.
@@ -123,6 +142,16 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// The optimizer has written: everything trainable is stale.
   void note_optimizer_step();
   void note_face_written(const Page& page);
+
+  /// Lets an optimizer step run while the model goes on, blocks in this order; see DeferredUpdate. Until a block is
+  /// done its tensors are withheld, and its fills wait. Outside windows.
+  void defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale);
+  /// Blocks until the block, or all, is updated, and gives tensors back.
+  void finish_update(std::int32_t block);
+  void finish_update();
+  /// Optimizer steps that were deferred, and how long their threads worked.
+  std::int64_t deferred_updates() const;
+  double update_seconds() const;
 
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
@@ -144,6 +173,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Low-precision copies that were dropped, to be cast anew.
   std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
   ResourceStatistics slot_statistics() const noexcept { return tracked_->statistics(); }
+  bool poisons_hosts() const noexcept { return options_.poison_hosts; }
   bool closed() const noexcept { return closed_; }
   bool window_open() const { return window_.depths().total > 0; }
 
@@ -168,9 +198,16 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
+  /// Gives back what is updated.
+  void settle_update();
+  void give_back_locked(std::int32_t block) noexcept;
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
+  bool stays_in(const BlockList& blocks) const;
+  void end_stay() noexcept;
+  BlockList stays() const;
+  BlockList exchange_stays(BlockList next);
 
   std::shared_ptr<DeviceBackend> backend_;
   std::shared_ptr<HostArena> arena_;
@@ -184,6 +221,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::unique_ptr<Pager> pager_;
   std::shared_ptr<void> service_;
   std::unique_ptr<AccumulatingSink> sink_;
+  GradientGathering gathering_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;
@@ -192,9 +230,16 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::size_t timeline_room_ = 0;
   std::vector<MemorySample> timeline_;
 
+  mutable std::mutex update_mutex_;
+  std::shared_ptr<DeferredUpdate> update_;
+  std::map<std::int32_t, std::vector<at::Tensor>> withheld_;  // by block
+  std::int64_t deferred_updates_ = 0;
+  double update_seconds_ = 0.0;  // of those that have ended
+
   std::mutex gate_;
-  std::mutex backward_mutex_;
+  mutable std::mutex backward_mutex_;
   BlockList backward_blocks_;
+  BlockList stays_;
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};

@@ -13,8 +13,10 @@ void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind
     enter(visit.window, kind);
   }
   const py::gil_scoped_release released;
-  arrive(blocks, kind);
-  visit.blocks = blocks;
+  if (!stays_in(blocks)) {
+    arrive(blocks, kind);
+    visit.blocks = blocks;
+  }
 }
 
 void PagedModel::returns(SiteVisit& visit, const std::vector<at::Tensor>& outputs) {
@@ -81,7 +83,7 @@ BlockList PagedModel::exchange_backward_blocks(BlockList next) {
 }
 
 void PagedModel::arrive_backward(const BlockList& blocks) {
-  if (closed_) {
+  if (closed_ || stays_in(blocks)) {
     return;
   }
   if (window_open()) {

@@ -58,6 +58,11 @@ void PagedModel::open_window(PassKind kind) {
   open_kind_ = kind;
   {
     const py::gil_scoped_release released;
+    if (kind == PassKind::kBackward) {
+      finish_update();  // the last step's gradients are free again
+    } else {
+      settle_update();
+    }
     synchronise_hosts();
     if (options_.poison_hosts) {
       for (BlockBacking* backing : backings_) {
@@ -207,6 +212,7 @@ void PagedModel::close_window(bool failed) {
   window_.show_host();
   const py::gil_scoped_release released;
   leave(exchange_backward_blocks({}));
+  end_stay();
   pager_->end_pass(!failed);
   std::exception_ptr error;
   try {
@@ -231,6 +237,7 @@ void PagedModel::close_window(bool failed) {
     note_written_home();
   }
   lost += settle_faces();
+  settle_update();
   if (error && !failed) {
     std::rethrow_exception(error);
   }
@@ -246,11 +253,11 @@ void PagedModel::collect_assigned_gradients() {
   }
 }
 
-void Windows::enter(PassKind kind) {
+void Windows::enter() {
   try {
     for (const auto& model : models_) {
       entered_.emplace_back();
-      model->enter(entered_.back(), kind);
+      model->enter(entered_.back(), kind_);
     }
   } catch (...) {  // re-raised: none is entered
     exit(/*failed=*/true);

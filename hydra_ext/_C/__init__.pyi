@@ -1,5 +1,5 @@
 """
-The native core of hydra_ext: memory, transfer, paging, and what ties them to torch.
+The native core of hydra_ext: memory, transfer, paging, optimizers, and what ties them to torch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import typing
 from . import testing
 
 __all__: list[str] = [
+    "AdamStep",
+    "BlockUpdate",
     "DeviceBackend",
     "FaultInjector",
     "GradientStatistics",
     "HostArena",
+    "InstructionSet",
     "LaneStatistics",
     "Ledger",
     "MemoryClass",
@@ -21,15 +24,26 @@ __all__: list[str] = [
     "PagedModel",
     "PagerStatistics",
     "PassKind",
+    "SgdStep",
     "SimulatedDevice",
     "SiteVisit",
+    "StagedBackward",
+    "StepPlan",
+    "ThreadContext",
+    "ThreadPool",
     "WindowToken",
     "Windows",
+    "clip_factor",
     "human_bytes",
     "is_face",
+    "norm_of_sums",
     "on_simulated_device",
+    "random_states",
     "reached_leaves",
     "reached_models",
+    "rounding_seed",
+    "sums_of_squares",
+    "supported_instruction_sets",
     "suspend_charging",
     "testing",
     "why_not_pageable",
@@ -195,6 +209,102 @@ class PagerStatistics:
     @property
     def written_back_bytes(self) -> int: ...
 
+class InstructionSet:
+    """
+    Members:
+
+      PORTABLE
+
+      AVX2
+
+      AVX512
+    """
+
+    AVX2: typing.ClassVar[InstructionSet]
+    AVX512: typing.ClassVar[InstructionSet]
+    PORTABLE: typing.ClassVar[InstructionSet]
+    __members__: typing.ClassVar[dict[str, InstructionSet]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class ThreadPool:
+    """
+    Threads that share the work of one call; the caller is one of them.
+    """
+    def __init__(self, threads: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def threads(self) -> int: ...
+
+class AdamStep:
+    """
+    The scalars of one step of Adam or AdamW.
+    """
+    def __init__(
+        self,
+        *,
+        learning_rate: typing.SupportsFloat | typing.SupportsIndex,
+        beta1: typing.SupportsFloat | typing.SupportsIndex,
+        beta2: typing.SupportsFloat | typing.SupportsIndex,
+        epsilon: typing.SupportsFloat | typing.SupportsIndex,
+        weight_decay: typing.SupportsFloat | typing.SupportsIndex,
+        decoupled: bool,
+        step: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+
+class SgdStep:
+    """
+    The scalars of one step of SGD.
+    """
+    def __init__(
+        self,
+        *,
+        learning_rate: typing.SupportsFloat | typing.SupportsIndex,
+        momentum: typing.SupportsFloat | typing.SupportsIndex,
+        dampening: typing.SupportsFloat | typing.SupportsIndex,
+        weight_decay: typing.SupportsFloat | typing.SupportsIndex,
+        nesterov: bool,
+        first: bool,
+    ) -> None: ...
+
+class StepPlan:
+    """
+    The updates of one optimizer step. Keeps no tensor alive: its caller does, until it has run.
+    """
+    def __init__(self, instructions: InstructionSet | None = None) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        step: AdamStep | SgdStep,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        master: torch.Tensor | None = None,
+        first_moment: torch.Tensor | None = None,
+        second_moment: torch.Tensor | None = None,
+        seed: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None: ...
+    def run_range(
+        self,
+        parameter: typing.SupportsInt | typing.SupportsIndex,
+        begin: typing.SupportsInt | typing.SupportsIndex,
+        end: typing.SupportsInt | typing.SupportsIndex,
+        scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    ) -> None: ...
+
 class GradientStatistics:
     @property
     def bytes(self) -> int: ...
@@ -217,6 +327,17 @@ class MemorySample:
 
 class WindowToken:
     def __init__(self) -> None: ...
+
+class BlockUpdate:
+    """
+    One block's part of an optimizer step.
+    """
+    def __init__(
+        self,
+        block: typing.SupportsInt | typing.SupportsIndex,
+        plan: StepPlan,
+        tensors: collections.abc.Sequence[torch.Tensor],
+    ) -> None: ...
 
 class SiteVisit:
     def __init__(self) -> None: ...
@@ -244,10 +365,18 @@ class PagedModel:
     ) -> None: ...
     def charge_buffers(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def close(self) -> None: ...
+    def defer_update(
+        self,
+        updates: collections.abc.Sequence[BlockUpdate],
+        pool: ThreadPool,
+        scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    ) -> None: ...
+    def drop_copies(self) -> None: ...
     def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
     def enter(self, token: WindowToken, kind: PassKind) -> None: ...
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
     def faces(self) -> list[torch.Tensor]: ...
+    def finish_update(self) -> None: ...
     def note_optimizer_step(self) -> None: ...
     def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
@@ -259,7 +388,11 @@ class PagedModel:
     def returns(self, token: WindowToken, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
     @typing.overload
     def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def run_hooks(self) -> None: ...
     def show_in_window(self, host: typing.Any, face: typing.Any) -> None: ...
+    def stay_in(
+        self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
+    ) -> None: ...
     def timeline(self) -> list[MemorySample]: ...
     def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
@@ -267,7 +400,11 @@ class PagedModel:
         """
     def watch(self, dictionary: dict, name: str) -> None: ...
     @property
+    def arena_bytes(self) -> int: ...
+    @property
     def backend(self) -> DeviceBackend: ...
+    @property
+    def deferred_updates(self) -> int: ...
     @property
     def dropped_copies(self) -> int: ...
     @property
@@ -283,6 +420,11 @@ class PagedModel:
     @property
     def pins(self) -> int: ...
     @property
+    def resident_blocks(self) -> list[int]:
+        """
+        Blocks whose bytes are on the device, or on their way there.
+        """
+    @property
     def resident_bytes(self) -> int: ...
     @property
     def slot_bytes_held(self) -> int:
@@ -290,18 +432,56 @@ class PagedModel:
         Bytes that the device has given to slots and has not got back.
         """
     @property
+    def update_seconds(self) -> float: ...
+    @property
     def window_open(self) -> bool: ...
     @property
     def windows_opened(self) -> int: ...
 
 class Windows:
     """
-    The windows of one backward, entered and left together.
+    The windows of several models, entered and left together.
     """
-    def __init__(self, models: collections.abc.Sequence[PagedModel]) -> None: ...
-    def enter(self, kind: PassKind) -> None: ...
-    def exit(self, *, failed: bool) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, models: collections.abc.Sequence[PagedModel], kind: PassKind) -> None: ...
 
+class ThreadContext:
+    """
+    What torch keeps of the calling thread, for another thread.
+    """
+    def __init__(self) -> None: ...
+    def enter(self) -> None:
+        """
+        For good; autocast keeps no casts from here on.
+        """
+
+class StagedBackward:
+    """
+    Runs the graphs of several microbatches piece by piece, in the order of `turns`.
+    """
+    def __init__(
+        self,
+        losses: collections.abc.Sequence[torch.Tensor],
+        marks: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]],
+        turns: collections.abc.Sequence[
+            tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+        ],
+    ) -> None:
+        """
+        marks: by microbatch, the sequence numbers its pieces begin at. turns: (microbatch, piece), all of them.
+        """
+    def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def nested(self) -> bool: ...
+    @property
+    def refusal(self) -> str: ...
+
+def clip_factor(
+    norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
+) -> float: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     Bytes for messages, with a binary unit.
@@ -312,9 +492,15 @@ def is_face(tensor: torch.Tensor) -> bool:
     Whether the tensor is a device parameter or a view of one.
     """
 
+def norm_of_sums(sums: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """
+    Of each generator; charged to no device.
     """
 
 def reached_leaves(
@@ -329,6 +515,21 @@ def reached_models(
 ) -> list[PagedModel]:
     """
     Those of the models that the graph behind the roots belongs to.
+    """
+
+def rounding_seed(
+    step: typing.SupportsInt | typing.SupportsIndex, ordinal: typing.SupportsInt | typing.SupportsIndex
+) -> int:
+    """
+    The seed of a parameter's stochastic rounding in one step.
+    """
+
+def sums_of_squares(
+    tensors: collections.abc.Sequence[torch.Tensor], pool: ThreadPool, instructions: InstructionSet | None = None
+) -> list[float]: ...
+def supported_instruction_sets() -> list[InstructionSet]:
+    """
+    From slow to fast.
     """
 
 def suspend_charging() -> None:

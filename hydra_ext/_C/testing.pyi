@@ -3,10 +3,12 @@ Tools for tests: scripted faults, meters.
 """
 
 from __future__ import annotations
+import collections.abc
 import hydra_ext._C
+import torch
 import typing
 
-__all__: list[str] = ["FaultScript", "Meter", "Operation", "pretend_cuda"]
+__all__: list[str] = ["FaultScript", "Meter", "Operation", "pretend_cuda", "run_traffic_twin"]
 
 class Operation:
     """
@@ -62,4 +64,15 @@ class Meter:
 def pretend_cuda() -> None:
     """
     Lets torch infer devices of fake CUDA tensors in a build without CUDA.
+    """
+
+def run_traffic_twin(
+    *,
+    update: collections.abc.Sequence[torch.Tensor],
+    read: collections.abc.Sequence[torch.Tensor],
+    write: collections.abc.Sequence[torch.Tensor],
+    pool: hydra_ext._C.ThreadPool,
+) -> None:
+    """
+    The memory traffic of an update without its arithmetic; spoils what the tensors hold.
     """

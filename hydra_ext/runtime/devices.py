@@ -87,6 +87,10 @@ class Place(ABC):
         """What the device held at most; None where the run's ledger knows."""
         return None
 
+    def activation_bytes(self, core: _C.PagedModel) -> int:
+        """What the device holds now that is neither weight nor buffer nor gradient."""
+        return core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
+
 
 class SimulatedPlace(Place):
     """Host memory with a budget."""
@@ -173,6 +177,9 @@ class CudaPlace(Place):
 
     def peak_bytes(self) -> int | None:
         return None if self._backend is None else int(self._backend.memory().reserved_peak)
+
+    def activation_bytes(self, core: _C.PagedModel) -> int:
+        return int(torch.cuda.memory_allocated(self.device)) - core.resident_bytes
 
 
 def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:

@@ -8,6 +8,7 @@ chains to whatever engine was there, is installed with the first context and tak
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -47,27 +48,20 @@ class EngineWrapper:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        awaiting = self._reached_by(tensors)
+        awaiting = self.reached_by(tensors)
         if not awaiting:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
-        windows = _C.Windows([participant.core for participant in awaiting])
-        failed = True
-        try:
-            # Nothing but calls of C between here and there: an interrupt finds the windows closed, or this `try`.
-            windows.enter(_C.PassKind.BACKWARD)
+        with windows_of(awaiting):  # made of C: no interrupt comes between entering and leaving
             wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
             )
             gradients = wanted.gradients(gradients) if gradients else gradients
-            failed = False
-        finally:
-            windows.exit(failed=failed)
         for participant in awaiting:
             participant.backward_ended()
         return gradients
 
-    def _reached_by(self, roots: Any) -> list[BackwardParticipant]:
+    def reached_by(self, roots: Any) -> list[BackwardParticipant]:
         """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""
         roots = _roots(roots)
         if not all(isinstance(root, torch.Tensor) for root in roots):
@@ -165,6 +159,18 @@ def leave(participant: BackwardParticipant) -> None:
         if not _installed.participants and _torch._execution_engine is _installed:
             _torch._execution_engine = _installed._wrapped
             _installed = None
+
+
+def reached_by(roots: Sequence[torch.Tensor]) -> list[BackwardParticipant]:
+    """The models whose graph a backward from these roots runs through."""
+    with _lock:
+        installed = _installed
+    return [] if installed is None else installed.reached_by(roots)
+
+
+def windows_of(participants: Sequence[BackwardParticipant]) -> _C.Windows:
+    """The backward windows of these models."""
+    return _C.Windows([participant.core for participant in participants], _C.PassKind.BACKWARD)
 
 
 def holds(parameter: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
@@ -28,11 +28,16 @@ class Report:
         evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
         faults: operations that met an absent parameter which no hook had announced.
         order_changes: passes whose blocks ran in another order than the time before.
+        deferred_updates: optimizer steps that ran behind the next forward.
+        update_seconds: how long their threads worked.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
         waited_at_window_end_seconds: the end of a forward or backward waited for transfers under way.
         windows: forwards and backwards that ran inside the context.
+        rounds: groups of microbatches that ``run.step`` took through the blocks together.
+        refusals: groups that could not be run so; from the first on microbatches are run one at a time.
+        fallbacks: microbatches that ``run.step`` ran one at a time.
     """
 
     budget_bytes: int
@@ -53,11 +58,16 @@ class Report:
     spills: int
     faults: int
     order_changes: int
+    deferred_updates: int
+    update_seconds: float
     waited_for_weights_seconds: float
     waited_for_faults_seconds: float
     waited_for_gradients_seconds: float
     waited_at_window_end_seconds: float
     windows: int
+    rounds: int
+    refusals: int
+    fallbacks: int
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,6 +84,8 @@ class Report:
                 f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
                 f"({self.spills} by allocations), {self.faults} faults, {self.order_changes} changes of order in "
                 f"{self.windows} windows",
+                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time",
+                f"updates  {self.deferred_updates} steps behind the next forward, {self.update_seconds:.3f} s",
                 f"waited   {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
                 f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
                 f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
@@ -85,7 +97,15 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
+class StepCounts(Protocol):
+    """What ``run.step`` counts."""
+
+    rounds: int
+    refusals: int
+    fallbacks: int
+
+
+def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, *, budget: int) -> Report:
     pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
     return Report(
         budget_bytes=budget,
@@ -106,9 +126,14 @@ def make_report(core: _C.PagedModel, layout: Layout, *, budget: int) -> Report:
         spills=pager.spills,
         faults=pager.faults,
         order_changes=pager.order_changes,
+        deferred_updates=core.deferred_updates,
+        update_seconds=core.update_seconds,
         waited_for_weights_seconds=pager.hook_wait_seconds,
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,
         waited_at_window_end_seconds=pager.drain_wait_seconds,
         windows=core.windows_opened,
+        rounds=steps.rounds,
+        refusals=steps.refusals,
+        fallbacks=steps.fallbacks,
     )

@@ -24,6 +24,7 @@ class RootContext(Protocol):
 
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def unhooked(self) -> Any: ...
+    def sync(self) -> None: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -56,6 +57,9 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    if context is not None:
+        context.sync()
     plain: Any = type(self).__mro__[1]
     reduced = list(plain.__reduce_ex__(self, protocol))
     if reduced[0] is _NEW_OBJECT and reduced[1] == (type(self),):
@@ -77,6 +81,14 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     return self
 
 
+def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    context: RootContext | None = self.__dict__.get(_CONTEXT)
+    if context is not None:
+        context.sync()  # whoever saves it needs the bytes
+    plain: Any = type(self).__mro__[1]
+    return plain.state_dict(self, *args, **kwargs)
+
+
 def _device(self: nn.Module) -> torch.device:
     """Where the forward runs: what code asks a model's ``device`` for."""
     context: RootContext | None = self.__dict__.get(_CONTEXT)
@@ -91,6 +103,7 @@ def swap(root: nn.Module, context: RootContext) -> None:
         "__deepcopy__": _deepcopy,
         "__reduce_ex__": _reduce,
         "_apply": _apply,
+        "state_dict": _state_dict,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,

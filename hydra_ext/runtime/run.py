@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
+from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.faces import dress
 from hydra_ext.runtime.report import Report, make_report
+from hydra_ext.runtime.rounds.choice import Choice
+from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
 from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.runtime.updates import Updates
 
 
 class Run:
@@ -35,20 +39,82 @@ class Run:
         self.budget = budget
         self.device = place.device
         self._place = place
-        self._model = model
+        self.model = model
+        self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
         self.core = core
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
+        self.updates: Updates | None = None
+        largest = max((block.nbytes for block in layout.blocks), default=0)
+        self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
         self._closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, budget=self.budget)
+        report = make_report(self.core, self.layout, self._stepper, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
+
+    def step(
+        self,
+        microbatches: Iterable[Microbatch],
+        fn: Callable[[Microbatch], Any],
+        *,
+        max_norm: float | None = None,
+        round_size: int | None = None,
+        recompute: bool | None = None,
+        reduction: Reduction = "mean",
+        scaler: torch.amp.GradScaler | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> StepOutput:
+        """One training step over several microbatches.
+
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then clipping,
+        ``optimizer.step()`` and ``optimizer.zero_grad()``, and gives the same to the last bit as that loop with
+        ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
+        microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
+        per backward, however many microbatches there are. ``fn`` runs in threads that take turns; it must not wait
+        for another microbatch. What it does outside the model's blocks happens in another order than in the loop.
+
+        Args:
+            microbatches: whatever ``fn`` is to be called with.
+            fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
+            max_norm: gradients are clipped to this total norm.
+            round_size: microbatches that run together; all of them, or as many as the budget has room for, unless
+                given.
+            recompute: make the activations inside blocks again in backward, instead of keeping them. Unless given,
+                they are kept if the budget has room. Forward hooks inside a block then run twice.
+            reduction: "mean", or "sum", which leaves out the division.
+            scaler: scales the losses, and decides about the step.
+            seeds: of each microbatch's random state; drawn from the present one unless given.
+
+        Raises:
+            StateError: the run has no optimizer.
+            ValueError: there are no microbatches, or arguments that do not go together.
+        """
+        given = list(microbatches)
+        if not given or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"run.step was given {len(given)} microbatches, round_size={round_size}, reduction={reduction!r}: "
+                "give at least one microbatch, a positive size, 'mean' or 'sum'"
+            )
+        seeds = draw_seeds(len(given)) if seeds is None else list(seeds)
+        if len(seeds) != len(given):
+            raise ValueError(f"run.step was given {len(seeds)} seeds for {len(given)} microbatches")
+        divisor = len(given) if reduction == "mean" else 1
+        works = [Work(fn, microbatch, divisor, scaler) for microbatch in given]
+        return self._stepper.step(
+            works,
+            seeds,
+            max_norm=max_norm,
+            round_size=round_size,
+            recompute=recompute,
+            reduction=reduction,
+            scaler=scaler,
+        )
 
     def refresh(self) -> None:
         """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
@@ -57,28 +123,35 @@ class Run:
         """
         self.core.refresh()
 
+    def sync(self) -> None:
+        """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
+        self.core.finish_update()
+
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
         """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
-        self._place.open(self._model, arena)
-        self.core.charge_buffers(self._place.uncounted_bytes(self._model))
+        self._place.open(self.model, arena)
+        self.core.charge_buffers(self._place.uncounted_bytes(self.model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
         for host, face in zip(hosts, self.core.faces(), strict=True):
             dress(face, host)
             self._faces[id(host)] = face
             self.core.show_in_window(host, face)
-        for name, module in self._model.named_modules():
+        for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # without parameters: others were refused
                 self.core.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.watch(module._modules, f"the modules of '{name}'")
         sites.install(self, self.layout.sites)
-        root.swap(self._model, self)
+        root.swap(self.model, self)
+        self.optimizer = optimizer
         if optimizer is not None:
             self._optimizer_handles = [
                 optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
                 optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
             ]
+        if isinstance(optimizer, HostOptimizer):
+            self.updates = Updates(self.core, self.layout, optimizer)
         engine.join(self)
 
     def close(self) -> None:
@@ -87,11 +160,13 @@ class Run:
             return
         self._closed = True
         engine.leave(self)
+        if self.updates is not None:
+            self.updates.close()
         for handle in self._optimizer_handles:
             handle.remove()
         sites.remove(self.layout.sites)
-        if root.is_swapped(self._model):
-            root.restore(self._model)
+        if root.is_swapped(self.model):
+            root.restore(self.model)
         _C.suspend_charging()
         try:
             while not self.core.wait_for_others(milliseconds=100):
@@ -111,13 +186,14 @@ class Run:
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """The model as a plain one, for the length of a copy."""
-        root.restore(self._model)
+        self.sync()
+        root.restore(self.model)
         self._place.suspend()
         try:
             yield
         finally:
             self._place.resume()
-            root.swap(self._model, self)
+            root.swap(self.model, self)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -150,6 +226,14 @@ class Run:
 
     def backward_ended(self) -> None:
         self._place.backward_ended()
+
+    def window(self, kind: _C.PassKind) -> _C.Windows:
+        """Device parameters are in place meanwhile, whoever runs what."""
+        return _C.Windows([self.core], kind)
+
+    def activation_bytes(self) -> int:
+        """What the device holds that is neither weight nor buffer nor gradient."""
+        return self._place.activation_bytes(self.core)
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))

@@ -22,6 +22,7 @@ from torch import nn
 from hydra_ext import _C
 from hydra_ext.blocks import Site
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.tracing import not_traced
 
 
@@ -36,15 +37,24 @@ class SiteListener(Protocol):
 class SiteCall:
     """Stands in for ``module._call_impl``, or for the compiled one that was there."""
 
-    def __init__(self, listener: SiteListener, site: Site) -> None:
+    def __init__(self, listener: SiteListener, site: Site, number: int) -> None:
         self.replaced = site.module.__dict__.get("_compiled_call_impl")
         self._inner: Callable[..., Any] = self.replaced or site.module._call_impl
         self._listener = listener
+        self._site = site
+        self._number = number
         self._blocks = list(site.blocks)
 
     # Not traced: the blocks are pinned around the compiled region. What is called inside is compiled as usual.
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fiber = fibers.current()
+        if fiber is None or fiber.owner is not self._listener:
+            return self._visit(args, kwargs)
+        return fiber.call(self._number, self._site, self._visit, args, kwargs)
+
+    @not_traced
+    def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         core = self._listener.core
         visit = _C.SiteVisit()
         failed = True
@@ -61,13 +71,13 @@ class SiteCall:
 
 
 def install(listener: SiteListener, sites: list[Site]) -> None:
-    for site in sites:
+    for number, site in enumerate(sites):
         if type(site.module).__call__ is not nn.Module.__call__ and not _calls_through(type(site.module)):
             raise UnsupportedModel(
                 f"'{site.name}' is a {type(site.module).__name__}, whose __call__ does not run nn.Module's; "
                 "name the module around it in blocks="
             )
-        site.module._compiled_call_impl = SiteCall(listener, site)
+        site.module._compiled_call_impl = SiteCall(listener, site, number)
 
 
 def remove(sites: list[Site]) -> None:

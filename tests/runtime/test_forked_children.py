@@ -113,7 +113,7 @@ def test_a_forked_child_may_offload_a_model_of_its_own() -> None:
 
     def offload_another() -> Any:
         with hydra_ext.offload(model_of_linears(), budget=ROOMY) as run, torch.no_grad():
-            return run._model(ONES).tolist()
+            return run.model(ONES).tolist()
 
     with hydra_ext.offload(model, budget=ROOMY, checks=POISONED), torch.no_grad():
         model(ONES)

@@ -17,7 +17,7 @@ from support.benches import ROOMY, assert_same
 
 # Python looks for signals when a function begins, a loop turns and a call ends: never between `try:` or `finally:` and
 # what follows.
-_NOT_INTERRUPTED = ("try:", "windows.exit(", "self.core.exit(", "core.end_visit(")
+_NOT_INTERRUPTED = ("try:", "with windows_of(", "self.core.exit(", "core.end_visit(")
 
 
 class Interrupt:

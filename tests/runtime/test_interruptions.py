@@ -185,14 +185,11 @@ uses = {
 }
 
 def evict(run):
-    windows = _C.Windows([run.core])
-    windows.enter(_C.PassKind.BACKWARD)
-    try:
-        torch.empty(2 * ROOMY, dtype=torch.uint8)
-    except torch.OutOfMemoryError:
-        pass
-    finally:
-        windows.exit(failed=False)
+    with _C.Windows([run.core], _C.PassKind.BACKWARD):
+        try:
+            torch.empty(2 * ROOMY, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            pass
     assert run.core.resident_bytes == 0
 
 def try_all(face, moment, before):

@@ -1,0 +1,143 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/base/errors.h"
+#include "csrc/bindings/bindings.h"
+#include "csrc/optim/norm.h"
+#include "csrc/optim/step_plan.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+using OptionalTensor = std::optional<at::Tensor>;
+
+NumberFormat format_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return NumberFormat::kFloat32;
+    case at::kBFloat16:
+      return NumberFormat::kBfloat16;
+    case at::kHalf:
+      return NumberFormat::kFloat16;
+    default:
+      throw StateError(std::string("numbers of type ") + at::toString(tensor.scalar_type()) +
+                       "; float32, bfloat16 and float16 can be worked with");
+  }
+}
+
+void expect_dense(const at::Tensor& tensor) {
+  HYDRA_EXPECT(tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
+               StateError, "a tensor that is not dense memory of the host");
+}
+
+/// The memory of a tensor that lies exactly as the weights do; null for none.
+void* memory_like(const at::Tensor& weights, const OptionalTensor& tensor) {
+  if (!tensor) {
+    return nullptr;
+  }
+  expect_dense(*tensor);
+  HYDRA_EXPECT(tensor->sizes() == weights.sizes() && tensor->strides() == weights.strides(), StateError,
+               "a tensor that does not lie in memory as the weights do");
+  return tensor->data_ptr();
+}
+
+void add_update(StepPlan& plan, const std::variant<AdamStep, SgdStep>& step, const at::Tensor& weights,
+                const at::Tensor& gradient, const OptionalTensor& master, const OptionalTensor& first_moment,
+                const OptionalTensor& second_moment, std::uint32_t seed) {
+  ParameterUpdate update{.step = step};
+  expect_dense(weights);
+  update.count = weights.numel();
+  update.weight_format = format_of(weights);
+  update.gradient_format = format_of(gradient);
+  update.weights = weights.data_ptr();
+  update.gradient = memory_like(weights, gradient);
+  update.master = memory_like(weights, master);
+  update.first_moment = memory_like(weights, first_moment);
+  update.second_moment = memory_like(weights, second_moment);
+  if (master) {
+    const bool split = master->scalar_type() == at::kShort;
+    HYDRA_EXPECT(split || master->scalar_type() == at::kFloat, StateError, "a master neither float32 nor int16");
+    update.layout = split ? WeightLayout::kSplit : WeightLayout::kMaster;
+  }
+  if (first_moment) {
+    update.moment_format = format_of(*first_moment);
+    HYDRA_EXPECT(!second_moment || format_of(*second_moment) == update.moment_format, StateError,
+                 "two moments of different types");
+  }
+  update.seed = seed;
+  plan.add(update);
+}
+
+std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPool& pool, InstructionSet instructions) {
+  std::vector<NormInput> inputs;
+  for (const at::Tensor& tensor : tensors) {
+    expect_dense(tensor);
+    inputs.push_back({.data = tensor.const_data_ptr(), .format = format_of(tensor), .count = tensor.numel()});
+  }
+  std::vector<double> sums(tensors.size());
+  const py::gil_scoped_release released;
+  sums_of_squares(inputs, sums, pool, instructions);
+  return sums;
+}
+
+void bind_steps(py::module_& module) {
+  py::class_<AdamStep>(module, "AdamStep", "The scalars of one step of Adam or AdamW.")
+      .def(py::init([](double learning_rate, double beta1, double beta2, double epsilon, double weight_decay,
+                       bool decoupled, std::int64_t step) {
+             return AdamStep::make({learning_rate, beta1, beta2, epsilon, weight_decay, decoupled}, step);
+           }),
+           py::kw_only(), py::arg("learning_rate"), py::arg("beta1"), py::arg("beta2"), py::arg("epsilon"),
+           py::arg("weight_decay"), py::arg("decoupled"), py::arg("step"));
+  py::class_<SgdStep>(module, "SgdStep", "The scalars of one step of SGD.")
+      .def(py::init([](double learning_rate, double momentum, double dampening, double weight_decay, bool nesterov,
+                       bool first) {
+             return SgdStep::make({learning_rate, momentum, dampening, weight_decay, nesterov}, first);
+           }),
+           py::kw_only(), py::arg("learning_rate"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
+           py::arg("nesterov"), py::arg("first"));
+  module.def("rounding_seed", &rounding_seed, py::arg("step"), py::arg("ordinal"),
+             "The seed of a parameter's stochastic rounding in one step.");
+}
+
+}  // namespace
+
+void bind_optim(py::module_& module) {
+  py::enum_<InstructionSet>(module, "InstructionSet")
+      .value("PORTABLE", InstructionSet::kPortable)
+      .value("AVX2", InstructionSet::kAvx2)
+      .value("AVX512", InstructionSet::kAvx512);
+  module.def("supported_instruction_sets", &supported_instruction_sets, "From slow to fast.");
+  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(
+      module, "ThreadPool", "Threads that share the work of one call; the caller is one of them.")
+      .def(py::init<int>(), py::arg("threads"))
+      .def_property_readonly("threads", &ThreadPool::threads);
+  bind_steps(module);
+  py::class_<StepPlan>(module, "StepPlan",
+                       "The updates of one optimizer step. Keeps no tensor alive: its caller does, until it has run.")
+      .def(py::init([](std::optional<InstructionSet> instructions) {
+             return StepPlan(instructions.value_or(best_instruction_set()));
+           }),
+           py::arg("instructions") = std::nullopt)
+      .def("add", &add_update, py::arg("step"), py::arg("weights"), py::arg("gradient"), py::kw_only(),
+           py::arg("master") = std::nullopt, py::arg("first_moment") = std::nullopt,
+           py::arg("second_moment") = std::nullopt, py::arg("seed") = 0)
+      .def("clear", &StepPlan::clear)
+      .def("__len__", &StepPlan::size)
+      .def("run", &StepPlan::run, py::arg("pool"), py::arg("scale") = 1.0F, Released())
+      .def("run_range", &StepPlan::run_range, py::arg("parameter"), py::arg("begin"), py::arg("end"),
+           py::arg("scale") = 1.0F, Released());
+  module.def(
+      "sums_of_squares",
+      [](const std::vector<at::Tensor>& tensors, ThreadPool& pool, std::optional<InstructionSet> instructions) {
+        return tensor_sums(tensors, pool, instructions.value_or(best_instruction_set()));
+      },
+      py::arg("tensors"), py::arg("pool"), py::arg("instructions") = std::nullopt);
+  module.def("norm_of_sums", [](const std::vector<double>& sums) { return norm_of_sums(sums); }, py::arg("sums"));
+  module.def("clip_factor", &clip_factor, py::arg("norm"), py::arg("max_norm"));
+}
+
+}  // namespace hydra

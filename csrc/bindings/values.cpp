@@ -1,0 +1,34 @@
+// What a paged model is given and gives back.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/paged_model.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+void bind_values(py::module_& module) {
+  py::class_<GradientStatistics>(module, "GradientStatistics")
+      .def_readonly("bytes", &GradientStatistics::bytes)
+      .def_readonly("gradients", &GradientStatistics::gradients)
+      .def_readonly("synchronous", &GradientStatistics::synchronous)
+      .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
+  py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
+      .def_readonly("kind", &MemorySample::kind)
+      .def_readonly("block", &MemorySample::block)
+      .def(
+          "bytes",
+          [](const MemorySample& sample, MemoryClass cls) {
+            return sample.use.by_class[static_cast<std::size_t>(cls)];
+          },
+          py::arg("cls"));
+  py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
+  py::class_<BlockUpdate>(module, "BlockUpdate", "One block's part of an optimizer step.")
+      .def(py::init<std::int32_t, StepPlan, std::vector<at::Tensor>>(), py::arg("block"), py::arg("plan"),
+           py::arg("tensors"));
+  py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
+}
+
+}  // namespace hydra

@@ -1,0 +1,87 @@
+#include "csrc/optim/deferred_update.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace hydra {
+
+DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale)
+    : pool_(std::move(pool)), scale_(scale) {
+  for (Part& part : parts) {
+    entries_.push_back({std::move(part), State::kWaiting});
+  }
+  thread_ = std::thread([this] { run(); });
+}
+
+DeferredUpdate::~DeferredUpdate() {
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+DeferredUpdate::Entry* DeferredUpdate::next_locked() {
+  Entry* next = nullptr;
+  for (Entry& entry : entries_) {
+    if (entry.state != State::kWaiting) {
+      continue;
+    }
+    if (entry.part.block == wanted_) {
+      return &entry;
+    }
+    next = next != nullptr ? next : &entry;
+  }
+  return next;
+}
+
+void DeferredUpdate::run() {
+  std::unique_lock lock(mutex_);
+  while (Entry* entry = next_locked()) {
+    entry->state = State::kRunning;
+    lock.unlock();
+    const auto start = std::chrono::steady_clock::now();
+    entry->part.plan.run(*pool_, scale_);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    lock.lock();
+    entry->state = State::kDone;
+    seconds_ += seconds;
+    done_.notify_all();
+  }
+}
+
+const DeferredUpdate::Entry* DeferredUpdate::find_locked(std::int32_t block) const {
+  const auto found =
+      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.part.block == block; });
+  return found == entries_.end() ? nullptr : &*found;
+}
+
+void DeferredUpdate::wait(std::int32_t block) {
+  std::unique_lock lock(mutex_);
+  const Entry* const entry = find_locked(block);
+  if (entry == nullptr || entry->state == State::kDone) {
+    return;
+  }
+  wanted_ = block;
+  done_.wait(lock, [&] { return entry->state == State::kDone; });
+}
+
+void DeferredUpdate::wait_all() {
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [this] {
+    return std::all_of(entries_.begin(), entries_.end(),
+                       [](const Entry& entry) { return entry.state == State::kDone; });
+  });
+}
+
+bool DeferredUpdate::finished(std::int32_t block) const {
+  const std::lock_guard lock(mutex_);
+  const Entry* const entry = find_locked(block);
+  return entry == nullptr || entry->state == State::kDone;
+}
+
+double DeferredUpdate::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return seconds_;
+}
+
+}  // namespace hydra

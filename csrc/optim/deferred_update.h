@@ -1,0 +1,62 @@
+// An optimizer step that runs while its model goes on: one thread updates block after block, in the order in which
+// the next forward needs them, and whoever needs one sooner has it done next.
+//
+// Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished.
+// Threads: wait() and finished() from anywhere, without the interpreter lock.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "csrc/optim/step_plan.h"
+
+namespace hydra {
+
+class DeferredUpdate {
+ public:
+  /// The updates of one block.
+  struct Part {
+    std::int32_t block = -1;
+    StepPlan plan;
+  };
+
+  /// Begins at once. Gradients are multiplied by `scale`.
+  DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale);
+  /// Blocks until all is done.
+  ~DeferredUpdate();
+  DeferredUpdate(const DeferredUpdate&) = delete;
+  DeferredUpdate& operator=(const DeferredUpdate&) = delete;
+
+  /// Blocks until the block is updated. Returns at once for a block that has no part in it.
+  void wait(std::int32_t block);
+  void wait_all();
+  bool finished(std::int32_t block) const;
+  /// Time spent on updates so far.
+  double seconds() const;
+
+ private:
+  enum class State : std::uint8_t { kWaiting, kRunning, kDone };
+  struct Entry {
+    Part part;
+    State state = State::kWaiting;
+  };
+
+  void run();
+  Entry* next_locked();
+  const Entry* find_locked(std::int32_t block) const;
+
+  std::shared_ptr<ThreadPool> pool_;
+  float scale_;
+  mutable std::mutex mutex_;
+  std::condition_variable done_;
+  std::vector<Entry> entries_;
+  std::int32_t wanted_ = -1;  // a block that somebody waits for
+  double seconds_ = 0.0;
+  std::thread thread_;
+};
+
+}  // namespace hydra

@@ -1,0 +1,58 @@
+#include "csrc/optim/step_plan.h"
+
+#include <string>
+
+#include "csrc/base/errors.h"
+
+namespace hydra {
+
+namespace {
+
+void expect_complete(const ParameterUpdate& update) {
+  const bool adam = std::holds_alternative<AdamStep>(update.step);
+  const bool masterless = update.layout == WeightLayout::kFloat32;
+  HYDRA_EXPECT(update.count == 0 || (update.weights != nullptr && update.gradient != nullptr), StateError,
+               "an update without weights or gradient");
+  HYDRA_EXPECT(masterless == (update.weight_format == NumberFormat::kFloat32), StateError,
+               "an update whose weights and master do not go together: fp32 has no master, bf16 and fp16 have one");
+  HYDRA_EXPECT(update.layout != WeightLayout::kSplit || update.weight_format == NumberFormat::kBfloat16, StateError,
+               "an update with a split master of weights that are not bf16");
+  HYDRA_EXPECT(update.count == 0 || masterless == (update.master == nullptr), StateError,
+               "an update with a master too many or too few");
+  HYDRA_EXPECT(update.moment_format != NumberFormat::kFloat16, StateError, "an update with fp16 moments");
+  HYDRA_EXPECT(update.count == 0 || (adam ? update.first_moment != nullptr && update.second_moment != nullptr
+                                          : update.second_moment == nullptr),
+               StateError, "an update with a moment too many or too few");
+}
+
+}  // namespace
+
+void StepPlan::add(const ParameterUpdate& update) {
+  expect_complete(update);
+  updates_.push_back(update);
+  ranges_.add(update.count);
+}
+
+void StepPlan::clear() noexcept {
+  updates_.clear();
+  ranges_.clear();
+}
+
+void StepPlan::run(ThreadPool& pool, float scale) const {
+  pool.parallel_for(ranges_.size(), [this, scale](std::int64_t index) {
+    const Range range = ranges_[index];
+    run_update(updates_[range.item], range.begin, range.end, scale, instructions_);
+  });
+}
+
+void StepPlan::run_range(std::size_t parameter, std::int64_t begin, std::int64_t end, float scale) const {
+  HYDRA_EXPECT(parameter < updates_.size(), StateError,
+               "parameter " + std::to_string(parameter) + " of a plan of " + std::to_string(updates_.size()));
+  const ParameterUpdate& update = updates_[parameter];
+  HYDRA_EXPECT(0 <= begin && begin <= end && end <= update.count, StateError,
+               "elements " + std::to_string(begin) + " to " + std::to_string(end) + " of a parameter of " +
+                   std::to_string(update.count));
+  run_update(update, begin, end, scale, instructions_);
+}
+
+}  // namespace hydra

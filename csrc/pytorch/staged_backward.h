@@ -1,0 +1,102 @@
+// The backward of a round: the graphs of several microbatches, run piece by piece in an order of the caller's.
+//
+// A piece is what one microbatch's forward made from one mark on up to the next. Nodes are numbered per thread in the
+// order of their making, and autograd runs a graph in exactly the opposite order; so a microbatch's pieces, run from
+// the last to the first, form every sum in the order in which one backward would. Each edge that leaves its piece is
+// pointed at a sink; what a sink received becomes a root of the piece it was meant for. Sums that several pieces add
+// to pass through the sinks of each, oldest part first.
+//
+// A parameter's gradient is accumulated in the order of microbatches. Where the pieces alone would not do that (a
+// parameter that several pieces of a microbatch use, or microbatches that took other paths) its gradient is held,
+// summed per microbatch, on the host, until its turn.
+//
+// The graphs are spent: what a piece saved is freed with it. Threads: one at a time, without the interpreter lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "csrc/pytorch/graph_marks.h"
+
+namespace hydra {
+
+class StagedBackward {
+ public:
+  /// One piece of one microbatch.
+  struct Turn {
+    std::size_t microbatch = 0;
+    std::size_t piece = 0;
+  };
+
+  /// `marks[i]` are the numbers at which the pieces of the graph behind `losses[i]` begin. `turns` has every piece
+  /// once, a microbatch's last piece first.
+  StagedBackward(const std::vector<at::Tensor>& losses, std::vector<std::vector<std::uint64_t>> marks,
+                 std::vector<Turn> turns);
+  StagedBackward(const StagedBackward&) = delete;
+  StagedBackward& operator=(const StagedBackward&) = delete;
+
+  /// Why these graphs cannot be run in pieces; empty when they can. Then nothing else is to be called.
+  const std::string& refusal() const noexcept { return refusal_; }
+  /// Runs `turns[turn]`, and accumulates the gradients whose turn has come. Turns come in their order.
+  void run(std::size_t turn);
+  /// Whether a node runs a backward of its own, which accumulates gradients when it comes to it.
+  bool nested() const noexcept { return nested_; }
+  /// How many gradients are held at any time during the backward, one for each microbatch.
+  std::size_t held() const noexcept { return held_; }
+
+ private:
+  using Node = torch::autograd::Node;
+  using Edge = torch::autograd::Edge;
+  /// What an edge points at.
+  using Input = std::pair<Node*, std::uint32_t>;
+
+  class Sink;
+  struct Arrived {
+    Edge edge;
+    at::Tensor gradient;  // undefined: the node runs all the same
+  };
+  struct Piece {
+    std::vector<NodePtr> nodes;
+    std::map<Input, NodePtr> sinks;  // each a Sink
+    std::map<Input, Arrived> arrived;
+  };
+  struct Place {
+    Node* node = nullptr;
+    std::size_t edge = 0;
+    std::size_t piece = 0;
+  };
+  struct Graph {
+    std::vector<std::uint64_t> marks;
+    std::vector<Piece> pieces;
+    std::map<Input, std::vector<Place>> leaves;  // who accumulates into them
+    std::map<Input, Arrived> held;
+    std::size_t piece_of(const Node& node) const;
+  };
+
+  void walk(std::size_t microbatch, const at::Tensor& loss);
+  /// Empty, or why an edge from `user` to `node` cannot be part of a microbatch's graph.
+  std::string why_not(std::size_t microbatch, const Node& user, const Node& node, const Node& root) const;
+  void redirect(Graph& graph, const Place& place);
+  void hold_leaves();
+  void hold(const Input& leaf, const std::vector<std::size_t>& due);
+  std::map<Input, Arrived>& waiting_for(Graph& graph, const Input& input);
+
+  std::vector<Turn> turns_;
+  std::vector<Graph> graphs_;
+  std::unordered_map<const Node*, std::size_t> owners_;                    // microbatches, by node
+  std::map<std::size_t, std::vector<std::pair<std::size_t, Input>>> due_;  // by turn: held leaves of microbatches
+  std::string refusal_;
+  std::size_t held_ = 0;
+  bool nested_ = false;
+};
+
+}  // namespace hydra

@@ -1,0 +1,55 @@
+"""Clipping by the global norm, which is the same bits whatever the threads and the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.errors import NonFiniteNorm
+from hydra_ext.optim import threads
+from hydra_ext.optim.checks import check_gradient
+from hydra_ext.optim.layout import as_parameter_lies
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scales gradients in place so that their norm, taken over all of them together, is at most ``max_norm``.
+
+    As ``torch.nn.utils.clip_grad_norm_`` for the Euclidean norm, which is here defined to the bit: fp64 sums over
+    fixed pieces of every gradient, added in the order of the parameters.
+
+    Returns:
+        The norm before clipping, fp32.
+
+    Raises:
+        NonFiniteNorm: a gradient is not finite, and ``error_if_nonfinite`` is set. Nothing was scaled.
+        InvalidOptimizer: a gradient is sparse, not on the host, or of another type than fp32, bf16, fp16.
+    """
+    owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm, factor = norm_and_factor(owners, max_norm)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise NonFiniteNorm(
+            f"the norm of the gradients is {norm}: leave out this step, or pass error_if_nonfinite=False to go on"
+        )
+    if factor != 1.0:
+        for parameter in owners:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)  # not _foreach_mul_, which rounds the factor to the gradients' type
+    return torch.tensor(norm, dtype=torch.float32)
+
+
+def norm_and_factor(parameters: Iterable[Tensor], max_norm: float) -> tuple[float, float]:
+    """The norm of the parameters' gradients, and what clipping multiplies them with; NaN if the norm is."""
+    gradients = []
+    for ordinal, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            check_gradient(parameter.grad, ordinal)
+            gradients.append(as_parameter_lies(parameter.grad, parameter))
+    norm = _C.norm_of_sums(_C.sums_of_squares(gradients, threads.pool(None)))
+    return norm, _C.clip_factor(norm, float(max_norm))

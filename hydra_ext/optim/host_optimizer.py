@@ -1,0 +1,308 @@
+"""What the optimizers have in common: state, its loading, and the way from gradients to a native plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import ParamsT, StateDict
+
+from hydra_ext import _C
+from hydra_ext.errors import InvalidOptimizer
+from hydra_ext.optim import checks, masters, threads
+from hydra_ext.optim.layout import as_parameter_lies
+
+
+@dataclass
+class PreparedStep:
+    """One step of some parameters: all that is known before the gradients' scale, and kept alive until it has run.
+
+    Attributes:
+        plan: runs it; its n-th update is that of the n-th parameter.
+        parameters: in the order they were given.
+        gradients: theirs, as the plan reads them.
+    """
+
+    plan: _C.StepPlan = field(default_factory=_C.StepPlan)
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class StepRunner(Protocol):
+    """Who runs an optimizer's steps in its place, part by part, and perhaps later."""
+
+    def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+        """The parameters with their gradients, grouped and ordered as the runner wants them prepared."""
+
+    def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
+        """Runs the plans of :meth:`parts`, in any order, now or later."""
+
+    def sync(self) -> None:
+        """Returns when nothing that was to run later is left."""
+
+
+@dataclass(frozen=True)
+class _Shielded:
+    """A tensor on its way through torch's loading, which would cast it to the parameter's type."""
+
+    tensor: Tensor
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """Base of the native optimizers. A subclass names its moments and gives the scalars of a step."""
+
+    _MOMENTS: tuple[str, ...]
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, threads: int | None) -> None:
+        checks.check_threads(threads)
+        self._threads = threads
+        self.runner: StepRunner | None = None
+        self._written: dict[Tensor, int] = {}  # version of a weight when its fp32 master was last rounded into it
+        super().__init__(params, defaults)
+
+    def _check_rule(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _has_moments(self, group: dict[str, Any]) -> bool:
+        raise NotImplementedError
+
+    def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.AdamStep | _C.SgdStep:
+        raise NotImplementedError
+
+    # ---- for users --------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Updates every parameter that has a gradient.
+
+        Raises:
+            InvalidOptimizer: a gradient is sparse, not on the host or of another type. Nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = (parameter for _, _, parameter in self._enumerate())
+        gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if self.runner is None:
+            (prepared,) = self.prepare([gradients])
+            prepared.plan.run(self.pool)
+            self.finish(prepared)
+        else:
+            self.runner.sync()
+            self.runner.run(self, self.prepare(self.runner.parts(gradients)))
+        return loss
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The exact fp32 number behind a parameter, as a new tensor."""
+        state = self.state.get(parameter, {})
+        if masters.LOWER in state:
+            return masters.merged(parameter, state[masters.LOWER])
+        exact: Tensor = state.get(masters.FULL, parameter)
+        return exact.detach().to(torch.float32, copy=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.optim; a group that cannot be worked with is not added."""
+        first = sum(len(group["params"]) for group in self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            checks.check_group(self.param_groups[-1], first)
+            self._check_rule(self.param_groups[-1])
+        except BaseException:  # re-raised
+            self.param_groups.pop()
+            raise
+
+    # ---- a step, in two halves --------------------------------------------------------------------------------------
+
+    @property
+    def pool(self) -> _C.ThreadPool:
+        """The threads that updates are to run on."""
+        return threads.pool(self._threads)
+
+    @torch.no_grad()
+    def prepare(self, parts: list[list[tuple[Tensor, Tensor]]]) -> list[PreparedStep]:
+        """Begins a step of parameters, given with their gradients in parts: state is made, steps are counted.
+
+        Each part's plan is then to be run, once and completely, by whatever threads, and :meth:`finish` called. Until
+        it has run weights, gradients and state must stay where they are. A step that is not to be taken must not be
+        prepared.
+        """
+        places = {parameter: (ordinal, group) for ordinal, group, parameter in self._enumerate()}
+        for part in parts:
+            for parameter, gradient in part:
+                checks.check_gradient(gradient, places[parameter][0])
+        scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep] = {}
+        return [self._prepare_part(part, places, scalars) for part in parts]
+
+    def _prepare_part(
+        self,
+        part: list[tuple[Tensor, Tensor]],
+        places: dict[Tensor, tuple[int, dict[str, Any]]],
+        scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep],
+    ) -> PreparedStep:
+        prepared = PreparedStep()
+        for parameter, gradient in part:
+            ordinal, group = places[parameter]
+            state, first = self._state_of(parameter, group)
+            step = 0
+            if "step" in state:
+                state["step"] += 1
+                step = int(state["step"])
+            key = (id(group), step, first)
+            if key not in scalars:
+                scalars[key] = self._scalars(group, step, first)
+            gradient = as_parameter_lies(gradient, parameter)
+            moments = [state[name] for name in self._MOMENTS] if self._has_moments(group) else []
+            prepared.plan.add(
+                scalars[key],
+                parameter,
+                gradient,
+                master=state.get(masters.LOWER, state.get(masters.FULL)),
+                first_moment=moments[0] if moments else None,
+                second_moment=moments[1] if len(moments) > 1 else None,
+                seed=_C.rounding_seed(step, ordinal),
+            )
+            prepared.parameters.append(parameter)
+            prepared.gradients.append(gradient)
+        return prepared
+
+    def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
+        """All that a prepared step reads or writes."""
+        states = (self.state[parameter] for parameter in prepared.parameters)
+        kept = [value for state in states for name, value in state.items() if name != "step" and torch.is_tensor(value)]
+        return [*prepared.parameters, *prepared.gradients, *kept]
+
+    def finish(self, prepared: PreparedStep) -> None:
+        """Autograd is told that the parameters were written, or are about to be before anybody can read them."""
+        increment_version(prepared.parameters)
+        for parameter in prepared.parameters:
+            if masters.FULL in self.state[parameter]:
+                self._written[parameter] = parameter._version
+
+    def _enumerate(self) -> Iterator[tuple[int, dict[str, Any], Tensor]]:
+        ordinal = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield ordinal, group, parameter
+                ordinal += 1
+
+    def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The parameter's state, whatever is missing made; and whether its moments are new."""
+        state: dict[str, Any] = self.state[parameter]
+        first = False
+        if self._has_moments(group):
+            first = self._MOMENTS[0] not in state
+            if "step" not in state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            for name in self._MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, dtype=group["moments"])
+        kind = masters.kind_for(parameter, group["master"])
+        if kind is not None:
+            name = masters.LOWER if kind == "split" else masters.FULL
+            if name not in state:
+                state[name] = masters.make(parameter, kind)
+            elif kind == "fp32" and self._written.get(parameter) != parameter._version:
+                masters.follow(state[name], parameter)
+        return state, first
+
+    # ---- saving and loading -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """As in torch.optim; a step under way is waited for."""
+        self._sync()
+        return super().state_dict()
+
+    def _sync(self) -> None:
+        if self.runner is not None:
+            self.runner.sync()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Loads the state of this optimizer, or of the one of the same name in torch.optim, in any type of moments
+        and any kind of master. Load the weights first: a master counts where it rounds to the weight that is there.
+
+        Raises:
+            InvalidOptimizer: the state belongs to a rule that is not this optimizer's. Nothing was changed.
+        """
+        self._sync()
+        # The last one to be called: what it is given is what will be loaded.
+        handle = self.register_load_state_dict_pre_hook(_shield)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._sync()
+        return {**super().__getstate__(), "_threads": self._threads}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__.setdefault("runner", None)
+        self._written = {}
+        for _, group, parameter in self._enumerate():
+            if parameter in self.state:
+                self.state[parameter] = self._adopted(parameter, group, self.state[parameter])
+
+    @torch.no_grad()
+    def _adopted(self, parameter: Tensor, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+        """State as this parameter and this group have it, from state that was loaded."""
+        found = {name: value.tensor if isinstance(value, _Shielded) else value for name, value in loaded.items()}
+        state = {name: value for name, value in found.items() if value is not None}
+        if "step" in state:
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
+        for name in self._MOMENTS:
+            if name in state:
+                state[name] = _fitted(state[name], parameter, group["moments"])
+        lower, full = state.pop(masters.LOWER, None), state.pop(masters.FULL, None)
+        kind = masters.kind_for(parameter, group["master"])
+        if kind == "split" and (lower is not None or full is not None):
+            if lower is None:
+                lower = masters.lower_of(parameter, _fitted(full, parameter, torch.float32))
+            state[masters.LOWER] = _fitted(lower, parameter, torch.int16)
+        elif kind == "fp32" and (lower is not None or full is not None):
+            if full is None:
+                full = masters.merged(parameter, _fitted(lower, parameter, torch.int16))
+            state[masters.FULL] = _fitted(full, parameter, torch.float32)
+        return state
+
+
+def _fitted(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself where it lies as the parameter does."""
+    if value.shape != parameter.shape:
+        raise InvalidOptimizer(f"state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+    if value.dtype == dtype and value.device.type == "cpu" and value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=dtype).copy_(value)
+
+
+def _shield(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+    owner = type(optimizer).__name__
+    foreign = {*checks.WITHOUT, "decoupled_weight_decay"}
+    needed = set(optimizer.defaults) - foreign
+    groups = []
+    for current, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        checks.refuse_rules(owner, saved)
+        group = {"master": current["master"], "moments": current["moments"], **saved}
+        missing = sorted(needed - set(group))
+        checks.expect(not missing, f"the state to be loaded lacks {', '.join(missing)}: it is not that of an {owner}")
+        groups.append({name: value for name, value in group.items() if name not in foreign})
+    groups += state_dict["param_groups"][len(groups) :]  # torch says that there are too many
+    state = {key: _shielded(entries) for key, entries in state_dict["state"].items()}
+    return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _shielded(entries: Any) -> Any:
+    if not isinstance(entries, dict):
+        return entries
+    return {name: _Shielded(value) if isinstance(value, Tensor) else value for name, value in entries.items()}

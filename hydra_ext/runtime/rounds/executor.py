@@ -1,0 +1,233 @@
+"""One round: the forwards of its microbatches block by block, then their backwards block by block.
+
+The fibers need not take the same way. The executor looks where they are parked, goes to the first of these sites, pins
+what it needs, and lets those that are parked there go on; that is a *stay*. The backward goes through the stays from
+the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import GraphExecGroup
+
+from hydra_ext import _C
+from hydra_ext.runtime import engine
+from hydra_ext.runtime.rounds.fibers import Fiber, Result
+from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.recompute import Recomputation
+
+
+class Refused(Exception):
+    """These microbatches cannot be run as a round and be equal to a loop. Nothing has been accumulated."""
+
+
+class RoundOwner(engine.BackwardParticipant, Protocol):
+    """The run that a round belongs to."""
+
+    device: torch.device
+    model: nn.Module
+
+    def forward_kind(self) -> _C.PassKind: ...
+    def window(self, kind: _C.PassKind) -> _C.Windows: ...
+
+
+@dataclass(frozen=True)
+class Stay(Generic[Result]):
+    """Fibers that ran while these blocks were pinned, and the piece of its graph that each made meanwhile."""
+
+    blocks: list[int]
+    pieces: list[tuple[Fiber[Result], int]]
+
+
+class Round(Generic[Result]):
+    """Microbatches that pass each block together.
+
+    Args:
+        owner: the run.
+        works: what each microbatch runs, in its fiber.
+        seeds: of the random state that each begins with.
+        recomputation: makes the sites' calls; without it activations are kept.
+    """
+
+    def __init__(
+        self,
+        owner: RoundOwner,
+        works: Sequence[Callable[[], Result]],
+        seeds: Sequence[int],
+        recomputation: Recomputation | None = None,
+    ) -> None:
+        self._owner = owner
+        self._recomputation = recomputation
+        self._attributes = Attributes(owner.model)
+        self._caller = Surroundings(owner.device)
+        self._own = [Surroundings(owner.device) for _ in works]
+        for own, seed in zip(self._own, seeds, strict=True):
+            own.seed(seed)
+        self._context = _C.ThreadContext()
+        self._fibers = [
+            Fiber(index, owner, self._context, self._attributes, work, recomputation)
+            for index, work in enumerate(works)
+        ]
+        self._stays: list[Stay[Result]] = []
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(self) -> list[Result]:
+        """Runs every microbatch to its end. Returns what they returned.
+
+        Raises:
+            BaseException: what one of them raised; then all have been unwound.
+        """
+        self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
+        return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
+
+    def repeats(self) -> bool:
+        """Whether the sites that are to be recomputed were seen to give the same again.
+
+        They have to be kept else, and the round to be made anew. Costs a pass over the blocks, once in a run.
+        """
+        recomputation = self._recomputation
+        if recomputation is None or recomputation.checked:
+            return True
+
+        def work() -> bool:
+            return recomputation.repeat(fiber)
+
+        fiber: Fiber[bool] = Fiber(0, self._owner, self._context, _Unheard(), work)
+        own = self._own[0]
+        self._own[0] = Surroundings(self._owner.device)
+        try:
+            self._run_fibers([fiber], _C.PassKind.INFERENCE, repetition=True)
+        finally:
+            self._own[0] = own
+        if not fiber.result:
+            self._attributes.undo()
+        return bool(fiber.result)
+
+    def _run_fibers(
+        self, fibers: Sequence[Fiber[Any]], kind: _C.PassKind, *, repetition: bool = False
+    ) -> list[Stay[Any]]:
+        try:
+            with replaced_functions(), self._owner.window(kind):
+                for fiber in fibers:
+                    fiber.start()
+                stays = self._pass_sites(fibers, kind, repetition=repetition)
+            for fiber in fibers:
+                fiber.join()
+            return stays
+        except BaseException:
+            _cancel(fibers)
+            if self._recomputation is not None:
+                self._recomputation.forget()
+            self._attributes.undo()
+            raise
+        finally:
+            self._caller.restore()
+
+    def _pass_sites(self, fibers: Sequence[Fiber[Any]], kind: _C.PassKind, *, repetition: bool) -> list[Stay[Any]]:
+        core = self._owner.core
+        stays: list[Stay[Any]] = []
+        while waiting := [fiber for fiber in fibers if not fiber.ended]:
+            place = min(fiber.place for fiber in waiting)
+            group = [fiber for fiber in waiting if fiber.place == place]
+            blocks = frozenset[int]().union(*(fiber.blocks for fiber in group))
+            core.stay_in(sorted(blocks), kind)
+            for fiber in group:
+                with self._turn_of(fiber, repetition=repetition):
+                    fiber.go_on(blocks)
+                core.drop_copies()
+            stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
+        return stays
+
+    @contextmanager
+    def _turn_of(self, fiber: Fiber[Any], *, repetition: bool) -> Iterator[None]:
+        """The process as this microbatch knows it."""
+        own = self._own[fiber.index]
+        own.restore()
+        self._attributes.begin_turn(fiber.index)
+        try:
+            yield
+        finally:
+            self._attributes.end_turn(fiber.index, keep=not repetition)
+            own.note()
+
+    # ---- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(self, losses: list[Tensor]) -> None:
+        """Runs the backward of every microbatch from its loss. The graphs are spent, and ``losses`` emptied.
+
+        Raises:
+            Refused: these graphs cannot be run piece by piece.
+        """
+        order = [(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces]
+        refusal = self._attributes.conflict
+        if not refusal:
+            staged = _C.StagedBackward(losses, [fiber.marks for fiber in self._fibers], order)
+            refusal = staged.refusal or (self._nested_sums() if staged.nested else "")
+        if refusal:
+            self._attributes.undo()
+            raise Refused(refusal)
+        others = [known for known in engine.reached_by(losses) if known is not self._owner]
+        losses.clear()
+        try:
+            with engine.windows_of([self._owner, *others]):
+                self._run_pieces(staged)
+            self._owner.backward_ended()
+        finally:
+            self._attributes.finish()
+            self._caller.restore()
+
+    def _nested_sums(self) -> str:
+        """Why backwards inside the backward would sum in another order than a loop; empty when they would not.
+
+        They accumulate when they come to it, which is known to be in order only where all microbatches do the same.
+        """
+        together = all(len(stay.pieces) == len(self._fibers) for stay in self._stays)
+        for fiber in self._fibers:
+            calls = Counter(block for blocks, _ in fiber.calls for block in blocks)
+            for other in self._fibers:
+                nested = {block for blocks, graph in other.calls if not graph for block in blocks}
+                once = all(calls[block] == 1 for block in nested)
+                alike = not any(graph and blocks & nested for blocks, graph in fiber.calls)
+                if nested and not (together and once and alike):
+                    return "blocks inside a reentrant checkpoint are called elsewhere, too, or not by all microbatches"
+        return ""
+
+    def _run_pieces(self, staged: _C.StagedBackward) -> None:
+        core = self._owner.core
+        regions = [GraphExecGroup() for _ in self._fibers]
+        turn = 0
+        for stay in reversed(self._stays):
+            core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
+            for fiber, _ in stay.pieces:
+                with self._turn_of(fiber, repetition=True), regions[fiber.index]:
+                    staged.run(turn)
+                    core.run_hooks()
+                core.drop_copies()
+                turn += 1
+        core.stay_in([], _C.PassKind.BACKWARD)
+
+
+class _Unheard:
+    """What a repetition sets on modules does not count."""
+
+    def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
+        pass
+
+
+def _cancel(fibers: Sequence[Fiber[Any]]) -> None:
+    """Ends all of them. An interrupt while they unwind does not stop that."""
+    left = list(fibers)
+    while left:
+        try:
+            left[0].cancel()
+            left.pop(0)
+        except BaseException:  # noqa: BLE001 - another error is on its way already
+            continue

@@ -1,0 +1,264 @@
+"""Fibers: threads that take turns, exactly one at a time, with the thread that made them.
+
+A fiber runs one microbatch. Before a module whose blocks are not at hand it *parks*: it hands control back and waits.
+Control goes back and forth through two flags, ``_permitted`` and ``_running``; the queues only wake the other side, so
+that whatever is done twice after an interrupt does no harm. Signal handlers run in the main thread: what they raise
+while it waits for a fiber is passed on to the fiber, which unwinds where it stands, and raised once it has parked or
+ended.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Site
+from hydra_ext.runtime.tracing import not_traced
+
+Result = TypeVar("Result")
+SiteVisit = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+START = -1  # where a fiber is before its first site
+
+_local = threading.local()
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class Cancelled(BaseException):
+    """Unwinds a fiber whose round has ended early. Not to be caught."""
+
+
+@not_traced
+def current() -> Fiber[Any] | None:
+    """The fiber that the calling thread is."""
+    return getattr(_local, "fiber", None)
+
+
+class WriteListener(Protocol):
+    """Told of every attribute that the fiber sets on a module."""
+
+    def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None: ...
+
+
+class SiteCaller(Protocol):
+    """Makes the calls of sites in the fiber's stead."""
+
+    def call(self, fiber: Fiber[Any], number: int, site: Site, call: SiteVisit, args: Any, kwargs: Any) -> Any: ...
+
+
+class Fiber(Generic[Result]):
+    """One microbatch's thread.
+
+    Attributes:
+        index: the microbatch's place in its round.
+        owner: the run whose sites park it.
+        attributes: told of what it sets on modules.
+        caller: makes its sites' calls; None lets them be.
+        place: the number of the site it is parked at; :data:`START` before the first.
+        blocks: those of the sites it is inside of, the one it is parked at included.
+        marks: the numbers that autograd's nodes had reached whenever the fiber went on.
+        calls: of sites: the site's blocks, and whether with a graph.
+        result: what ``work`` returned.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        owner: object,
+        context: _C.ThreadContext,
+        attributes: WriteListener,
+        work: Callable[[], Result],
+        caller: SiteCaller | None = None,
+    ) -> None:
+        self.index = index
+        self.owner = owner
+        self.attributes = attributes
+        self.caller = caller
+        self.place = START
+        self.blocks: frozenset[int] = frozenset()
+        self.marks: list[int] = []
+        self.calls: list[tuple[frozenset[int], bool]] = []
+        self.result: Result | None = None
+        self._work: Callable[[], Result] | None = work
+        self._context = context
+        self._at_hand: frozenset[int] = frozenset()
+        self._claim: dict[str, str] = {}
+        self._permitted = False
+        self._running = False
+        self._cancelled = False
+        self._ended = False
+        self._errors: list[BaseException] = []
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._rested: SimpleQueue[None] = SimpleQueue()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.current_stream() if on_gpu else None
+        trace = sys.gettrace()
+        copied = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=copied.run, args=(self._main, trace), name=f"microbatch-{index}", daemon=True
+        )
+
+    # ---- the maker's side -------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def go_on(self, at_hand: frozenset[int]) -> None:
+        """Lets the fiber run up to where it parks next, or ends; ``at_hand`` are the blocks that are pinned.
+
+        Raises:
+            BaseException: what ended the fiber, or what a signal handler raised meanwhile.
+        """
+        self._at_hand = at_hand
+        self._permitted = True
+        self._wake.put(None)
+        self._wait()
+        if self._errors and not self._cancelled:
+            _raise_from(self._errors)
+
+    def cancel(self) -> None:
+        """Ends the fiber: it unwinds from where it is parked. Again after an interrupt, until it returns."""
+        self._cancelled = True
+        if self._claim.setdefault("by", "maker") == "maker":
+            self._ended = True
+        while not self._ended:
+            self._permitted = True
+            self._wake.put(None)
+            self._wait()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._errors.clear()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _wait(self) -> None:
+        interrupts: list[BaseException] = []
+        while self._permitted or self._running:
+            try:
+                self._rested.get()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupts.append(error)
+                self._interrupt(type(error))
+        if interrupts:
+            _raise_from(interrupts)
+
+    def _interrupt(self, error: type[BaseException]) -> None:
+        """Raises ``error`` in the fiber, wherever it is, once in its life."""
+        if self._claim.setdefault("interrupt", "sent") == "sent":
+            self._claim["interrupt"] = "done"
+            ident = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
+
+    # ---- the fiber's side -------------------------------------------------------------------------------------------
+
+    def _main(self, trace: Any) -> None:
+        if self._claim.setdefault("by", "thread") != "thread":
+            return
+        try:
+            try:
+                _local.fiber = self
+                self._take_turn()
+                sys.settrace(trace)
+                self._context.enter()
+                if self._stream is not None:
+                    torch.cuda.set_stream(self._stream)  # and its device
+                if self._work is not None:
+                    self.result = self._work()
+            except BaseException as error:  # noqa: BLE001 - raised by go_on()
+                self._errors.append(error)
+            finally:
+                self._end()
+        except BaseException as error:  # noqa: BLE001 - an interrupt that came between; there is one at most
+            self._errors.append(error)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        _local.fiber = None
+        self._work = None
+        self._ended = True
+        self._running = False
+        self._permitted = False
+        self._rested.put(None)
+
+    @not_traced
+    def _take_turn(self) -> None:
+        while not self._permitted:
+            self._wake.get()
+        self._running = True  # before the other flag falls: the maker must not find both down
+        self._permitted = False
+        if self._cancelled:
+            raise Cancelled
+        self.marks.append(_next_node())
+
+    @not_traced
+    def _park(self, place: int) -> None:
+        if self._cancelled:
+            raise Cancelled
+        self.place = place
+        self._running = False
+        self._rested.put(None)
+        self._take_turn()
+
+    @not_traced
+    def call(self, place: int, site: Site, visit: SiteVisit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a site. ``place`` is its number."""
+        with self.inside(place, site):
+            if self.caller is None:
+                return visit(args, kwargs)
+            return self.caller.call(self, place, site, visit, args, kwargs)
+
+    @not_traced
+    def inside(self, place: int, site: Site) -> Inside:
+        """A context for the call of a site. Parks on entering, unless its blocks are at hand."""
+        return Inside(self, place, frozenset(site.blocks))
+
+
+def _raise_from(errors: list[BaseException]) -> None:
+    """Raises the first. No frame refers to it afterwards: it would keep the graphs in its traceback alive."""
+    try:
+        raise errors[0]
+    finally:
+        errors.clear()
+
+
+class Inside:
+    """A fiber's stay inside a site."""
+
+    def __init__(self, fiber: Fiber[Any], place: int, blocks: frozenset[int]) -> None:
+        self._fiber = fiber
+        self._place = place
+        self._blocks = blocks
+        self._around = fiber.blocks
+
+    @not_traced
+    def __enter__(self) -> None:
+        fiber = self._fiber
+        fiber.blocks = self._around | self._blocks
+        if not self._blocks <= fiber._at_hand:
+            try:
+                fiber._park(self._place)
+            except BaseException:  # re-raised: __exit__ is not called then
+                fiber.blocks = self._around
+                raise
+        fiber.calls.append((self._blocks, torch.is_grad_enabled()))
+
+    @not_traced
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._fiber.blocks = self._around

@@ -1,0 +1,245 @@
+"""A whole training step: rounds, clipping, the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from hydra_ext import _C, optim
+from hydra_ext.blocks import Site
+from hydra_ext.errors import StateError
+from hydra_ext.runtime.rounds.buffers import ModelBuffers
+from hydra_ext.runtime.rounds.choice import Choice, Decision
+from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
+from hydra_ext.runtime.rounds.isolation import Surroundings, generators
+from hydra_ext.runtime.rounds.recompute import Recomputation
+from hydra_ext.runtime.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+Microbatch = TypeVar("Microbatch")
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gives back.
+
+    Attributes:
+        loss: of the step: the mean of the microbatches' losses, or their sum.
+        losses: what ``fn`` returned for each microbatch, without a graph.
+        grad_norm: total norm of the gradients before clipping; None without ``max_norm``.
+        metrics: what ``fn`` returned beside each loss, its tensors without a graph; None where it returned none.
+        skipped: whether the optimizer was left out because ``grad_norm`` is not finite. Only optimizers of
+            :mod:`hydra_ext.optim` are; torch's do what they do in a loop.
+    """
+
+    loss: Tensor
+    losses: tuple[Tensor, ...]
+    grad_norm: Tensor | None
+    metrics: tuple[Any, ...]
+    skipped: bool = False
+
+
+@dataclass
+class Outcome:
+    """What one microbatch's forward gave; ``root`` is where its backward starts, until it has run."""
+
+    root: Tensor | None
+    loss: Tensor
+    metrics: Any
+
+
+def split(output: Any) -> tuple[Tensor, Any]:
+    """The loss, and what came with it: of a tensor, a pair, or a mapping with the key "loss".
+
+    Raises:
+        TypeError: there is no loss in it.
+    """
+    loss, metrics = output, None
+    if isinstance(output, Mapping) and "loss" in output:
+        loss = output["loss"]
+        metrics = {key: value for key, value in output.items() if key != "loss"}
+    elif isinstance(output, tuple) and len(output) == 2:
+        loss, metrics = output
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"fn returned a {type(output).__name__}: return the loss, (loss, metrics), or a mapping with the key 'loss'"
+        )
+    return loss, metrics
+
+
+class Work(Generic[Microbatch]):
+    """One microbatch's forward up to what its backward starts from."""
+
+    def __init__(
+        self, fn: Callable[[Microbatch], Any], microbatch: Microbatch, divisor: int, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        self._fn = fn
+        self._microbatch = microbatch
+        self._divisor = divisor
+        self._scaler = scaler
+
+    def __call__(self) -> Outcome:
+        loss, metrics = split(self._fn(self._microbatch))
+        if not loss.requires_grad or loss.numel() != 1:
+            raise ValueError(
+                f"fn returned a loss of shape {tuple(loss.shape)}"
+                + ("" if loss.requires_grad else " that depends on no trainable parameter")
+                + ": return a scalar to run backward from"
+            )
+        root = loss / self._divisor if self._divisor != 1 else loss
+        if self._scaler is not None:
+            root = self._scaler.scale(root)
+        metrics = tree_map_only(Tensor, Tensor.detach, metrics)
+        return Outcome(root, loss.detach(), metrics)
+
+
+class StepOwner(RoundOwner, Protocol):
+    """The run whose model is trained."""
+
+    optimizer: torch.optim.Optimizer | None
+    updates: Updates | None
+
+    def activation_bytes(self) -> int: ...
+
+
+class Stepper:
+    """The training steps of one run.
+
+    Attributes:
+        rounds: how many there were.
+        refusals: rounds whose microbatches could not be run together.
+        fallbacks: microbatches that were run one at a time instead.
+    """
+
+    def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
+        self._owner = owner
+        self._choice = choice
+        self._recomputation = Recomputation(sites, owner.device)
+        self._buffers = ModelBuffers(owner.model)
+        self.rounds = 0
+        self.refusals = 0
+        self.fallbacks = 0
+
+    def step(
+        self,
+        works: Sequence[Work[Any]],
+        seeds: Sequence[int],
+        *,
+        max_norm: float | None,
+        round_size: int | None,
+        recompute: bool | None,
+        reduction: Reduction,
+        scaler: torch.amp.GradScaler | None,
+    ) -> StepOutput:
+        optimizer = self._owner.optimizer
+        if optimizer is None:
+            raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(works):
+            first = len(outcomes)
+            decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
+            last = first + decision.size
+            outcomes += self._run(works[first:last], seeds[first:last], decision)
+        norm, skipped = self._update(optimizer, max_norm, scaler)
+        losses = torch.stack([outcome.loss for outcome in outcomes])
+        return StepOutput(
+            loss=losses.mean() if reduction == "mean" else losses.sum(),
+            losses=losses.unbind(),
+            grad_norm=norm,
+            metrics=tuple(outcome.metrics for outcome in outcomes),
+            skipped=skipped,
+        )
+
+    def _run(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome]:
+        if self.refusals:
+            return self._one_at_a_time(works, seeds)
+        self._buffers.note()
+        try:
+            outcomes = self._round(works, seeds, decision)
+            while outcomes is None:  # some activations are to be kept
+                self._buffers.restore()
+                outcomes = self._round(works, seeds, decision)
+            return outcomes
+        except Refused as refused:
+            self.refusals += 1
+            logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
+            self._buffers.restore()
+        return self._one_at_a_time(works, seeds)
+
+    def _round(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome] | None:
+        """None if blocks that were recomputed gave something else."""
+        owner = self._owner
+        this = Round(owner, works, seeds, self._recomputation if decision.recompute else None)
+        before = owner.activation_bytes()
+        outcomes = this.forward()
+        held = owner.activation_bytes() - before
+        if not this.repeats():
+            return None
+        this.backward(_roots_of(outcomes))
+        kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
+        peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
+        self._choice.learn(decision, held=held, peak=peak)
+        self.rounds += 1
+        return outcomes
+
+    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int]) -> list[Outcome]:
+        outcomes = []
+        caller = Surroundings(self._owner.device)
+        cached = torch.is_autocast_cache_enabled()
+        try:
+            torch.set_autocast_cache_enabled(False)
+            for work, seed in zip(works, seeds, strict=True):
+                for generator in generators(self._owner.device):
+                    generator.manual_seed(seed)
+                outcomes.append(work())
+                _roots_of(outcomes[-1:])[0].backward()  # type: ignore[no-untyped-call]
+                self.fallbacks += 1
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            caller.restore()
+        return outcomes
+
+    def _update(
+        self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None
+    ) -> tuple[Tensor | None, bool]:
+        parameters = list(self._owner.model.parameters())
+        updates = self._owner.updates
+        norm, skipped = None, False
+        if scaler is None and updates is not None:
+            norm, skipped = updates.step(parameters, max_norm)
+            optimizer.zero_grad()
+            return norm, skipped
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if max_norm is not None:
+            clip = torch.nn.utils.clip_grad_norm_ if updates is None else optim.clip_grad_norm_
+            norm = clip(parameters, max_norm)
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+        return norm, skipped
+
+
+def _roots_of(outcomes: Sequence[Outcome]) -> list[Tensor]:
+    """What the backwards start from. Nothing else refers to the graphs any more."""
+    roots = [outcome.root for outcome in outcomes if outcome.root is not None]
+    for outcome in outcomes:
+        outcome.root = None
+    return roots
+
+
+def draw_seeds(count: int) -> list[int]:
+    """One per microbatch, from the caller's random state."""
+    drawn: list[int] = torch.randint(2**62, (count,), generator=torch.default_generator, device="cpu").tolist()
+    return drawn

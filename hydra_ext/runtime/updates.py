@@ -1,0 +1,96 @@
+"""Optimizer steps that run behind the next forward: each block is updated just ahead of its use.
+
+Of the native optimizers only (:mod:`hydra_ext.optim`): a step is prepared when ``step()`` is called and runs in threads
+of the engine's, in the order of the last forward. Until a block is updated its parameters, gradients and state have no
+bytes: operations on them wait, raw access raises. ``state_dict()`` of the model and of the optimizer, and what copies
+or pickles them, wait for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.optim.clip import norm_and_factor
+from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
+
+logger = logging.getLogger(__name__)
+
+Gradients = list[tuple[Tensor, Tensor]]
+_NO_BLOCK = -1  # of parameters that the model has not
+
+
+class Updates:
+    """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
+
+    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer) -> None:
+        self._core = core
+        self._optimizer = optimizer
+        self._blocks = len(layout.blocks)
+        self._block_of: dict[Tensor, int] = {
+            parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
+        }
+        self._parts: list[int] = []  # the blocks of what is being prepared
+        self._scale = 1.0  # of the gradients of the model's own parameters
+        optimizer.runner = self
+
+    def close(self) -> None:
+        self.sync()
+        self._optimizer.runner = None
+
+    def sync(self) -> None:
+        """Returns when no step is under way."""
+        self._core.finish_update()
+
+    def step(self, parameters: Sequence[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
+        """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
+
+        As ``clip_grad_norm_`` and ``optimizer.step()``, to the bit; but the update itself scales the gradients, and a
+        norm that is not finite skips the step before anything is touched.
+        """
+        if max_norm is None:
+            self._optimizer.step()
+            return None, False
+        norm, factor = norm_and_factor(parameters, max_norm)
+        if not math.isfinite(norm):
+            logger.warning("the norm of the gradients is %s: this step is skipped", norm)
+            return torch.tensor(norm, dtype=torch.float32), True
+        stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
+        for parameter in parameters:
+            if parameter not in stepped and parameter.grad is not None and factor != 1.0:
+                parameter.grad.mul_(factor)
+        self._scale = factor
+        try:
+            self._optimizer.step()
+        finally:
+            self._scale = 1.0
+        return torch.tensor(norm, dtype=torch.float32), False
+
+    # ---- what the optimizer asks for --------------------------------------------------------------------------------
+
+    def parts(self, gradients: Gradients) -> list[Gradients]:
+        """By block, in the order in which the last forward used the blocks."""
+        used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
+        order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
+        by_block: dict[int, Gradients] = {block: [] for block in order}
+        for parameter, gradient in gradients:
+            by_block[self._block_of.get(parameter, _NO_BLOCK)].append((parameter, gradient))
+        self._parts = [block for block, members in by_block.items() if members]
+        return [by_block[block] for block in self._parts]
+
+    def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
+        """Parameters of other models are updated at once."""
+        updates = []
+        for block, part in zip(self._parts, prepared, strict=True):
+            optimizer.finish(part)
+            if block == _NO_BLOCK:
+                part.plan.run(optimizer.pool)
+            else:
+                updates.append(_C.BlockUpdate(block, part.plan, optimizer.tensors_of(part)))
+        self._core.defer_update(updates, optimizer.pool, self._scale)

@@ -1,0 +1,121 @@
+#include "csrc/optim/deferred_update.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/cpp/optim_support.h"
+
+namespace hydra {
+namespace {
+
+using test::Content;
+using test::Memory;
+
+constexpr std::int64_t kCount = 50'000;
+
+/// Weights of several blocks, and their updates as a step of the blocks in the order given.
+struct Blocks {
+  std::vector<std::unique_ptr<Memory>> memory;
+
+  explicit Blocks(std::uint32_t count) {
+    for (std::uint32_t block = 0; block < count; ++block) {
+      memory.push_back(std::make_unique<Memory>(test::all_kinds().front(), kCount, 1, Content::kNumbers, block));
+    }
+  }
+
+  std::vector<DeferredUpdate::Part> parts(const std::vector<std::int32_t>& order) {
+    std::vector<DeferredUpdate::Part> made;
+    for (const std::int32_t block : order) {
+      made.emplace_back().block = block;
+      made.back().plan.add(memory[static_cast<std::size_t>(block)]->update());
+    }
+    return made;
+  }
+
+  void update_now(float scale) {
+    for (const auto& one : memory) {
+      run_update(one->update(), 0, kCount, scale);
+    }
+  }
+
+  std::int64_t differences(const Blocks& other) const {
+    std::int64_t sum = 0;
+    for (std::size_t i = 0; i < memory.size(); ++i) {
+      sum += memory[i]->differences(*other.memory[i]);
+    }
+    return sum;
+  }
+};
+
+std::shared_ptr<ThreadPool> pool(int threads) { return std::make_shared<ThreadPool>(threads); }
+
+TEST(DeferredUpdate, IsTheSameAsAnUpdateAtOnce) {
+  Blocks wanted(5);
+  wanted.update_now(0.5F);
+  for (const int threads : {1, 3}) {
+    Blocks blocks(5);
+    EXPECT_GT(blocks.differences(wanted), 5 * kCount / 2);
+    DeferredUpdate update(blocks.parts({3, 1, 0, 2, 4}), pool(threads), 0.5F);
+    update.wait_all();
+    EXPECT_EQ(blocks.differences(wanted), 0);
+    EXPECT_GT(update.seconds(), 0.0);
+  }
+}
+
+TEST(DeferredUpdate, ABlockThatIsWaitedForIsDoneWhenWaitReturns) {
+  Blocks wanted(8);
+  wanted.update_now(1.0F);
+  for (std::int32_t block = 0; block < 8; ++block) {
+    Blocks blocks(8);
+    DeferredUpdate update(blocks.parts({0, 1, 2, 3, 4, 5, 6, 7}), pool(1), 1.0F);
+    update.wait(block);
+    EXPECT_TRUE(update.finished(block));
+    const auto index = static_cast<std::size_t>(block);
+    EXPECT_EQ(blocks.memory[index]->differences(*wanted.memory[index]), 0);
+  }
+}
+
+TEST(DeferredUpdate, ThreadsMayWaitForDifferentBlocksAtOnce) {
+  Blocks wanted(12);
+  wanted.update_now(1.0F);
+  Blocks blocks(12);
+  DeferredUpdate update(blocks.parts({0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}), pool(2), 1.0F);
+  std::vector<std::thread> threads;
+  for (const std::int32_t first : {11, 6, 0}) {
+    threads.emplace_back([&update, &blocks, &wanted, first] {
+      for (std::int32_t block = first; block >= 0; block -= 3) {
+        update.wait(block);
+        const auto index = static_cast<std::size_t>(block);
+        EXPECT_EQ(blocks.memory[index]->differences(*wanted.memory[index]), 0);
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+TEST(DeferredUpdate, ABlockWithoutAPartIsFinished) {
+  Blocks blocks(1);
+  DeferredUpdate update(blocks.parts({0}), pool(1), 1.0F);
+  update.wait(7);
+  EXPECT_TRUE(update.finished(7));
+}
+
+TEST(DeferredUpdate, EndsOnlyWhenAllIsDone) {
+  Blocks wanted(6);
+  wanted.update_now(1.0F);
+  Blocks blocks(6);
+  {
+    const DeferredUpdate update(blocks.parts({5, 4, 3, 2, 1, 0}), pool(1), 1.0F);
+  }
+  EXPECT_EQ(blocks.differences(wanted), 0);
+}
+
+TEST(DeferredUpdate, OfNothingIsDone) {
+  DeferredUpdate update({}, pool(1), 1.0F);
+  update.wait_all();
+  EXPECT_EQ(update.seconds(), 0.0);
+}
+
+}  // namespace
+}  // namespace hydra

@@ -1,0 +1,123 @@
+#include "csrc/optim/step_plan.h"
+
+#include <gtest/gtest.h>
+
+#include "csrc/base/errors.h"
+#include "tests/cpp/optim_support.h"
+
+namespace hydra {
+namespace {
+
+using test::Content;
+using test::Kind;
+using test::Memory;
+
+Kind kind_named(const std::string& name) {
+  for (Kind& kind : test::all_kinds()) {
+    if (kind.name == name) {
+      return kind;
+    }
+  }
+  throw StateError(name);
+}
+
+constexpr std::int64_t kLong = 3 * (1 << 16) + 11;
+
+struct Parameters {
+  Memory large{kind_named("adamw2110"), kLong, 1, Content::kNumbers, 1};
+  Memory empty{kind_named("sgd0000"), 0, 1, Content::kNumbers, 2};
+  Memory small{kind_named("sgd0000"), 100, 1, Content::kNumbers, 3};
+
+  StepPlan plan() {
+    StepPlan made;
+    made.add(large.update());
+    made.add(empty.update());
+    made.add(small.update());
+    return made;
+  }
+
+  std::int64_t differences(const Parameters& other) const {
+    return large.differences(other.large) + small.differences(other.small);
+  }
+};
+
+TEST(StepPlan, RunsEveryParameterWholeWithAnyThreads) {
+  Parameters wanted;
+  for (Memory* memory : {&wanted.large, &wanted.small}) {
+    const ParameterUpdate update = memory->update();
+    run_update(update, 0, update.count, 0.5F);
+  }
+  EXPECT_GT(wanted.differences(Parameters{}), kLong);
+  for (const int threads : {1, 2, 4}) {
+    Parameters parameters;
+    ThreadPool pool(threads);
+    parameters.plan().run(pool, 0.5F);
+    EXPECT_EQ(parameters.differences(wanted), 0) << threads << " threads";
+  }
+}
+
+TEST(StepPlan, InRangesIsTheSameAsWhole) {
+  Parameters wanted;
+  ThreadPool pool(1);
+  wanted.plan().run(pool, 0.5F);
+  Parameters parameters;
+  StepPlan plan = parameters.plan();
+  StepPlan moved = std::move(plan);
+  moved.run_range(2, 0, 100, 0.5F);
+  for (std::int64_t begin = 0; begin < kLong; begin += 9999) {
+    moved.run_range(0, begin, std::min(kLong, begin + 9999), 0.5F);
+  }
+  EXPECT_EQ(parameters.differences(wanted), 0);
+}
+
+TEST(StepPlan, RefusesRangesThatAreNotThere) {
+  Parameters parameters;
+  StepPlan plan = parameters.plan();
+  EXPECT_THROW(plan.run_range(3, 0, 0, 1.0F), StateError);
+  EXPECT_THROW(plan.run_range(2, -1, 5, 1.0F), StateError);
+  EXPECT_THROW(plan.run_range(2, 5, 4, 1.0F), StateError);
+  EXPECT_THROW(plan.run_range(2, 0, 101, 1.0F), StateError);
+  EXPECT_EQ(parameters.differences(Parameters{}), 0);
+}
+
+TEST(StepPlan, RefusesAnUpdateThatLacksAnArrayOrHasOneTooMany) {
+  Parameters parameters;
+  StepPlan plan;
+  const auto expect_refused = [&](const ParameterUpdate& whole, auto&& spoil) {
+    ParameterUpdate update = whole;
+    spoil(update);
+    EXPECT_THROW(plan.add(update), StateError);
+  };
+  const ParameterUpdate split = parameters.large.update();
+  expect_refused(split, [](ParameterUpdate& update) { update.weights = nullptr; });
+  expect_refused(split, [](ParameterUpdate& update) { update.gradient = nullptr; });
+  expect_refused(split, [](ParameterUpdate& update) { update.master = nullptr; });
+  expect_refused(split, [](ParameterUpdate& update) { update.first_moment = nullptr; });
+  expect_refused(split, [](ParameterUpdate& update) { update.second_moment = nullptr; });
+  expect_refused(split, [](ParameterUpdate& update) { update.weight_format = NumberFormat::kFloat16; });
+  expect_refused(split, [](ParameterUpdate& update) { update.moment_format = NumberFormat::kFloat16; });
+  const ParameterUpdate plain = parameters.small.update();
+  expect_refused(plain, [](ParameterUpdate& update) { update.master = update.weights; });
+  expect_refused(plain, [](ParameterUpdate& update) { update.second_moment = update.weights; });
+  expect_refused(plain, [](ParameterUpdate& update) { update.weight_format = NumberFormat::kBfloat16; });
+  EXPECT_EQ(plan.size(), 0U);
+}
+
+TEST(StepPlan, IsEmptyOnceCleared) {
+  Parameters parameters;
+  StepPlan plan = parameters.plan();
+  plan.clear();
+  ThreadPool pool(2);
+  plan.run(pool, 1.0F);
+  EXPECT_EQ(plan.size(), 0U);
+  EXPECT_EQ(parameters.differences(Parameters{}), 0);
+}
+
+TEST(RoundingSeed, DiffersBetweenNeighbours) {
+  EXPECT_NE(rounding_seed(1, 0), rounding_seed(2, 0));
+  EXPECT_NE(rounding_seed(1, 0), rounding_seed(1, 1));
+  EXPECT_NE(rounding_seed(1, 0), rounding_seed(0, 1));
+}
+
+}  // namespace
+}  // namespace hydra

@@ -1,0 +1,138 @@
+"""``run.step`` equals the loop it stands for, bit for bit: families x microbatches x keep or recompute x budgets.
+
+By default a sample in which every pair of choices meets; with the mark ``full`` every triple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_ext import _C
+from support.offloaded import offloaded, updated_bytes
+from support.pairwise import Row, covering_rows
+from support.rounds import (
+    DIVERGENT,
+    STEPS,
+    Plan,
+    Seen,
+    activations_of_rounds,
+    build_optimizer,
+    differences,
+    train_loop,
+    train_rounds,
+)
+from support.training import parameter_bytes
+from support.zoo import FAMILIES
+from support.zoo_more import MORE_FAMILIES
+
+EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
+ROOM_FOR_ALL = 400
+SMALL = ("normed",)  # all its weights are less than the scratch of one convolution
+CHOICES: dict[str, list[Any]] = {
+    "family": list(EVERY_FAMILY),
+    "m": [3, 1, 8],
+    "recompute": [False, True],
+    "percent": [30, ROOM_FOR_ALL],
+    "size": ["all", "some"],
+    "autocast": [False, True],
+    "clip": [False, True],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``percent``: room for so much of the parameters beside what the microbatches' activations take."""
+
+    family: str
+    m: int
+    recompute: bool
+    percent: int
+    size: str
+    autocast: bool
+    clip: bool
+
+    def __str__(self) -> str:
+        words = [self.family, f"m{self.m}", "recompute" if self.recompute else "keep", f"{self.percent}%", self.size]
+        return "-".join(words + ["autocast"] * self.autocast + ["clip"] * self.clip)
+
+    @property
+    def round_size(self) -> int:
+        return self.m if self.size == "all" else -(-self.m // 2)
+
+    def rounds(self) -> list[int]:
+        return [min(self.round_size, self.m - first) for first in range(0, self.m, self.round_size)]
+
+
+def _allowed(row: Row) -> bool:
+    return not (row.get("m") == 1 and row.get("size") == "some")
+
+
+PAIRS = [Case(**row) for row in covering_rows(CHOICES, allowed=_allowed)]
+TRIPLES = [
+    case for case in (Case(**row) for row in covering_rows(CHOICES, strength=3, allowed=_allowed)) if case not in PAIRS
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check_equal_to_loop(case: Case) -> None:
+    family, plan = EVERY_FAMILY[case.family], Plan(m=case.m, clip=case.clip, autocast=case.autocast)
+    batches = family.batches(1, STEPS * case.m)
+    plain = family.make(0)
+    expected = train_loop(plain, family.loss, batches, plan)
+    assert all(torch.isfinite(loss) for loss in expected.losses)
+
+    model = family.make(0)
+    optimizer = build_optimizer(model, plan)
+    choices = {"round_size": case.round_size, "recompute": case.recompute}
+    activations = activations_of_rounds(family, plan, batches, **choices)
+    room = 2**16 if case.family in SMALL else 3 * max(parameter.nbytes for parameter in model.parameters())
+    budget = activations + room + case.percent * parameter_bytes(model) // 100
+    with offloaded(model, optimizer, budget=budget) as observed:
+        seen = train_rounds(observed.run, model, family.loss, batches, plan, after_step=observed.note, **choices)
+        assert differences(seen, expected) == []
+        _check_reports(case, observed, expected)
+
+
+def _check_reports(case: Case, observed: Any, expected: Seen) -> None:
+    run, reports = observed.run, observed.reports
+    last = reports[-1]
+    assert last.windows >= 2 * STEPS * len(case.rounds())
+    assert (last.rounds, last.refusals, last.fallbacks) == (STEPS * len(case.rounds()), 0, 0)
+    if case.family in DIVERGENT:
+        return
+    # A static model: its blocks are passed in the same order however many microbatches there are.
+    passes = [len(run.core.recorded(kind)) for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)]
+    for before, after in pairwise(reports[1:]):
+        loads = after.loads - before.loads
+        assert loads <= len(case.rounds()) * sum(passes), "a block was moved more than once in a pass"
+        # The first round's gradients leave once for all its microbatches; what others add is summed on the host.
+        leaving = 1 + sum(case.rounds()[1:])
+        assert after.gradients_moved_bytes - before.gradients_moved_bytes == leaving * expected.gradient_bytes(2)
+        if case.percent != ROOM_FOR_ALL:
+            assert after.evictions > before.evictions or case.family in SMALL, "there was room for everything"
+        else:
+            assert after.weights_moved_bytes - before.weights_moved_bytes == updated_bytes(run)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_a_sample_with_every_pair_of_choices_steps_as_the_loop_does(case: Case) -> None:
+    check_equal_to_loop(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", TRIPLES, ids=str)
+def test_every_triple_of_choices_steps_as_the_loop_does(case: Case) -> None:
+    check_equal_to_loop(case)

@@ -1,0 +1,221 @@
+"""What cannot run as a round, or not be recomputed, is noticed, done another way, and equal all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hydra_ext
+from hydra_ext import Checks
+from hydra_ext.runtime.rounds.choice import Choice, Decision
+from support.rounds import (
+    Plan,
+    Seen,
+    assert_nothing_left,
+    build_optimizer,
+    differences,
+    peak_of_loop,
+    train_loop,
+    train_rounds,
+)
+from support.training import parameter_bytes
+from support.zoo import FAMILIES, Family
+from support.zoo_more import MORE_FAMILIES, Mlp, Residual
+
+PLAN = Plan(m=3)
+ROOMY = 2**23
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def family_of(build: type[nn.Module]) -> Family:
+    return Family(build.__name__, build, MORE_FAMILIES["residual"].batch)
+
+
+def both(family: Family, **choices: Any) -> tuple[Seen, Seen, hydra_ext.Report]:
+    batches = family.batches(1, 5 * PLAN.m)
+    expected = train_loop(family.make(0), family.loss, batches, PLAN)
+    model = family.make(0)
+    optimizer = build_optimizer(model, PLAN)
+    layers = list(model.layers)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=layers, checks=Checks(poison_hosts=True)) as run:
+        seen = train_rounds(run, model, family.loss, batches, PLAN, **choices)
+        assert_nothing_left(run)
+        assert run.report().windows > 0
+        return seen, expected, run.report()
+
+
+# ---- one at a time --------------------------------------------------------------------------------------------------
+
+
+class Sharing(Residual):
+    """Every third batch makes a value that the next two use as well: one graph for three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.statistics = nn.BatchNorm1d(9)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if len(self.kept) % 3 == 0:
+            self.kept.append(self.scales.sum() + 1)
+        else:
+            self.kept.append(self.kept[-1])
+        noise = functional.dropout(torch.ones(2, 9, 4), 0.5)
+        return super().forward(input_ids, labels) + self.kept[-1] + self.statistics(noise).sum() * 0
+
+
+class Counting(Residual):
+    """Its layers take turns counting on one number, which each call goes on from."""
+
+    count = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            self.count = self.count + 1
+            x = x + layer(x) / self.count
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("build", "reason"), [(Sharing, "share|outside"), (Counting, "Counting.count is set by")])
+def test_what_microbatches_share_makes_them_run_one_at_a_time_with_one_notice(
+    build: type[nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hydra_ext"):
+        seen, expected, report = both(family_of(build), round_size=3, recompute=False)
+    assert differences(seen, expected) == []
+    assert (report.rounds, report.refusals, report.fallbacks) == (0, 1, 5 * PLAN.m)
+    notices = [record.getMessage() for record in caplog.records if "one microbatch at a time" in record.getMessage()]
+    assert len(notices) == 1
+    assert any(word in notices[0] for word in reason.split("|"))
+
+
+# ---- recomputation --------------------------------------------------------------------------------------------------
+
+
+class Remembering(Mlp):
+    """Reads from a place of its own what the layer before it left there."""
+
+    bag: dict[str, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.bag.get("left")
+        y = super().forward(x if left is None else x + 0.1 * left)
+        self.bag["left"] = y
+        return y
+
+
+class SideChannel(Residual):
+    def __init__(self) -> None:
+        super().__init__(layer=Remembering)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        bag: dict[str, Tensor] = {}
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            layer.bag = bag
+            x = x + layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class ReadsTheNext(Residual):
+    """Its layers read what a later one changes: calling one again at once would show nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(layer=Scaled)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        bag = {"factor": 1.0}
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            layer.bag = bag
+            x = x + layer(x)
+            bag["factor"] *= 0.5
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Scaled(Mlp):
+    bag: dict[str, float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.bag["factor"]
+
+
+@pytest.mark.parametrize("build", [SideChannel, ReadsTheNext])
+def test_a_block_that_gives_something_else_when_called_again_is_kept(
+    build: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "hydra_ext"):
+        seen, expected, report = both(family_of(build), round_size=3, recompute=True)
+    assert differences(seen, expected) == []
+    assert (report.rounds, report.refusals, report.fallbacks) == (5, 0, 0)
+    assert [record.getMessage() for record in caplog.records if "keeps the activations" in record.getMessage()]
+
+
+# ---- what the budget has room for -----------------------------------------------------------------------------------
+
+
+def test_recomputing_and_smaller_rounds_are_chosen_where_the_budget_asks_for_it() -> None:
+    choice = Choice(budget=1000, largest_block=50)
+    assert choice.next(8, size=None, recompute=None) == Decision(1, False)
+    choice.learn(Decision(1, False), held=200, peak=300)
+    assert choice.next(4, size=None, recompute=None) == Decision(4, False)
+    assert choice.next(8, size=None, recompute=False) == Decision(4, False)
+    assert choice.next(8, size=None, recompute=None) == Decision(1, True)
+    choice.learn(Decision(1, True), held=50, peak=200)
+    assert choice.next(8, size=None, recompute=None) == Decision(8, True)
+    assert choice.next(80, size=None, recompute=None) == Decision(15, True)
+    assert choice.next(80, size=20, recompute=None) == Decision(20, True)
+    assert choice.next(80, size=80, recompute=False) == Decision(80, False)
+
+
+@pytest.mark.parametrize("name", ["tied_llama", "bert"])
+def test_steps_keep_to_a_budget_that_has_no_room_for_all_activations(name: str) -> None:
+    family = {**FAMILIES, **MORE_FAMILIES}[name]
+    plan = Plan(m=8)
+    batches = family.batches(1, 5 * plan.m)
+    expected = train_loop(family.make(0), family.loss, batches, plan)
+    each = peak_of_loop(family, plan)
+    for activations in (12 * each, 5 * each, 2 * each):
+        model = family.make(0)
+        optimizer = build_optimizer(model, plan)
+        layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+        budget = activations + parameter_bytes(model) // 2 + 2**17
+        with hydra_ext.offload(
+            model, optimizer, budget=budget, blocks=list(layers), checks=Checks(poison_hosts=True)
+        ) as run:
+            seen = train_rounds(run, model, family.loss, batches, plan)
+            report = run.report()
+        assert differences(seen, expected) == []
+        assert report.peak_bytes <= budget
+        assert (report.refusals, report.fallbacks) == (0, 0)
+        if activations == 12 * each:
+            assert report.rounds == 5 + 1  # the first step tries one microbatch
+
+
+def test_recomputed_layers_hold_less() -> None:
+    family = MORE_FAMILIES["tied_llama"]
+    peaks = []
+    for recompute in (False, True):
+        model = family.make(0)
+        optimizer = build_optimizer(model, PLAN)
+        blocks = list(model.model.layers)
+        with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=blocks, checks=Checks(poison_hosts=True)) as run:
+            train_rounds(run, model, family.loss, family.batches(1, 15), PLAN, round_size=3, recompute=recompute)
+            report = run.report()
+            assert report.windows > 0
+        peaks.append(report.peak_activations_bytes + report.peak_workspace_bytes)
+    assert peaks[1] < peaks[0] / 1.5

@@ -1,0 +1,228 @@
+"""Native optimizer steps that run behind the next forward: the same bits, and nobody sees what is half done."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ext
+from hydra_ext import Checks, Run, SimulatedDevice, optim
+from support.benches import Outcome, assert_same
+
+WIDTH = 64
+LAYERS = 6
+STEPS = 5
+BATCHES = torch.randn(STEPS, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2),
+    "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, between: Callable[[], Any] = lambda: None) -> Outcome:
+    seen: Outcome = []
+    dtype = next(model.parameters()).dtype
+    for batch in BATCHES:
+        loss = model(batch.to(dtype)).pow(2).mean()
+        loss.backward()
+        seen.append(optim.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach().clone())
+        found = between()
+        if isinstance(found, torch.Tensor):
+            seen.append(found.detach().clone())
+    return seen
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    entries = [
+        value.clone()
+        for parameter in model.parameters()
+        for value in optimizer.state[parameter].values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*(parameter.detach().clone() for parameter in model.parameters()), *entries]
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, poison: bool = True, blocks: int = 3
+) -> Iterator[Run]:
+    device = SimulatedDevice(to_device_bytes_per_second=2e8, to_host_bytes_per_second=2e8)
+    checks = Checks(poison_hosts=poison)
+    budget = blocks * sum(p.nbytes for p in model.parameters()) // LAYERS + 2**15
+    with hydra_ext.offload(model, optimizer, budget=budget, device=device, checks=checks) as run:
+        yield run
+        assert run.report().windows > 0
+        assert run.report().deferred_updates > 0
+
+
+@pytest.mark.parametrize("poison", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_behind_the_next_forward_gives_the_bits_of_a_step_at_once(
+    name: str, dtype: torch.dtype, poison: bool
+) -> None:
+    plain, model = stack(dtype), stack(dtype)
+    ours, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+    expected = train(plain, theirs)
+    with offloaded(model, ours, poison=poison) as run:
+        assert_same(expected, train(model, ours))
+        assert run.report().evictions > 0
+        assert run.report().deferred_updates == STEPS
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "reads a parameter": lambda model, _: model[3].weight.sum(),
+    "reads the last": lambda model, _: model[LAYERS - 1].bias * 2,
+    "reads them together": lambda model, _: torch.stack(torch._foreach_norm([*model.parameters()])),
+    "writes a parameter": lambda model, _: model[2].weight.data.mul_(0.5),
+    "reads state": lambda model, optimizer: optimizer.state[model[1].weight]["exp_avg"].sum(),
+    "state_dict": lambda model, _: model.state_dict()["4.weight"],
+    "state_dict of a part": lambda model, _: model[4].state_dict()["weight"],
+    "optimizer's state_dict": lambda _, optimizer: optimizer.state_dict()["state"][2]["exp_avg_sq"],
+    "saves the model": lambda model, _: torch.save(model.state_dict(), io.BytesIO()),
+    "pickles the model": lambda model, _: pickle.loads(pickle.dumps(model))[0].weight,  # noqa: S301 - its own
+    "copies the model": lambda model, _: copy.deepcopy(model)[0].weight,
+    "copies the optimizer": lambda model, optimizer: copy.deepcopy(optimizer).param_groups[0]["params"][0],
+    "evaluates": lambda model, _: torch.no_grad()(model)(BATCHES[0]),
+    "evaluates a part": lambda model, _: torch.no_grad()(model[4])(BATCHES[0]),
+    "computes with the parameters": lambda model, _: torch.cat([p.flatten() for p in model.parameters()]),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_comes_between_steps_sees_whole_tensors(name: str) -> None:
+    plain, model = stack(), stack()
+    ours, theirs = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
+    expected = train(plain, theirs, between=lambda: BETWEEN[name](plain, theirs))
+    with offloaded(model, ours):
+        assert_same(expected, train(model, ours, between=lambda: BETWEEN[name](model, ours)))
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def pending(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Leaves a step under way: nobody has asked for it."""
+    model(BATCHES[0]).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "access",
+    [
+        lambda tensor: tensor.data_ptr(),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.untyped_storage().data_ptr(),
+        lambda tensor: torch.save(tensor, io.BytesIO()),
+    ],
+    ids=["data_ptr", "numpy", "storage", "save"],
+)
+@pytest.mark.parametrize("of", ["weight", "gradient", "state"])
+def test_raw_access_to_what_is_being_written_raises_and_works_after_sync(access: Callable[[Any], Any], of: str) -> None:
+    model = stack()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with offloaded(model, optimizer) as run:
+        pending(model, optimizer)
+        weight = model[3].weight
+        tensor = {"weight": weight, "gradient": weight.grad, "state": optimizer.state[weight]["exp_avg"]}[of].detach()
+        with pytest.raises(RuntimeError, match=r"run\.sync\(\)"):
+            access(tensor)
+        run.sync()
+        access(weight.grad if of == "gradient" else tensor)
+
+
+def test_a_view_made_before_the_step_waits_in_no_operation_but_says_what_to_do() -> None:
+    model = stack()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    view = model[5].weight.detach().view(-1)
+    with offloaded(model, optimizer) as run:
+        pending(model, optimizer)
+        with pytest.raises(RuntimeError, match=r"run\.sync\(\)"):
+            view.sum()
+        run.sync()
+        assert torch.equal(view, model[5].weight.detach().view(-1))
+
+
+@pytest.mark.parametrize("clear", ["to zero", "never", "by hand"])
+def test_gradients_that_are_kept_are_those_of_the_plain_loop(clear: str) -> None:
+    def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+        seen = []
+        for batch in BATCHES:
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            if clear == "to zero":
+                optimizer.zero_grad(set_to_none=False)
+            elif clear == "by hand":
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad.mul_(0.5)
+            seen += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        return seen
+
+    plain, model = stack(), stack()
+    ours, theirs = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
+    expected = work(plain, theirs)
+    with offloaded(model, ours):
+        assert_same(expected, work(model, ours))
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_parameters_that_are_not_the_models_are_stepped_too() -> None:
+    def work(model: nn.Module, other: nn.Parameter, optimizer: torch.optim.Optimizer) -> Outcome:
+        for batch in BATCHES:
+            (model(batch).pow(2).mean() * other.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [other.detach().clone()]
+
+    outcomes = []
+    for inside in (False, True):
+        model, other = stack(), nn.Parameter(torch.ones(3))
+        optimizer = OPTIMIZERS["adamw"]([*model.parameters(), other])
+        if inside:
+            with offloaded(model, optimizer):
+                outcomes.append(work(model, other, optimizer) + state(model, optimizer))
+        else:
+            outcomes.append(work(model, other, optimizer) + state(model, optimizer))
+    assert_same(*outcomes)
+
+
+def test_the_context_ends_with_the_step_that_is_under_way() -> None:
+    plain, model = stack(), stack()
+    ours, theirs = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
+    pending(plain, theirs)
+    with offloaded(model, ours):
+        pending(model, ours)
+    assert_same(state(plain, theirs), state(model, ours))
+    model[3].weight.detach().numpy()
+    pending(model, ours)
+    model[3].weight.detach().numpy()  # outside the context a step is taken at once
+
+
+def test_nothing_is_allocated_for_a_step_once_all_have_been_seen() -> None:
+    model = stack()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with offloaded(model, optimizer, poison=False) as run:
+        sizes = []
+        for _ in range(3):
+            train(model, optimizer)
+            run.sync()
+            sizes.append(run.core.arena_bytes)
+        assert sizes[0] == sizes[1] == sizes[2]
