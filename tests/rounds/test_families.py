@@ -5,7 +5,6 @@ By default a sample in which every pair of choices meets; with the mark ``full``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -77,14 +76,6 @@ PAIRS = [Case(**row) for row in covering_rows(CHOICES, allowed=_allowed)]
 TRIPLES = [
     case for case in (Case(**row) for row in covering_rows(CHOICES, strength=3, allowed=_allowed)) if case not in PAIRS
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check_equal_to_loop(case: Case) -> None:

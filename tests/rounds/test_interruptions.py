@@ -37,14 +37,6 @@ class Stop(Exception):
     """Raised by the user's code."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def loss(model: nn.Module, batch: Any) -> Tensor:
     return FAMILY.loss(model, batch)
 

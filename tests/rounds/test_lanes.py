@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -26,14 +24,6 @@ from support.zoo_more import MORE_FAMILIES
 Operation = _C.testing.Operation
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 PLAN = Plan(m=3, clip=True)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

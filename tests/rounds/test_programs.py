@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,14 +16,6 @@ from support.rounds import Plan, differences, train_loop, train_rounds
 
 EXAMPLES = 1000
 FEATURES = ("tied weights", "divergent paths", "in-place operations", "checkpoints", "nested outputs")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, tuple[Call, ...]]) -> Tensor:

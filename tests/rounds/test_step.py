@@ -25,14 +25,6 @@ ROOMY = 2**23
 GPT2, RESIDUAL = FAMILIES["gpt2"], MORE_FAMILIES["residual"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @contextmanager
 def an_offloaded(model: nn.Module, plan: Plan = PLAN, *, budget: int = ROOMY) -> Iterator[hydra_ext.Run]:
     optimizer = build_optimizer(model, plan)

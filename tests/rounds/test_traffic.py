@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import hydra_ext
@@ -20,14 +18,6 @@ from support.zoo_more import MORE_FAMILIES
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 UNTIED = ["llama", "qwen3", "vit", "mixtral"]
 STEPS = 4
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,14 +29,6 @@ from support.zoo_more import MORE_FAMILIES, Mlp, Residual
 
 PLAN = Plan(m=3)
 ROOMY = 2**23
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def family_of(build: type[nn.Module]) -> Family:

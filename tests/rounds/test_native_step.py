@@ -1,0 +1,128 @@
+"""run.step with an optimizer of hydra_ext.optim: clipping folded into an update that runs behind the next forward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ext
+from hydra_ext import Checks, optim
+from support.benches import Outcome, assert_same
+
+WIDTH = 64
+LAYERS = 6
+STEPS = 4
+MICROBATCHES = 3
+BATCHES = torch.randn(STEPS, MICROBATCHES, 8, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)])
+
+
+def budget(model: nn.Module) -> int:
+    return 3 * sum(parameter.nbytes for parameter in model.parameters()) // LAYERS + 2**16
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
+    entries = [
+        value.clone()
+        for parameter in model.parameters()
+        for value in optimizer.state[parameter].values()
+        if isinstance(value, torch.Tensor)
+    ]
+    return [*(parameter.detach().clone() for parameter in model.parameters()), *entries]
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Outcome:
+    seen: Outcome = []
+    dtype = next(model.parameters()).dtype
+    for batches in BATCHES.to(dtype):
+        for batch in batches:
+            loss = model(batch).pow(2).mean()
+            (loss / MICROBATCHES).backward()
+            seen.append(loss.detach().clone())
+        seen.append(optim.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e9], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: optim.AdamW(parameters, lr=1e-2),
+        lambda parameters: optim.AdamW(parameters, lr=1e-2, master="fp32", moments=torch.bfloat16),
+        lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    ],
+    ids=["adamw", "adamw-bf16-moments", "sgd"],
+)
+def test_is_the_plain_loop_with_our_clipping_to_the_bit(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype, max_norm: float
+) -> None:
+    plain, model = stack(dtype), stack(dtype)
+    ours, theirs = make(model.parameters()), make(plain.parameters())
+    expected = loop(plain, theirs, max_norm)
+    seen: Outcome = []
+    with hydra_ext.offload(model, ours, budget=budget(model), checks=Checks(poison_hosts=True)) as run:
+        for batches in BATCHES.to(dtype):
+            out = run.step(list(batches), lambda batch: model(batch).pow(2).mean(), max_norm=max_norm)
+            assert out.grad_norm is not None
+            assert not out.skipped
+            seen += [*out.losses, out.grad_norm]
+        report = run.report()
+        assert report.deferred_updates == STEPS
+        assert report.rounds >= STEPS
+        assert report.refusals == report.fallbacks == 0
+        assert report.evictions > 0
+    assert_same(expected, seen)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_skips_the_step_before_anything_is_touched(
+    bad: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = stack(), stack()
+    ours, theirs = optim.AdamW(model.parameters(), lr=1e-2), optim.AdamW(plain.parameters(), lr=1e-2)
+    loop(plain, theirs, 1.0)
+    with hydra_ext.offload(model, ours, budget=budget(model)) as run:
+        for step, batches in enumerate(BATCHES):
+            if step == 2:
+                broken = batches.clone()
+                broken[1, 0, 0] = bad
+                before = state(model, ours)
+                with caplog.at_level(logging.WARNING):
+                    out = run.step(list(broken), lambda batch: model(batch).pow(2).mean(), max_norm=1.0)
+                assert out.skipped
+                assert "this step is skipped" in caplog.text
+                assert all(parameter.grad is None for parameter in model.parameters())
+                assert_same(before, state(model, ours))
+            run.step(list(batches), lambda batch: model(batch).pow(2).mean(), max_norm=1.0)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_gradients_of_parameters_that_are_not_stepped_are_scaled_in_place() -> None:
+    def rest(model: nn.Sequential) -> list[nn.Parameter]:
+        return [parameter for layer in model[2:] for parameter in layer.parameters()]
+
+    plain, model = stack(), stack()
+    ours, theirs = optim.SGD(rest(model), lr=1e-2), optim.SGD(rest(plain), lr=1e-2)
+    for batch in BATCHES[0]:
+        (plain(batch).pow(2).mean() / MICROBATCHES).backward()
+    optim.clip_grad_norm_(plain.parameters(), 1e-3)
+    theirs.step()
+    theirs.zero_grad()
+    with hydra_ext.offload(model, ours, budget=budget(model)) as run:
+        run.step(list(BATCHES[0]), lambda batch: model(batch).pow(2).mean(), max_norm=1e-3)
+    gradients = [["none" if p.grad is None else p.grad for p in one.parameters()] for one in (plain, model)]
+    assert_same(*gradients)
+    assert_same(state(plain, theirs), state(model, ours))
