@@ -144,7 +144,7 @@ void BlockBacking::withdraw() noexcept {
 
 void BlockBacking::take_aside() {
   for (const HostParameter* parameter : parameters_) {
-    if (parameter->withheld_data != nullptr) {
+    if (parameter->withheld()) {
       return;
     }
   }

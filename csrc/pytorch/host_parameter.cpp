@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "csrc/pytorch/withheld.h"
+
 namespace hydra {
 
 namespace {
@@ -44,8 +46,10 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+bool HostParameter::withheld() const { return withheld_data != nullptr && withheld_of(host) != nullptr; }
+
 std::byte* HostParameter::host_data() const {
-  if (withheld_data != nullptr) {
+  if (withheld()) {
     return withheld_data;
   }
   auto* storage = host.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -75,7 +79,7 @@ bool HostParameter::changed_since_seen() {
     face.unsafeGetTensorImpl()->bump_version();  // any difference is what autograd looks for
     return true;
   }
-  if (withheld_data != nullptr) {
+  if (withheld()) {
     return false;
   }
   const std::byte* data = host_data();
@@ -87,7 +91,7 @@ bool HostParameter::changed_since_seen() {
 
 void HostParameter::note_seen() {
   version_seen = version();
-  if (withheld_data != nullptr) {
+  if (withheld()) {
     return;
   }
   data_seen = host_data();

@@ -26,7 +26,7 @@ struct HostParameter {
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 
-  /// The host's bytes while an optimizer step writes them and the tensor has none; null otherwise.
+  /// The bytes that the host had when an optimizer step began to write them; null when none is under way.
   std::byte* withheld_data = nullptr;
 
   // What the host was when its bytes were last known to be those of the face.
@@ -41,6 +41,8 @@ struct HostParameter {
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
   std::byte* host_data() const;
+  /// Whether the host has no bytes now: a step is writing them, and nobody has given it others.
+  bool withheld() const;
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 

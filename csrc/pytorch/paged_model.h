@@ -27,6 +27,7 @@
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/window.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
@@ -232,7 +233,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   mutable std::mutex update_mutex_;
   std::shared_ptr<DeferredUpdate> update_;
-  std::map<std::int32_t, std::vector<at::Tensor>> withheld_;  // by block
+  std::map<std::int32_t, std::vector<WithheldTensor>> withheld_;  // by block
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
 

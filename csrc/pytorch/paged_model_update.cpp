@@ -1,7 +1,6 @@
 // An optimizer step that runs behind the model's back: what it writes is withheld until it is written.
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/paged_model.h"
-#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
@@ -16,10 +15,9 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
       parameter->withheld_data = parameter->host_data();
     }
     for (const at::Tensor& tensor : update.tensors) {
-      withhold(tensor, weak_from_this(), update.block);
+      withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
     }
     parts.push_back({update.block, std::move(update.plan)});
-    withheld_[update.block] = std::move(update.tensors);
   }
   trainable_stale_ = true;
   ++deferred_updates_;
@@ -44,8 +42,8 @@ void PagedModel::give_back_locked(std::int32_t block) noexcept {
   if (found == withheld_.end()) {
     return;
   }
-  for (const at::Tensor& tensor : found->second) {
-    give_back(tensor);
+  for (const WithheldTensor& withheld : found->second) {
+    give_back(withheld);
   }
   withheld_.erase(found);
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];

@@ -26,9 +26,14 @@ struct Withheld final : c10::intrusive_ptr_target {
 /// What withholds a tensor's bytes, or null.
 Withheld* withheld_of(const at::Tensor& tensor) noexcept;
 
-/// Takes the bytes away, until give_back(). Does nothing if the storage's bytes are withheld already.
-void withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel>& owner, std::int32_t block);
-/// Undoes it. Does nothing with a tensor whose bytes are there.
-void give_back(const at::Tensor& tensor) noexcept;
+/// A tensor, and the storage that it had: somebody may give it another meanwhile (`.data = ...`).
+struct WithheldTensor {
+  at::Tensor tensor;
+  c10::Storage storage;
+};
+
+/// Takes the bytes away, until give_back(); of a storage that is withheld already nothing more.
+WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel>& owner, std::int32_t block);
+void give_back(const WithheldTensor& withheld) noexcept;
 
 }  // namespace hydra

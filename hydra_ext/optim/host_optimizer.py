@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
@@ -52,7 +53,7 @@ class _Shielded:
     tensor: Tensor
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(torch.optim.Optimizer, ABC):
     """Base of the native optimizers. A subclass names its moments and gives the scalars of a step."""
 
     _MOMENTS: tuple[str, ...]
@@ -64,14 +65,14 @@ class HostOptimizer(torch.optim.Optimizer):
         self._written: dict[Tensor, int] = {}  # version of a weight when its fp32 master was last rounded into it
         super().__init__(params, defaults)
 
-    def _check_rule(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_rule(self, group: dict[str, Any]) -> None: ...
 
-    def _has_moments(self, group: dict[str, Any]) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _has_moments(self, group: dict[str, Any]) -> bool: ...
 
-    def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.AdamStep | _C.SgdStep:
-        raise NotImplementedError
+    @abstractmethod
+    def _scalars(self, group: dict[str, Any], step: int, first: bool) -> _C.AdamStep | _C.SgdStep: ...
 
     # ---- for users --------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,10 @@ BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
     "reads the last": lambda model, _: model[LAYERS - 1].bias * 2,
     "reads them together": lambda model, _: torch.stack(torch._foreach_norm([*model.parameters()])),
     "writes a parameter": lambda model, _: model[2].weight.data.mul_(0.5),
+    "replaces a parameter's data": lambda model, _: setattr(model[2].weight, "data", torch.ones(WIDTH, WIDTH)),
+    "replaces state": lambda model, optimizer: setattr(
+        optimizer.state[model[3].weight]["exp_avg"], "data", torch.zeros(WIDTH, WIDTH)
+    ),
     "reads state": lambda model, optimizer: optimizer.state[model[1].weight]["exp_avg"].sum(),
     "state_dict": lambda model, _: model.state_dict()["4.weight"],
     "state_dict of a part": lambda model, _: model[4].state_dict()["weight"],

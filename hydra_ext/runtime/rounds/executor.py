@@ -122,7 +122,7 @@ class Round(Generic[Result]):
             for fiber in fibers:
                 fiber.join()
             return stays
-        except BaseException:
+        except BaseException:  # re-raised, once no fiber is left
             _cancel(fibers)
             if self._recomputation is not None:
                 self._recomputation.forget()
