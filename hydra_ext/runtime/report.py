@@ -73,24 +73,27 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(
-            (
-                f"device   peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)}: weights "
-                f"{_mib(self.peak_weights_bytes)}, gradients {_mib(self.peak_gradients_bytes)}, activations "
-                f"{_mib(self.peak_activations_bytes)}, workspace {_mib(self.peak_workspace_bytes)}, buffers "
-                f"{_mib(self.peak_buffers_bytes)}",
-                f"moved    weights in {_mib(self.weights_moved_bytes)} ({self.loads} loads, {self.prefetched} ahead of "
-                f"time), gradients out {_mib(self.gradients_moved_bytes)}",
-                f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
-                f"({self.spills} by allocations), {self.faults} faults, {self.order_changes} changes of order in "
-                f"{self.windows} windows",
-                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time",
-                f"updates  {self.deferred_updates} steps behind the next forward, {self.update_seconds:.3f} s",
-                f"waited   {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
-                f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
-                f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
+        lines = [
+            f"device   peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)}: weights "
+            f"{_mib(self.peak_weights_bytes)}, gradients {_mib(self.peak_gradients_bytes)}, activations "
+            f"{_mib(self.peak_activations_bytes)}, workspace {_mib(self.peak_workspace_bytes)}, buffers "
+            f"{_mib(self.peak_buffers_bytes)}",
+            f"moved    weights in {_mib(self.weights_moved_bytes)} ({self.loads} loads, {self.prefetched} ahead of "
+            f"time), gradients out {_mib(self.gradients_moved_bytes)}",
+            f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
+            f"({self.spills} by allocations), {self.faults} faults, {self.order_changes} changes of order in "
+            f"{self.windows} windows",
+            f"waited   {self.waited_for_weights_seconds:.3f} s for weights, {self.waited_for_faults_seconds:.3f} s "
+            f"for faults, {self.waited_for_gradients_seconds:.3f} s for gradients, "
+            f"{self.waited_at_window_end_seconds:.3f} s at the ends of windows",
+        ]
+        if self.rounds or self.fallbacks:
+            lines.append(
+                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time"
             )
-        )
+        if self.deferred_updates:
+            lines.append(f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s")
+        return "\n".join(lines)
 
 
 def _mib(size: int) -> str:

@@ -83,6 +83,7 @@ def test_is_the_plain_loop_with_our_clipping_to_the_bit(
         assert report.rounds >= STEPS
         assert report.refusals == report.fallbacks == 0
         assert report.evictions > 0
+        assert f"updates  {STEPS} behind the next forward" in str(report)
     assert_same(expected, seen)
     assert_same(state(plain, theirs), state(model, ours))
 
