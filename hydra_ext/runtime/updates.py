@@ -38,11 +38,14 @@ class Updates:
         }
         self._parts: list[int] = []  # the blocks of what is being prepared
         self._scale = 1.0  # of the gradients of the model's own parameters
+        if optimizer.runner is not None:
+            optimizer.runner.sync()
         optimizer.runner = self
 
     def close(self) -> None:
         self.sync()
-        self._optimizer.runner = None
+        if self._optimizer.runner is self:  # it may serve another context, too
+            self._optimizer.runner = None
 
     def sync(self) -> None:
         """Returns when no step is under way."""

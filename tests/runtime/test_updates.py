@@ -230,3 +230,24 @@ def test_nothing_is_allocated_for_a_step_once_all_have_been_seen() -> None:
             run.sync()
             sizes.append(run.core.arena_bytes)
         assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_one_optimizer_of_two_offloaded_models_steps_both() -> None:
+    def work(first: nn.Module, second: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for batch in BATCHES:
+            (first(batch).pow(2).mean() + second(batch).pow(2).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain, models = (stack(), stack()), (stack(), stack())
+    theirs = OPTIMIZERS["adamw"]([p for one in plain for p in one.parameters()])
+    ours = OPTIMIZERS["adamw"]([p for one in models for p in one.parameters()])
+    for _ in range(3):
+        work(*plain, theirs)
+    with hydra_ext.offload(models[0], ours, budget="1MiB"):
+        work(*models, ours)
+        with hydra_ext.offload(models[1], ours, budget="1MiB"):
+            work(*models, ours)
+        work(*models, ours)
+    for ending, other in zip(models, plain, strict=True):
+        assert_same(state(other, theirs), state(ending, ours))
