@@ -157,9 +157,15 @@ def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **
     model = family.make(0)
     checks = hydra_ext.Checks(poison_hosts=True)
     with hydra_ext.offload(model, build_optimizer(model, plan), budget=2**30, checks=checks) as run:
-        train_rounds(run, model, family.loss, batches, plan, steps=2, **choices)
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD, _C.PassKind.INFERENCE)
-        return max(size for kind in kinds for _, size in run.core.recorded(kind))
+        sizes: list[int] = []
+
+        def note(_step: int) -> None:
+            sizes.extend(size for kind in kinds for _, size in run.core.recorded(kind))
+
+        # All steps: microbatches of some families take ways of their own.
+        train_rounds(run, model, family.loss, batches, plan, after_step=note, **choices)
+        return max(sizes)
 
 
 def peak_of_loop(family: Family, plan: Plan) -> int:
