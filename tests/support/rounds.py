@@ -164,7 +164,8 @@ def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **
             sizes.extend(size for kind in kinds for _, size in run.core.recorded(kind))
 
         # All steps: microbatches of some families take ways of their own.
-        train_rounds(run, model, family.loss, batches, plan, after_step=note, **choices)
+        steps = len(batches) // plan.m
+        train_rounds(run, model, family.loss, batches, plan, steps=steps, after_step=note, **choices)
         return max(sizes)
 
 
