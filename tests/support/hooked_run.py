@@ -81,7 +81,13 @@ def observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
     """Runs the scenarios, in order, in a process of their own under the hook."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.hooked_run", json.dumps([asdict(one) for one in scenarios])],
-        env={**os.environ, "LD_PRELOAD": str(hook), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "LD_PRELOAD": str(hook),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            # Python maps a MiB for small objects whenever the last one is full: no mapping of a step's.
+            "PYTHONMALLOC": "malloc",
+        },
         stdout=subprocess.PIPE,
         text=True,
         check=True,
