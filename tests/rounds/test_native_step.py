@@ -13,31 +13,15 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, optim
 from support.benches import Outcome, assert_same
+from support.native import LAYERS, WIDTH, stack, state
 
-WIDTH = 64
-LAYERS = 6
 STEPS = 4
 MICROBATCHES = 3
 BATCHES = torch.randn(STEPS, MICROBATCHES, 8, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)])
-
-
 def budget(model: nn.Module) -> int:
     return 3 * sum(parameter.nbytes for parameter in model.parameters()) // LAYERS + 2**16
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
-    entries = [
-        value.clone()
-        for parameter in model.parameters()
-        for value in optimizer.state[parameter].values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return [*(parameter.detach().clone() for parameter in model.parameters()), *entries]
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> Outcome:

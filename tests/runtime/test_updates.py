@@ -16,9 +16,8 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, optim
 from support.benches import Outcome, assert_same
+from support.native import LAYERS, WIDTH, stack, state
 
-WIDTH = 64
-LAYERS = 6
 STEPS = 5
 BATCHES = torch.randn(STEPS, 8, WIDTH, generator=torch.Generator().manual_seed(1))
 
@@ -27,11 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
     "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9),
 }
-
-
-def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)])
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, between: Callable[[], Any] = lambda: None) -> Outcome:
@@ -48,16 +42,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, between: Callab
         if isinstance(found, torch.Tensor):
             seen.append(found.detach().clone())
     return seen
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
-    entries = [
-        value.clone()
-        for parameter in model.parameters()
-        for value in optimizer.state[parameter].values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return [*(parameter.detach().clone() for parameter in model.parameters()), *entries]
 
 
 @contextmanager
