@@ -5,6 +5,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/optim/norm.h"
 #include "csrc/optim/step_plan.h"
+#include "csrc/pytorch/number_format.h"
 
 namespace py = pybind11;
 
@@ -16,17 +17,11 @@ using Released = py::call_guard<py::gil_scoped_release>;
 using OptionalTensor = std::optional<at::Tensor>;
 
 NumberFormat format_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return NumberFormat::kFloat32;
-    case at::kBFloat16:
-      return NumberFormat::kBfloat16;
-    case at::kHalf:
-      return NumberFormat::kFloat16;
-    default:
-      throw StateError(std::string("numbers of type ") + at::toString(tensor.scalar_type()) +
-                       "; float32, bfloat16 and float16 can be worked with");
-  }
+  const std::optional<NumberFormat> format = number_format(tensor.scalar_type());
+  HYDRA_EXPECT(format.has_value(), StateError,
+               std::string("numbers of type ") + at::toString(tensor.scalar_type()) +
+                   "; float32, bfloat16 and float16 can be worked with");
+  return *format;
 }
 
 void expect_dense(const at::Tensor& tensor) {

@@ -83,6 +83,9 @@ void bind_running(ModelClass& model_class) {
 
 void bind_reading(ModelClass& model_class) {
   model_class.def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
+      .def_property_readonly(
+          "leaving_norm", [](PagedModel& model) { return &model.sink().norm(); },
+          py::return_value_policy::reference_internal)
       .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
       .def_property_readonly(
           "resident_blocks",

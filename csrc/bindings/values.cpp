@@ -15,6 +15,15 @@ void bind_values(py::module_& module) {
       .def_readonly("gradients", &GradientStatistics::gradients)
       .def_readonly("synchronous", &GradientStatistics::synchronous)
       .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<LeavingNorm>(module, "LeavingNorm", "Sums the squares of gradients as they come home.")
+      .def("begin", &LeavingNorm::begin, py::arg("pool"), Released(),
+           "From now on gradients are taken to be the step's last.")
+      .def("forget", &LeavingNorm::forget, Released(), "What is known is void: gradients were changed unseen.")
+      .def("end", &LeavingNorm::end, Released(), "Nothing is summed any more; for a step that failed.")
+      .def("take", &LeavingNorm::take, py::arg("hosts"), Released(),
+           "Ends; by host parameter the sum of its gradient's squares, or None where that is not known.")
+      .def_property_readonly("taken", &LeavingNorm::taken);
   py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
       .def_readonly("kind", &MemorySample::kind)
       .def_readonly("block", &MemorySample::block)

@@ -137,8 +137,9 @@ void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
   const bool plain = gradient.layout() == at::kStrided && gradient.numel() > 0 && !gradient.requires_grad() &&
                      gradient.is_non_overlapping_and_dense() && gradient.device() == parameter.face.device();
   const bool fits = !sum.defined() || (same_layout(sum, gradient) && !sum.requires_grad());
+  LeavingNorm::Arrival arrival = norm_.expect(parameter);
   if (plain && fits) {
-    accept_on_lane(parameter, std::move(gradient));
+    accept_on_lane(parameter, std::move(gradient), std::move(arrival));
   } else {
     accept_synchronously(parameter, gradient);
   }
@@ -147,11 +148,12 @@ void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
 
 void AccumulatingSink::accept_from_host(HostParameter& parameter, const at::Tensor& gradient) {
   const std::lock_guard accepting(accepting_);
+  norm_.expect(parameter);
   accept_synchronously(parameter, gradient);
   note_hooks(parameter, /*hold=*/true);
 }
 
-void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradient) {
+void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival) {
   if (transfer_dtype_ && gradient.is_floating_point() && gradient.scalar_type() != *transfer_dtype_) {
     const at::NoGradGuard no_grad;
     gradient = gradient.to(*transfer_dtype_);
@@ -171,7 +173,7 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
   job.fences = {backend_.record()};
   at::Tensor landing = direct ? sum : staging_like(gradient);
   job.segments.push_back({landing.mutable_data_ptr(), gradient.const_data_ptr(), bytes});
-  job.after = [gradient, landing, sum, first, direct]() mutable {
+  job.after = [gradient, landing, sum, first, direct, arrival = std::move(arrival)]() mutable {
     if (!direct) {
       const at::NoGradGuard no_grad;
       const HostScope on_the_host;
@@ -181,6 +183,9 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
       } else {
         sum.add_(landing.scalar_type() == sum.scalar_type() ? landing : landing.to(sum.scalar_type()));
       }
+    }
+    if (arrival) {
+      arrival(sum);
     }
   };
   gradient = at::Tensor();
@@ -282,6 +287,7 @@ void AccumulatingSink::run_hooks(bool failed) {
   const HostScope on_the_host;  // what a hook makes, an optimizer's state say, is the host's
   for (const Hooked& one : hooked) {
     if (const auto& hook = autograd::impl::post_acc_grad_hooks(one.parameter->host)) {
+      norm_.forget();  // it may write any gradient, and not every write shows
       (*hook)(one.parameter->host);
     }
   }

@@ -15,6 +15,7 @@
 
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/host_parameter.h"
+#include "csrc/pytorch/leaving_norm.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {
@@ -59,6 +60,8 @@ class AccumulatingSink final : public GradientSink {
   /// face and from a loss on the parameter itself.
   void run_hooks(bool failed);
   GradientStatistics statistics() const;
+  /// Told of every gradient that comes home.
+  LeavingNorm& norm() noexcept { return norm_; }
 
  private:
   struct Leaving {
@@ -73,7 +76,7 @@ class AccumulatingSink final : public GradientSink {
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> held;  // taken from it, lest autograd runs it too
   };
 
-  void accept_on_lane(HostParameter& parameter, at::Tensor gradient);
+  void accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
   at::Tensor staging_like(const at::Tensor& gradient);
   void note_hooks(HostParameter& parameter, bool hold);
@@ -90,6 +93,7 @@ class AccumulatingSink final : public GradientSink {
   std::exception_ptr error_;
   std::vector<c10::Storage> staging_;  // free when nobody else holds them
   GradientStatistics statistics_;
+  LeavingNorm norm_;
 };
 
 class GradientGathering;

@@ -18,6 +18,7 @@ BlockList without(const BlockList& blocks, const BlockList& others) {
 
 void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
   gathering_.end(*sink_);
+  sink_->norm().release();
   const BlockList before = stays();
   const BlockList left = without(before, blocks);
   const BlockList reached = without(blocks, before);

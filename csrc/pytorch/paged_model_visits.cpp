@@ -89,6 +89,7 @@ void PagedModel::arrive_backward(const BlockList& blocks) {
   if (window_open()) {
     exchange_thread_charge({.account = thread_account()});  // one backward may run through several models
   }
+  sink_->norm().release();
   leave(exchange_backward_blocks({}));
   arrive(blocks, PassKind::kBackward);
   leave(exchange_backward_blocks(blocks));

@@ -17,6 +17,7 @@ __all__: list[str] = [
     "HostArena",
     "InstructionSet",
     "LaneStatistics",
+    "LeavingNorm",
     "Ledger",
     "MemoryClass",
     "MemorySample",
@@ -315,6 +316,29 @@ class GradientStatistics:
     @property
     def wait_seconds(self) -> float: ...
 
+class LeavingNorm:
+    """
+    Sums the squares of gradients as they come home.
+    """
+    def begin(self, pool: ThreadPool) -> None:
+        """
+        From now on gradients are taken to be the step's last.
+        """
+    def end(self) -> None:
+        """
+        Nothing is summed any more; for a step that failed.
+        """
+    def forget(self) -> None:
+        """
+        What is known is void: gradients were changed unseen.
+        """
+    def take(self, hosts: collections.abc.Sequence[torch.Tensor]) -> list[float | None]:
+        """
+        Ends; by host parameter the sum of its gradient's squares, or None where that is not known.
+        """
+    @property
+    def taken(self) -> int: ...
+
 class MemorySample:
     """
     What the device held when a pass reached a block.
@@ -413,6 +437,8 @@ class PagedModel:
     def foreign_entries(self) -> int: ...
     @property
     def gradient_statistics(self) -> GradientStatistics: ...
+    @property
+    def leaving_norm(self) -> LeavingNorm: ...
     @property
     def ledger(self) -> Ledger: ...
     @property

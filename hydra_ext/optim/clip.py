@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def clip_grad_norm_(
         InvalidOptimizer: a gradient is sparse, not on the host, or of another type than fp32, bf16, fp16.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm, factor = norm_and_factor(owners, max_norm)
+    norm, factor = combined(sums_of_squares(owners, [None] * len(owners)), max_norm)
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteNorm(
             f"the norm of the gradients is {norm}: leave out this step, or pass error_if_nonfinite=False to go on"
@@ -44,12 +44,22 @@ def clip_grad_norm_(
     return torch.tensor(norm, dtype=torch.float32)
 
 
-def norm_and_factor(parameters: Iterable[Tensor], max_norm: float) -> tuple[float, float]:
-    """The norm of the parameters' gradients, and what clipping multiplies them with; NaN if the norm is."""
-    gradients = []
-    for ordinal, parameter in enumerate(parameters):
-        if parameter.grad is not None:
+def sums_of_squares(parameters: Sequence[Tensor], known: Sequence[float | None]) -> list[float]:
+    """Of the gradient of each parameter that has one. What is known of a parameter need not be summed."""
+    sums: list[float | None] = []
+    missing: dict[int, Tensor] = {}
+    for ordinal, (parameter, its_sum) in enumerate(zip(parameters, known, strict=True)):
+        if parameter.grad is None:
+            continue
+        if its_sum is None:
             check_gradient(parameter.grad, ordinal)
-            gradients.append(as_parameter_lies(parameter.grad, parameter))
-    norm = _C.norm_of_sums(_C.sums_of_squares(gradients, threads.pool(None)))
+            missing[len(sums)] = as_parameter_lies(parameter.grad, parameter)
+        sums.append(its_sum)
+    found = iter(_C.sums_of_squares(list(missing.values()), threads.pool(None)))
+    return [next(found) if its_sum is None else its_sum for its_sum in sums]
+
+
+def combined(sums: Sequence[float], max_norm: float) -> tuple[float, float]:
+    """The norm from the parameters' sums in their order, and the factor that clips it."""
+    norm = _C.norm_of_sums(list(sums))
     return norm, _C.clip_factor(norm, float(max_norm))

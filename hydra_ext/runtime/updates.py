@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.optim.clip import norm_and_factor
+from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,17 @@ class Updates:
         """Returns when no step is under way."""
         self._core.finish_update()
 
+    def expect_last_gradients(self) -> None:
+        """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
+
+        What changes one afterwards through torch's operations is seen; other writers call ``leaving_norm.forget()``.
+        """
+        self._core.leaving_norm.begin(self._optimizer.pool)
+
+    def step_ended(self) -> None:
+        """However it did."""
+        self._core.leaving_norm.end()
+
     def step(self, parameters: Sequence[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
         """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
 
@@ -60,7 +71,8 @@ class Updates:
         if max_norm is None:
             self._optimizer.step()
             return None, False
-        norm, factor = norm_and_factor(parameters, max_norm)
+        known = self._core.leaving_norm.take(list(parameters))
+        norm, factor = clip.combined(clip.sums_of_squares(parameters, known), max_norm)
         if not math.isfinite(norm):
             logger.warning("the norm of the gradients is %s: this step is skipped", norm)
             return torch.tensor(norm, dtype=torch.float32), True

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "csrc/memory/limited_resource.h"
+#include "csrc/optim/norm_accumulator.h"
 #include "csrc/paging/pager.h"
 #include "csrc/transfer/simulated_device.h"
 #include "tests/cpp/pager_support.h"
@@ -119,6 +120,21 @@ TEST_P(ForkTest, ThePagerRefusesEveryUseInAChildAndEndsQuietly) {
   rig.pager->arrive(1);
   rig.pager->release(1, AcquireReason::kHook);
   rig.pager->end_pass(true);
+}
+
+TEST(NormAccumulatorTest, IsRefusedInAChildAndEndsQuietly) {
+  const std::vector<float> numbers(8, 1.0F);
+  const NormInput gradient{numbers.data(), NumberFormat::kFloat32, 8};
+  auto accumulator = std::make_unique<NormAccumulator>([](auto, auto sums) { sums[0] = 8.0; });
+  const int status = status_of_child([&] {
+    const bool refused = refuses([&] { accumulator->expect(&numbers); }) && refuses([&] { accumulator->release(); }) &&
+                         refuses([&] { accumulator->forget(); }) && refuses([&] { accumulator->take(); });
+    accumulator.reset();
+    return refused;
+  });
+  EXPECT_EQ(status, 0);
+  accumulator->arrived(&numbers, accumulator->expect(&numbers), gradient, nullptr);
+  EXPECT_EQ(accumulator->take().at(&numbers).value, 8.0);
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 Microbatch = TypeVar("Microbatch")
 Reduction = Literal["mean", "sum"]
+Announcement = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -143,12 +144,19 @@ class Stepper:
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(works):
-            first = len(outcomes)
-            decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
-            last = first + decision.size
-            outcomes += self._run(works[first:last], seeds[first:last], decision)
-        norm, skipped = self._update(optimizer, max_norm, scaler)
+        updates = self._owner.updates if scaler is None else None  # else the scaler writes the gradients once more
+        try:
+            while len(outcomes) < len(works):
+                first = len(outcomes)
+                decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
+                last = first + decision.size
+                sums = updates is not None and max_norm is not None and last == len(works)
+                announce = updates.expect_last_gradients if updates is not None and sums else _nobody_listens
+                outcomes += self._run(works[first:last], seeds[first:last], decision, announce)
+            norm, skipped = self._update(optimizer, max_norm, scaler)
+        finally:
+            if updates is not None:
+                updates.step_ended()
         losses = torch.stack([outcome.loss for outcome in outcomes])
         return StepOutput(
             loss=losses.mean() if reduction == "mean" else losses.sum(),
@@ -158,23 +166,28 @@ class Stepper:
             skipped=skipped,
         )
 
-    def _run(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome]:
+    def _run(
+        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, announce: Announcement
+    ) -> list[Outcome]:
+        """``announce`` is called before the last of the backwards."""
         if self.refusals:
-            return self._one_at_a_time(works, seeds)
+            return self._one_at_a_time(works, seeds, announce)
         self._buffers.note()
         try:
-            outcomes = self._round(works, seeds, decision)
+            outcomes = self._round(works, seeds, decision, announce)
             while outcomes is None:  # some activations are to be kept
                 self._buffers.restore()
-                outcomes = self._round(works, seeds, decision)
+                outcomes = self._round(works, seeds, decision, announce)
             return outcomes
         except Refused as refused:
             self.refusals += 1
             logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
             self._buffers.restore()
-        return self._one_at_a_time(works, seeds)
+        return self._one_at_a_time(works, seeds, announce)
 
-    def _round(self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision) -> list[Outcome] | None:
+    def _round(
+        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, announce: Announcement
+    ) -> list[Outcome] | None:
         """None if blocks that were recomputed gave something else."""
         owner = self._owner
         this = Round(owner, works, seeds, self._recomputation if decision.recompute else None)
@@ -183,6 +196,7 @@ class Stepper:
         held = owner.activation_bytes() - before
         if not this.repeats():
             return None
+        announce()
         this.backward(_roots_of(outcomes))
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
@@ -190,8 +204,8 @@ class Stepper:
         self.rounds += 1
         return outcomes
 
-    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int]) -> list[Outcome]:
-        outcomes = []
+    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], announce: Announcement) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         caller = Surroundings(self._owner.device)
         cached = torch.is_autocast_cache_enabled()
         try:
@@ -200,6 +214,8 @@ class Stepper:
                 for generator in generators(self._owner.device):
                     generator.manual_seed(seed)
                 outcomes.append(work())
+                if len(outcomes) == len(works):
+                    announce()
                 _roots_of(outcomes[-1:])[0].backward()  # type: ignore[no-untyped-call]
                 self.fallbacks += 1
         finally:
@@ -229,6 +245,10 @@ class Stepper:
             optimizer.step()
         optimizer.zero_grad()
         return norm, skipped
+
+
+def _nobody_listens() -> None:
+    pass
 
 
 def _roots_of(outcomes: Sequence[Outcome]) -> list[Tensor]:
