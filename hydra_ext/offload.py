@@ -121,13 +121,17 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         for block in self._layout.blocks:
             core.add_block(block.name, list(block.parameters))
-        self._run = Run(self._model, self._layout, core, budget=self._budget, place=self._place)
+        self._run = Run(self._model, self._layout, core, budget=self._budget, place=self._place, casts=self._casts())
         try:
             self._run.open(self._optimizer, arena)
         except BaseException:  # re-raised: nobody calls __exit__ after a failed __enter__
             self._run.close()
             raise
         return self._run
+
+    def _casts(self) -> str:
+        given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]
+        return f"{given[0]}= changes types on the way between host and device" if given else ""
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None

@@ -14,6 +14,7 @@ void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
+void bind_homes(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);  // in builds with CUDA
 

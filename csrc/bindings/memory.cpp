@@ -12,7 +12,8 @@ void bind_memory(py::module_& module) {
       .value("WEIGHTS", MemoryClass::kWeights)
       .value("GRADIENTS", MemoryClass::kGradients)
       .value("ACTIVATIONS", MemoryClass::kActivations)
-      .value("BUFFERS", MemoryClass::kBuffers);
+      .value("BUFFERS", MemoryClass::kBuffers)
+      .value("OPTIMIZER", MemoryClass::kOptimizer);
   py::class_<Ledger>(module, "Ledger", "Bytes in use by class, against one limit.")
       .def_property_readonly("limit", &Ledger::limit)
       .def("set_limit", &Ledger::set_limit, py::arg("limit"))

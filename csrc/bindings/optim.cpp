@@ -6,6 +6,7 @@
 #include "csrc/optim/norm.h"
 #include "csrc/optim/step_plan.h"
 #include "csrc/pytorch/number_format.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace py = pybind11;
 
@@ -29,6 +30,12 @@ void expect_dense(const at::Tensor& tensor) {
                StateError, "a tensor that is not dense memory of the host");
 }
 
+/// The tensor's bytes, on the device if that is their home.
+void* memory_of(const at::Tensor& tensor) {
+  void* const home = home_data(tensor);
+  return home != nullptr ? home : tensor.data_ptr();
+}
+
 /// The memory of a tensor that lies exactly as the weights do; null for none.
 void* memory_like(const at::Tensor& weights, const OptionalTensor& tensor) {
   if (!tensor) {
@@ -37,7 +44,7 @@ void* memory_like(const at::Tensor& weights, const OptionalTensor& tensor) {
   expect_dense(*tensor);
   HYDRA_EXPECT(tensor->sizes() == weights.sizes() && tensor->strides() == weights.strides(), StateError,
                "a tensor that does not lie in memory as the weights do");
-  return tensor->data_ptr();
+  return memory_of(*tensor);
 }
 
 void add_update(StepPlan& plan, const std::variant<AdamStep, SgdStep>& step, const at::Tensor& weights,
@@ -48,7 +55,7 @@ void add_update(StepPlan& plan, const std::variant<AdamStep, SgdStep>& step, con
   update.count = weights.numel();
   update.weight_format = format_of(weights);
   update.gradient_format = format_of(gradient);
-  update.weights = weights.data_ptr();
+  update.weights = memory_of(weights);
   update.gradient = memory_like(weights, gradient);
   update.master = memory_like(weights, master);
   update.first_moment = memory_like(weights, first_moment);
@@ -71,7 +78,7 @@ std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPo
   std::vector<NormInput> inputs;
   for (const at::Tensor& tensor : tensors) {
     expect_dense(tensor);
-    inputs.push_back({.data = tensor.const_data_ptr(), .format = format_of(tensor), .count = tensor.numel()});
+    inputs.push_back({.data = memory_of(tensor), .format = format_of(tensor), .count = tensor.numel()});
   }
   std::vector<double> sums(tensors.size());
   const py::gil_scoped_release released;

@@ -22,13 +22,14 @@ bool raise(std::atomic<Bytes>& maximum, Bytes value) noexcept {
 }
 
 bool counts_as_activation(MemoryClass cls) noexcept {
-  return cls != MemoryClass::kWeights && cls != MemoryClass::kGradients;
+  return cls == MemoryClass::kActivations || cls == MemoryClass::kBuffers;
 }
 
 }  // namespace
 
 const char* name(MemoryClass cls) noexcept {
-  constexpr std::array<const char*, kMemoryClasses> kNames = {"weights", "gradients", "activations", "buffers"};
+  constexpr std::array<const char*, kMemoryClasses> kNames = {"weights", "gradients", "activations", "buffers",
+                                                              "optimizer state"};
   return kNames[index(cls)];
 }
 

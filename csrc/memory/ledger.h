@@ -15,13 +15,14 @@ namespace hydra {
 
 enum class MemoryClass : std::uint8_t {
   kWeights,      // slots, and copies derived from weights
-  kGradients,    // gradients on their way to the host
+  kGradients,    // gradients on their way to the host, or at home on the device
   kActivations,  // whatever else tensors hold: activations, workspace, inputs
   kBuffers,      // the model's buffers, home on the device for the whole context
+  kOptimizer,    // optimizer state at home on the device
 };
-inline constexpr std::size_t kMemoryClasses = 4;
+inline constexpr std::size_t kMemoryClasses = 5;
 
-/// "weights", "gradients", "activations", "buffers": for messages.
+/// "weights", "gradients", "activations", "buffers", "optimizer state": for messages.
 const char* name(MemoryClass cls) noexcept;
 
 /// Bytes per class at one moment.
@@ -58,7 +59,7 @@ class Ledger {
   MemoryUse at_peak() const noexcept;
   void reset_peak() noexcept;
 
-  /// Highest total of all classes but weights and gradients since the last call; starts again at the
+  /// Highest total of activations and buffers since the last call; starts again at the
   /// bytes in use now. This is the room that slots have to leave free.
   Bytes take_activation_peak() noexcept;
 

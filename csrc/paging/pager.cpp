@@ -106,7 +106,17 @@ std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
     block->next_use = kNever;
     block->wanted = false;
   }
-  const std::vector<Use> future = trace_.future(ledger_.limit(), gradient_reserve_, blocks_.size());
+  // What is settled stays, whatever the plan: it takes room at every moment, and none besides.
+  std::vector<Bytes> sizes = slot_bytes_;
+  Bytes settled = 0;
+  Bytes beside = 0;
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    if (blocks_[i]->settled) {
+      settled += std::exchange(sizes[i], 0);
+      beside += blocks_[i]->beside;
+    }
+  }
+  std::vector<Use> future = trace_.future(ledger_.limit() - beside, gradient_reserve_, blocks_.size());
   if (future.empty()) {
     return {};
   }
@@ -119,7 +129,10 @@ std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
     resident[i] = state == BlockState::kPresent || state == BlockState::kLoading;
   }
   room = future[0].room;
-  std::vector<std::int32_t> wanted = choose_resident(future, slot_bytes_, resident);
+  for (Use& use : future) {
+    use.room -= settled;
+  }
+  std::vector<std::int32_t> wanted = choose_resident(future, sizes, resident);
   for (const std::int32_t index : wanted) {
     at(index).wanted = true;
   }
@@ -289,6 +302,38 @@ void Pager::invalidate(std::int32_t index) {
   block.dirty = false;
 }
 
+void Pager::settle(std::int32_t index, Bytes beside) {
+  const std::lock_guard lock(mutex_);
+  Block& block = at(index);
+  HYDRA_EXPECT(block.state == BlockState::kPresent && block.pins > 0, StateError,
+               "block '" + block.name + "' is to settle without having been acquired");
+  block.settled = true;
+  block.beside = beside;
+}
+
+void Pager::unsettle(std::int32_t index) noexcept {
+  const std::lock_guard lock(mutex_);
+  Block& block = *blocks_[static_cast<std::size_t>(index)];
+  block.settled = false;
+  block.beside = 0;
+}
+
+std::int32_t Pager::last_needed_settled() const {
+  const std::lock_guard lock(mutex_);
+  const Block* last = nullptr;
+  for (const auto& block : blocks_) {
+    if (block->settled && (last == nullptr || block->next_use > last->next_use)) {
+      last = block.get();
+    }
+  }
+  return last == nullptr ? -1 : last->index;
+}
+
+void* Pager::slot_of(std::int32_t block) const {
+  const std::lock_guard lock(mutex_);
+  return at(block).slot;
+}
+
 void Pager::mark_dirty(std::int32_t index) {
   const std::lock_guard lock(mutex_);
   at(index).dirty = true;
@@ -311,7 +356,7 @@ void Pager::write_back_dirty() {
     }
     for (const auto& block : blocks_) {
       // A pinned one may be written at this moment; its turn comes when it is released.
-      if (block->dirty && block->pins == 0 && block->state == BlockState::kPresent) {
+      if (block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent) {
         Job job = block->client->write_back(block->slot);
         job.priority = Priority::kFault;
         job.fences = block->last_uses;  // of other threads' compute, too
@@ -372,7 +417,9 @@ std::string Pager::describe_residents() const {
   for (const auto& block : blocks_) {
     if (block->slot != nullptr) {
       text += (text.empty() ? "" : ", ") + ("'" + block->name + "' " + human_bytes(block->bytes)) +
-              (block->pins > 0 ? " in use" : "");
+              (block->settled    ? " at home"
+               : block->pins > 0 ? " in use"
+                                 : "");
     }
   }
   return text.empty() ? "no block" : text;

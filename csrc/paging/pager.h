@@ -71,6 +71,8 @@ class Pager {
   void set_activation_meter(std::function<Bytes()> meter) { activation_meter_ = std::move(meter); }
   /// Room that plans leave free for gradients on their way out, where nobody can wait for them in time.
   void set_gradient_reserve(Bytes bytes) noexcept { gradient_reserve_ = bytes; }
+  /// Asked when nothing else can go: lets one settled block go, or something of it, and says whether it did.
+  void set_last_resort(std::function<bool()> last_resort) { last_resort_ = std::move(last_resort); }
   /// Off: meeting an absent block throws PageFaultError.
   void set_fault_path(bool enabled) noexcept { fault_path_ = enabled; }
 
@@ -87,6 +89,15 @@ class Pager {
 
   /// The host's bytes have changed: what a slot holds is no longer valid.
   void invalidate(std::int32_t block);
+  /// The block is acquired and keeps its slot, whose bytes are the truth, until unsettle(). Plans leave it and `beside`
+  /// more bytes of the device to it.
+  void settle(std::int32_t block, Bytes beside);
+  void unsettle(std::int32_t block) noexcept;
+  /// The settled block that is needed last; -1 when there is none.
+  std::int32_t last_needed_settled() const;
+  /// Of a block that is settled, or acquired.
+  void* slot_of(std::int32_t block) const;
+
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);
   /// Blocks until the bytes of every dirty block that nobody pins are home.
@@ -123,6 +134,8 @@ class Pager {
     std::vector<FencePtr> last_uses;  // compute that may still read the slot
     bool used_since_fence = false;
     bool dirty = false;
+    bool settled = false;
+    Bytes beside = 0;         // settled: what else the device holds for it
     std::int64_t writes = 0;  // calls of mark_dirty()
     std::int32_t pins = 0;
     std::int64_t next_use = 0;  // rank in the known future; kNever when unknown
@@ -174,6 +187,7 @@ class Pager {
   Resource& slots_;
   Ledger& ledger_;
   std::function<bool()> reliever_;
+  std::function<bool()> last_resort_;
   std::function<Bytes()> activation_meter_;
   Bytes gradient_reserve_ = 0;
   bool fault_path_ = true;

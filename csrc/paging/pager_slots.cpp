@@ -29,7 +29,7 @@ Pager::Block* Pager::victim_locked(bool spare_wanted) const noexcept {
     Block& block = *candidate;
     const bool movable = block.state == BlockState::kPresent || block.state == BlockState::kStale ||
                          (block.state == BlockState::kLoading && block.ticket->finished());
-    if (!movable || block.pins > 0 || block.dirty || (spare_wanted && block.wanted)) {
+    if (!movable || block.pins > 0 || block.dirty || block.settled || (spare_wanted && block.wanted)) {
       continue;
     }
     if (best == nullptr || better(block, *best)) {
@@ -55,7 +55,7 @@ bool Pager::wait_for_movable() {
     const std::lock_guard lock(mutex_);
     unfinished = unfinished_fill_locked();
     dirty = std::any_of(blocks_.begin(), blocks_.end(), [](const auto& block) {
-      return block->dirty && block->pins == 0 && block->state == BlockState::kPresent;
+      return block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent;
     });
   }
   if (unfinished) {
@@ -133,7 +133,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
       give_back(slot, bytes, ticket);
       continue;
     }
-    if (!demand.ahead && wait_for_movable()) {
+    if (!demand.ahead && (wait_for_movable() || (last_resort_ && last_resort_()))) {
       continue;
     }
     if (refusal) {
@@ -273,7 +273,7 @@ bool Pager::evict_one(bool may_wait) {
       return true;
     }
     if (!may_wait || !wait_for_movable()) {
-      return false;
+      return may_wait && last_resort_ && last_resort_();
     }
   }
 }

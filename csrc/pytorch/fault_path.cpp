@@ -125,8 +125,8 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
   }
 }
 
-/// The operation reads, or writes, what an optimizer step is writing.
-void wait_for_update(const Withheld& withheld, const c10::OperatorHandle& op) {
+/// The operation reads, or writes, what an optimizer step is writing, or whose home is the device.
+void bring_to_host(const Withheld& withheld, const c10::OperatorHandle& op) {
   const std::shared_ptr<PagedModel> model = withheld.owner.lock();
   TORCH_CHECK(model != nullptr, "hydra_ext: ", c10::toString(op.operator_name()),
               " uses a tensor of an offload context that has ended in the middle of an optimizer step");
@@ -134,7 +134,7 @@ void wait_for_update(const Withheld& withheld, const c10::OperatorHandle& op) {
               " uses a host parameter, its gradient or its optimizer state inside forward or backward, while ",
               "Checks(poison_hosts=True) forbids it");
   const ReleaseGilIfHeld released;
-  model->finish_update(withheld.block);
+  model->bring_home(withheld.block);
 }
 
 void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -149,7 +149,7 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
         refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
       } else if (const Withheld* withheld = withheld_of(tensor)) {
-        wait_for_update(*withheld, op);
+        bring_to_host(*withheld, op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);
       }

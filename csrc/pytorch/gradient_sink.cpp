@@ -10,6 +10,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/device_homes.h"
 #include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/gil.h"
 #include "csrc/pytorch/gradient_gathering.h"
@@ -22,11 +23,12 @@ namespace autograd = torch::autograd;
 
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
-  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, std::function<bool()> active)
-      : parameter_(parameter), sink_(sink), gathering_(gathering), active_(std::move(active)) {}
+  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, DeviceHomes& homes,
+           std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
 
   void operator()(const autograd::Variable& face) override {
-    if (gathering_.keep(parameter_)) {
+    if (stays()) {
       return;
     }
     at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
@@ -46,9 +48,19 @@ class HandOver final : public autograd::PostAccumulateGradHook {
   }
 
  private:
+  bool stays() {
+    const ReleaseGilIfHeld released;
+    try {
+      return homes_.keep_gradient(parameter_) || gathering_.keep(parameter_);
+    } catch (const Error&) {
+      rethrow_for_torch({});
+    }
+  }
+
   HostParameter& parameter_;
   GradientSink& sink_;
   GradientGathering& gathering_;
+  DeviceHomes& homes_;
   std::function<bool()> active_;
 };
 
@@ -101,10 +113,10 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            std::function<bool()> active) {
+                            DeviceHomes& homes, std::function<bool()> active) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
-  autograd::impl::set_post_acc_grad_hooks(parameter.face,
-                                          std::make_unique<HandOver>(parameter, sink, gathering, std::move(active)));
+  autograd::impl::set_post_acc_grad_hooks(
+      parameter.face, std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active)));
 }
 
 void clear_gradient_hooks(HostParameter& parameter) {

@@ -96,13 +96,14 @@ class AccumulatingSink final : public GradientSink {
   LeavingNorm norm_;
 };
 
+class DeviceHomes;
 class GradientGathering;
 
-/// Makes `parameter`'s face hand its gradients to `sink` unless `gathering` keeps them, and its gradient pass the hooks
-/// that users put on the host parameter. Unless `active()` holds nobody will drain the sink, and that is done at once.
-/// All have to outlive the face's use; clear_gradient_hooks() ends it.
+/// Makes `parameter`'s face hand its gradients to `sink` unless `homes` or `gathering` keep them, and its gradient pass
+/// the hooks that users put on the host parameter. Unless `active()` holds nobody will drain the sink, and that is done
+/// at once. All have to outlive the face's use; clear_gradient_hooks() ends it.
 void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            std::function<bool()> active);
+                            DeviceHomes& homes, std::function<bool()> active);
 void clear_gradient_hooks(HostParameter& parameter);
 
 /// While `active()` holds, gradients that autograd would sum into the host parameter itself go to `sink`: its

@@ -19,13 +19,19 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       account_(std::make_shared<Account>(options.budget)),
       tracked_(std::make_unique<TrackedResource>(backend_->slots())),
       slots_(std::make_unique<LimitedResource>(*tracked_, account_->ledger(), MemoryClass::kWeights)),
+      state_memory_(std::make_unique<LimitedResource>(*tracked_, account_->ledger(), MemoryClass::kOptimizer)),
       pager_(std::make_unique<Pager>(*backend_, *slots_, account_->ledger())),
-      sink_(std::make_unique<AccumulatingSink>(*backend_, arena_)) {
+      sink_(std::make_unique<AccumulatingSink>(*backend_, arena_)),
+      homes_(*backend_, *pager_, *state_memory_, arena_) {
   register_fault_path();
   sink_->set_transfer_dtype(options.gradient_dtype);
   sink_->set_bound(options.gradient_bound);
   pager_->set_fault_path(options.fault_path);
   pager_->set_reliever([this] { return sink_->relieve(); });
+  pager_->set_last_resort([this] {
+    const ReleaseGilIfHeld released;
+    return homes_.give_one_up();
+  });
   account_->open(
       [this] {
         const ReleaseGilIfHeld released;
@@ -60,7 +66,7 @@ std::int32_t PagedModel::add_block(std::string name,
     parameter->paged = parameter->face.detach();
     parameter->face.set_requires_grad(host.requires_grad());
     parameter->trained_seen = host.requires_grad();
-    install_gradient_hooks(*parameter, *sink_, gathering_, [this] { return window_open(); });
+    install_gradient_hooks(*parameter, *sink_, gathering_, homes_, [this] { return window_open(); });
     members.push_back(parameter.get());
     parameters_.push_back(std::move(parameter));
   }
@@ -99,7 +105,8 @@ std::string PagedModel::explain() const {
          ", the device held weights " + human_bytes(ledger.in_use(MemoryClass::kWeights)) + ", gradients " +
          human_bytes(ledger.in_use(MemoryClass::kGradients)) + ", activations and workspace " +
          human_bytes(ledger.in_use(MemoryClass::kActivations)) + ", buffers " +
-         human_bytes(ledger.in_use(MemoryClass::kBuffers)) + "; in slots: " + pager_->describe_residents() +
+         human_bytes(ledger.in_use(MemoryClass::kBuffers)) + ", optimizer state " +
+         human_bytes(ledger.in_use(MemoryClass::kOptimizer)) + "; in slots: " + pager_->describe_residents() +
          ". Nothing more can be moved out. Raise the budget, shrink the batch, or checkpoint activations "
          "(torch.utils.checkpoint).";
 }
@@ -123,6 +130,12 @@ void PagedModel::close() {
   window_.clear();
   const py::gil_scoped_release released;
   finish_update();
+  std::exception_ptr lost;
+  try {
+    homes_.bring_home();
+  } catch (...) {  // re-raised at the end
+    lost = std::current_exception();
+  }
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();
   account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));
@@ -132,6 +145,9 @@ void PagedModel::close() {
     clear_gradient_hooks(*parameter);
     parameter->diversion.reset();
     withdraw(*parameter->page, "belonged to an offload context that has ended");
+  }
+  if (lost) {
+    std::rethrow_exception(lost);
   }
 }
 

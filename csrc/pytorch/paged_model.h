@@ -23,6 +23,7 @@
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/derived_page.h"
+#include "csrc/pytorch/device_homes.h"
 #include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
@@ -76,6 +77,9 @@ struct SiteVisit {
 };
 
 class PagedModel;
+
+/// In place, as mul_(); wherever the home of this `.grad` is.
+void scale_gradient(const at::Tensor& gradient, double factor);
 
 /// The windows of several models, of one pass: entered and left together.
 class Windows {
@@ -154,6 +158,16 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::int64_t deferred_updates() const;
   double update_seconds() const;
 
+  /// Moves a block and its optimizer's `state` to the device, their home from now on; see DeviceHomes. False when they
+  /// cannot go there. Outside windows.
+  bool settle(std::int32_t block, const std::vector<at::Tensor>& state);
+  /// Blocks until these host tensors, or all, have their bytes: updated, and at home on the host.
+  void bring_home(std::int32_t block);
+  void bring_home();
+  /// Runs a block's part of an optimizer step on the device, its home.
+  void update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale);
+  DeviceHomes& homes() noexcept { return homes_; }
+
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
 
@@ -193,6 +207,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void synchronise_hosts();
   /// False: what it found is added to `mismatches`.
   bool synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches);
+  /// Of a block whose home is the device: its slot is never stale.
+  static void note_versions(const BlockBacking& backing);
   void restore_charge(WindowToken& token, bool failed);
   /// Names of parameters whose version has moved since the window opened.
   std::string moved_hosts() const;
@@ -216,6 +232,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   AccountPtr account_;
   std::unique_ptr<TrackedResource> tracked_;
   std::unique_ptr<Resource> slots_;
+  std::unique_ptr<Resource> state_memory_;
   std::vector<std::unique_ptr<HostParameter>> parameters_;
   std::vector<BlockBacking*> backings_;  // owned by the pager
   std::vector<std::string> block_names_;
@@ -223,6 +240,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::shared_ptr<void> service_;
   std::unique_ptr<AccumulatingSink> sink_;
   GradientGathering gathering_;
+  DeviceHomes homes_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;

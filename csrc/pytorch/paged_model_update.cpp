@@ -1,4 +1,6 @@
 // An optimizer step that runs behind the model's back: what it writes is withheld until it is written.
+#include <ATen/core/grad_mode.h>
+
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/paged_model.h"
 
@@ -76,6 +78,52 @@ void PagedModel::finish_update() {
   if (update) {
     update->wait_all();
     settle_update();
+  }
+}
+
+bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state) {
+  HYDRA_EXPECT(!closed_ && !window_open(), StateError,
+               "a block moves to the device during the model's forward or backward, or after its context");
+  finish_update(block);
+  const std::lock_guard gate(gate_);
+  BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
+  std::string mismatches;
+  bool stale = false;
+  for (HostParameter* parameter : backing.parameters()) {
+    stale = synchronise(*parameter, trainable_stale_, all_stale_, mismatches) || stale;
+  }
+  if (!mismatches.empty()) {
+    return false;
+  }
+  if (stale) {
+    backing.host_changed();
+    pager_->invalidate(block);
+  }
+  return homes_.settle(block, backing, state, weak_from_this());
+}
+
+void PagedModel::bring_home(std::int32_t block) {
+  finish_update(block);
+  homes_.bring_home(block);
+}
+
+void PagedModel::bring_home() {
+  finish_update();
+  homes_.bring_home();
+}
+
+void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {
+  HYDRA_EXPECT(!closed_ && !window_open(), StateError,
+               "an optimizer step during the model's forward or backward, or after its context");
+  homes_.update(update.block, update.plan, pool, scale);
+}
+
+void scale_gradient(const at::Tensor& gradient, double factor) {
+  const Withheld* const withheld = withheld_of(gradient);
+  const std::shared_ptr<PagedModel> model = withheld != nullptr ? withheld->owner.lock() : nullptr;
+  if (!model || !model->homes().multiply_gradient(gradient, factor)) {
+    const at::NoGradGuard no_grad;
+    gradient.mul_(factor);
   }
 }
 

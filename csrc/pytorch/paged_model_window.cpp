@@ -63,6 +63,7 @@ void PagedModel::open_window(PassKind kind) {
     } else {
       settle_update();
     }
+    homes_.review();
     synchronise_hosts();
     if (options_.poison_hosts) {
       for (BlockBacking* backing : backings_) {
@@ -124,6 +125,10 @@ void PagedModel::synchronise_hosts() {
   std::string mismatches;
   for (std::size_t block = 0; block < backings_.size(); ++block) {
     bool stale = false;
+    if (homes_.holds(static_cast<std::int32_t>(block))) {
+      note_versions(*backings_[block]);
+      continue;
+    }
     for (HostParameter* parameter : backings_[block]->parameters()) {
       stale = synchronise(*parameter, trainable_stale, all_stale, mismatches) || stale;
     }
@@ -140,10 +145,20 @@ void PagedModel::synchronise_hosts() {
                    ". Leave the context, change them, and enter it again");
 }
 
+void PagedModel::note_versions(const BlockBacking& backing) {
+  for (HostParameter* parameter : backing.parameters()) {
+    parameter->changed_since_seen();  // the face's version follows
+    parameter->note_seen();
+  }
+}
+
 void PagedModel::synchronise_for_fault(std::int32_t block) {
   const auto gate = lock_without_gil(gate_);
   const ReleaseGilIfHeld released;
   if (closed_ || window_open()) {
+    return;
+  }
+  if (homes_.holds(block)) {
     return;
   }
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
@@ -247,7 +262,7 @@ void PagedModel::close_window(bool failed) {
 void PagedModel::collect_assigned_gradients() {
   for (const auto& parameter : parameters_) {
     at::Tensor& assigned = parameter->face.unsafeGetTensorImpl()->mutable_grad();
-    if (assigned.defined()) {
+    if (assigned.defined() && !homes_.keep_gradient(*parameter)) {
       sink_->accept(*parameter, std::exchange(assigned, {}));
     }
   }

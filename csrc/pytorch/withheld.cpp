@@ -1,5 +1,6 @@
 #include "csrc/pytorch/withheld.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/StorageImpl.h>
 
 #include <utility>
@@ -28,19 +29,57 @@ Withheld* withheld_of(const at::Tensor& tensor) noexcept {
   return withheld_of(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
-WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel>& owner, std::int32_t block) {
+namespace {
+
+/// The storage's bytes become `context`'s to give back.
+void take_away(c10::StorageImpl& storage, WithheldPtr context) {
+  const bool at_home = context->at_home != nullptr;
+  context->memory = storage.set_data_ptr(c10::DataPtr());
+  storage.set_data_ptr_noswap({nullptr, context.release(), &release_withheld, c10::Device(c10::kCPU)});
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(
+      at_home ? "hydra_ext: the home of this tensor is the device now; operations bring it to the host, raw access "
+                "cannot. Call run.sync() first"
+              : "hydra_ext: an optimizer step is writing this tensor now; operations wait for it, raw access cannot. "
+                "Call run.sync() first");
+}
+
+WithheldPtr make_context(const std::weak_ptr<PagedModel>& owner, std::int32_t block, std::byte* at_home) {
+  auto withheld = c10::make_intrusive<Withheld>();
+  withheld->owner = owner;
+  withheld->block = block;
+  withheld->at_home = at_home;
+  return withheld;
+}
+
+}  // namespace
+
+at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
+                         std::byte* at_home) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(like.nbytes()),
+                                                       c10::DataPtr(), /*allocator=*/nullptr, /*resizable=*/false);
+  take_away(*storage, make_context(owner, block, at_home));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU).add(kFaultKey), like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  return tensor;
+}
+
+void* home_data(const at::Tensor& tensor) noexcept {
+  const Withheld* const withheld = withheld_of(tensor);
+  if (withheld == nullptr || withheld->at_home == nullptr) {
+    return nullptr;
+  }
+  return withheld->at_home + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+}
+
+Withheld* withheld_of(const c10::Storage& storage) noexcept { return withheld_of(*storage.unsafeGetStorageImpl()); }
+
+WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
+                        std::byte* at_home) {
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   c10::StorageImpl* const implementation = storage.unsafeGetStorageImpl();
   if (withheld_of(*implementation) == nullptr) {
-    auto withheld = c10::make_intrusive<Withheld>();
-    withheld->owner = owner;
-    withheld->block = block;
-    withheld->memory = implementation->set_data_ptr(c10::DataPtr());
-    Withheld* const context = withheld.release();
-    implementation->set_data_ptr_noswap({nullptr, context, &release_withheld, c10::Device(c10::kCPU)});
-    implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        "hydra_ext: an optimizer step is writing this tensor now; operations wait for it, raw access cannot. Call "
-        "run.sync() first");
+    take_away(*implementation, make_context(owner, block, at_home));
   }
   add_fault_key(*tensor.unsafeGetTensorImpl());
   return {tensor, storage};
@@ -52,7 +91,9 @@ void give_back(const WithheldTensor& withheld) noexcept {
     implementation->clear_data_ptr_access_error_msg_();
     implementation->set_data_ptr_noswap(std::exchange(context->memory, c10::DataPtr()));
   }
-  remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
+  if (withheld.tensor.defined()) {
+    remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
+  }
 }
 
 }  // namespace hydra

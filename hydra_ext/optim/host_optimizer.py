@@ -37,13 +37,16 @@ class StepRunner(Protocol):
     """Who runs an optimizer's steps in its place, part by part, and perhaps later."""
 
     def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """The parameters with their gradients, grouped and ordered as the runner wants them prepared."""
+        """The parameters with their gradients, grouped and ordered as the runner wants them prepared.
+
+        What was to run later has run.
+        """
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Runs the plans of :meth:`parts`, in any order, now or later."""
 
     def sync(self) -> None:
-        """Returns when nothing that was to run later is left."""
+        """Returns when nothing that was to run later is left, and all tensors have their bytes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,6 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             prepared.plan.run(self.pool)
             self.finish(prepared)
         else:
-            self.runner.sync()
             self.runner.run(self, self.prepare(self.runner.parts(gradients)))
         return loss
 
@@ -179,9 +181,13 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
 
     def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
         """All that a prepared step reads or writes."""
-        states = (self.state[parameter] for parameter in prepared.parameters)
-        kept = [value for state in states for name, value in state.items() if name != "step" and torch.is_tensor(value)]
+        kept = [tensor for parameter in prepared.parameters for tensor in self.tensors_beside(parameter)]
         return [*prepared.parameters, *prepared.gradients, *kept]
+
+    def tensors_beside(self, parameter: Tensor) -> list[Tensor]:
+        """The state that a step of this parameter reads and writes."""
+        state = self.state.get(parameter, {})
+        return [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
 
     def finish(self, prepared: PreparedStep) -> None:
         """Autograd is told that the parameters were written, or are about to be before anybody can read them."""

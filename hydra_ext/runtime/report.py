@@ -18,11 +18,15 @@ class Report:
         peak_bytes: what it held at most, and by class at that moment: ``peak_weights_bytes`` (slots),
             ``peak_gradients_bytes`` (on their way to the host), ``peak_activations_bytes`` (what tensors held when the
             block in use was reached: activations, inputs), ``peak_workspace_bytes`` (what they held more inside that
-            block), ``peak_buffers_bytes``.
+            block), ``peak_buffers_bytes``, ``peak_optimizer_bytes`` (state at home on the device).
         parameter_bytes: of all blocks on the device, were they there at once.
         blocks: how many blocks there are.
         weights_moved_bytes: host to device, counted where they are copied.
         gradients_moved_bytes: device to host, likewise.
+        homes: blocks whose home is the device now: their weights, gradients and optimizer state stay there.
+        homes_bytes: what these hold there.
+        homes_moved_bytes: moved, both ways, for a change of home.
+        homes_reason: why no other block has its home there.
         weights_written_back_bytes: device to host, of blocks whose weights the forward wrote in place.
         loads: fills of a slot; ``prefetched`` of them ahead of their use.
         evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
@@ -47,10 +51,15 @@ class Report:
     peak_activations_bytes: int
     peak_workspace_bytes: int
     peak_buffers_bytes: int
+    peak_optimizer_bytes: int
     parameter_bytes: int
     blocks: int
     weights_moved_bytes: int
     gradients_moved_bytes: int
+    homes: tuple[str, ...]
+    homes_bytes: int
+    homes_moved_bytes: int
+    homes_reason: str
     weights_written_back_bytes: int
     loads: int
     prefetched: int
@@ -77,7 +86,8 @@ class Report:
             f"device   peak {_mib(self.peak_bytes)} of {_mib(self.budget_bytes)}: weights "
             f"{_mib(self.peak_weights_bytes)}, gradients {_mib(self.peak_gradients_bytes)}, activations "
             f"{_mib(self.peak_activations_bytes)}, workspace {_mib(self.peak_workspace_bytes)}, buffers "
-            f"{_mib(self.peak_buffers_bytes)}",
+            f"{_mib(self.peak_buffers_bytes)}"
+            + (f", optimizer state {_mib(self.peak_optimizer_bytes)}" if self.peak_optimizer_bytes else ""),
             f"moved    weights in {_mib(self.weights_moved_bytes)} ({self.loads} loads, {self.prefetched} ahead of "
             f"time), gradients out {_mib(self.gradients_moved_bytes)}",
             f"blocks   {self.blocks}, {_mib(self.parameter_bytes)} together; {self.evictions} evictions "
@@ -90,6 +100,11 @@ class Report:
         if self.rounds or self.fallbacks:
             lines.append(
                 f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time"
+            )
+        if self.homes or self.deferred_updates:
+            lines.append(
+                f"homes    {len(self.homes)} blocks on the device ({', '.join(self.homes) or 'none'}), "
+                f"{_mib(self.homes_bytes)}; no others: {self.homes_reason or 'there are none'}"
             )
         if self.deferred_updates:
             lines.append(f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s")
@@ -108,7 +123,18 @@ class StepCounts(Protocol):
     fallbacks: int
 
 
-def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, *, budget: int) -> Report:
+class HomeChoice(Protocol):
+    """Which blocks have their home on the device, and why no others."""
+
+    reason: str
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, homes: HomeChoice | None, *, budget: int) -> Report:
     pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
     return Report(
         budget_bytes=budget,
@@ -118,10 +144,15 @@ def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, *, budge
         peak_activations_bytes=ledger.peak_by(_C.MemoryClass.ACTIVATIONS) - ledger.peak_workspace,
         peak_workspace_bytes=ledger.peak_workspace,
         peak_buffers_bytes=ledger.peak_by(_C.MemoryClass.BUFFERS),
+        peak_optimizer_bytes=ledger.peak_by(_C.MemoryClass.OPTIMIZER),
         parameter_bytes=sum(face.nbytes for face in core.faces()),
         blocks=len(layout.blocks),
         weights_moved_bytes=pager.loaded_bytes,
         gradients_moved_bytes=gradients.bytes,
+        homes=homes.names if homes is not None else (),
+        homes_bytes=homes.nbytes if homes is not None else 0,
+        homes_moved_bytes=core.home_statistics.moved_bytes,
+        homes_reason=homes.reason if homes is not None else "the optimizer is none of hydra_ext.optim",
         weights_written_back_bytes=pager.written_back_bytes,
         loads=pager.loads,
         prefetched=pager.prefetched,

@@ -19,6 +19,7 @@ from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.faces import dress
+from hydra_ext.runtime.homes import Homes
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
@@ -35,10 +36,13 @@ class Run:
         layout: the model's blocks, and the modules that use them.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, place: Place):
+    def __init__(
+        self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, place: Place, casts: str = ""
+    ):
         self.budget = budget
         self.device = place.device
         self._place = place
+        self._casts = casts
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
@@ -46,6 +50,7 @@ class Run:
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
         self.updates: Updates | None = None
+        self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
         self._closed = False
@@ -54,7 +59,7 @@ class Run:
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, self._stepper, budget=self.budget)
+        report = make_report(self.core, self.layout, self._stepper, self._homes, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
 
@@ -125,7 +130,7 @@ class Run:
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.finish_update()
+        self.core.bring_home()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +156,15 @@ class Run:
                 optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
             ]
         if isinstance(optimizer, HostOptimizer):
-            self.updates = Updates(self.core, self.layout, optimizer)
+            self._homes = Homes(
+                self.core,
+                self.layout,
+                optimizer,
+                budget=self.budget,
+                in_flight=self._place.gradient_bound(self.budget),
+                refusal=self._casts or self._place.why_no_homes(),
+            )
+            self.updates = Updates(self.core, self.layout, optimizer, self._homes)
         engine.join(self)
 
     def close(self) -> None:

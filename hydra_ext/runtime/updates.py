@@ -19,6 +19,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
+from hydra_ext.runtime.homes import Homes
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +30,11 @@ _NO_BLOCK = -1  # of parameters that the model has not
 class Updates:
     """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
 
-    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer) -> None:
+    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, homes: Homes) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
+        self._homes = homes
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
@@ -48,8 +50,8 @@ class Updates:
             self._optimizer.runner = None
 
     def sync(self) -> None:
-        """Returns when no step is under way."""
-        self._core.finish_update()
+        """Returns when no step is under way, and all tensors have their bytes on the host."""
+        self._core.bring_home()
 
     def expect_last_gradients(self) -> None:
         """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
@@ -79,7 +81,7 @@ class Updates:
         stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter in parameters:
             if parameter not in stepped and parameter.grad is not None and factor != 1.0:
-                parameter.grad.mul_(factor)
+                _C.scale_gradient(parameter.grad, factor)
         self._scale = factor
         try:
             self._optimizer.step()
@@ -90,22 +92,30 @@ class Updates:
     # ---- what the optimizer asks for --------------------------------------------------------------------------------
 
     def parts(self, gradients: Gradients) -> list[Gradients]:
-        """By block, in the order in which the last forward used the blocks."""
+        """By block, in the order in which the last forward used the blocks. The step before has ended."""
+        self._core.finish_update()
         used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
         by_block: dict[int, Gradients] = {block: [] for block in order}
         for parameter, gradient in gradients:
             by_block[self._block_of.get(parameter, _NO_BLOCK)].append((parameter, gradient))
+        self._homes.expect_step(by_block)
         self._parts = [block for block, members in by_block.items() if members]
         return [by_block[block] for block in self._parts]
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Parameters of other models are updated at once."""
-        updates = []
+        settled = set(self._core.settled_blocks)
+        later, at_home = [], []
         for block, part in zip(self._parts, prepared, strict=True):
             optimizer.finish(part)
             if block == _NO_BLOCK:
                 part.plan.run(optimizer.pool)
             else:
-                updates.append(_C.BlockUpdate(block, part.plan, optimizer.tensors_of(part)))
-        self._core.defer_update(updates, optimizer.pool, self._scale)
+                update = _C.BlockUpdate(block, part.plan, optimizer.tensors_of(part))
+                (at_home if block in settled else later).append(update)
+        if later:
+            self._core.defer_update(later, optimizer.pool, self._scale)
+        for update in at_home:
+            self._core.update_at_home(update, optimizer.pool, self._scale)
+        self._homes.end_step()

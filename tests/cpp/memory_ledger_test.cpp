@@ -73,10 +73,10 @@ TEST(Ledger, TellsTheUseByClassAtThePeak) {
   ASSERT_TRUE(ledger.try_charge(kBuffers, 10));
   const MemoryUse use = ledger.at_peak();
   EXPECT_EQ(use.total, 350);
-  EXPECT_EQ(use.by_class, (std::array<Bytes, kMemoryClasses>{100, 50, 200, 0}));
+  EXPECT_EQ(use.by_class, (std::array<Bytes, kMemoryClasses>{100, 50, 200, 0, 0}));
   ledger.reset_peak();
   EXPECT_EQ(ledger.peak(), 160);
-  EXPECT_EQ(ledger.at_peak().by_class, (std::array<Bytes, kMemoryClasses>{100, 50, 0, 10}));
+  EXPECT_EQ(ledger.at_peak().by_class, (std::array<Bytes, kMemoryClasses>{100, 50, 0, 10, 0}));
 }
 
 TEST(Ledger, TheActivationPeakLeavesOutWeightsAndGradientsAndRestartsAtTheUseNow) {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,35 +12,9 @@ import torch
 from torch import nn
 
 import hydra_ext
-from hydra_ext import Checks, Run, SimulatedDevice, optim
+from hydra_ext import Checks, Run, SimulatedDevice
 from support.benches import Outcome, assert_same
-from support.native import LAYERS, WIDTH, stack, state
-
-STEPS = 5
-BATCHES = torch.randn(STEPS, 8, WIDTH, generator=torch.Generator().manual_seed(1))
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2),
-    "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
-    "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9),
-}
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, between: Callable[[], Any] = lambda: None) -> Outcome:
-    seen: Outcome = []
-    dtype = next(model.parameters()).dtype
-    for batch in BATCHES:
-        loss = model(batch.to(dtype)).pow(2).mean()
-        loss.backward()
-        seen.append(optim.clip_grad_norm_(model.parameters(), 0.1))
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.detach().clone())
-        found = between()
-        if isinstance(found, torch.Tensor):
-            seen.append(found.detach().clone())
-    return seen
-
+from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, stack, state, train
 
 @contextmanager
 def offloaded(
@@ -71,29 +43,6 @@ def test_a_step_behind_the_next_forward_gives_the_bits_of_a_step_at_once(
         assert run.report().evictions > 0
         assert run.report().deferred_updates == STEPS
     assert_same(state(plain, theirs), state(model, ours))
-
-
-BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
-    "reads a parameter": lambda model, _: model[3].weight.sum(),
-    "reads the last": lambda model, _: model[LAYERS - 1].bias * 2,
-    "reads them together": lambda model, _: torch.stack(torch._foreach_norm([*model.parameters()])),
-    "writes a parameter": lambda model, _: model[2].weight.data.mul_(0.5),
-    "replaces a parameter's data": lambda model, _: setattr(model[2].weight, "data", torch.ones(WIDTH, WIDTH)),
-    "replaces state": lambda model, optimizer: setattr(
-        optimizer.state[model[3].weight]["exp_avg"], "data", torch.zeros(WIDTH, WIDTH)
-    ),
-    "reads state": lambda model, optimizer: optimizer.state[model[1].weight]["exp_avg"].sum(),
-    "state_dict": lambda model, _: model.state_dict()["4.weight"],
-    "state_dict of a part": lambda model, _: model[4].state_dict()["weight"],
-    "optimizer's state_dict": lambda _, optimizer: optimizer.state_dict()["state"][2]["exp_avg_sq"],
-    "saves the model": lambda model, _: torch.save(model.state_dict(), io.BytesIO()),
-    "pickles the model": lambda model, _: pickle.loads(pickle.dumps(model))[0].weight,  # noqa: S301 - its own
-    "copies the model": lambda model, _: copy.deepcopy(model)[0].weight,
-    "copies the optimizer": lambda model, optimizer: copy.deepcopy(optimizer).param_groups[0]["params"][0],
-    "evaluates": lambda model, _: torch.no_grad()(model)(BATCHES[0]),
-    "evaluates a part": lambda model, _: torch.no_grad()(model[4])(BATCHES[0]),
-    "computes with the parameters": lambda model, _: torch.cat([p.flatten() for p in model.parameters()]),
-}
 
 
 @pytest.mark.parametrize("name", BETWEEN)

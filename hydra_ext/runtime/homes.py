@@ -1,0 +1,150 @@
+"""Which blocks have their home on the device: those for which budget is left, from the last one backwards.
+
+What activations need goes before, and a slot for every block. A block at home there keeps its weights, its gradients
+and the state of a native optimizer (:mod:`hydra_ext.optim`) on the device and is updated there. It comes back to the
+host when room is needed, when an operation outside the model uses one of its tensors, and before ``run.sync()`` and
+``state_dict()`` return; then it waits, longer each time, before it goes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.optim.host_optimizer import HostOptimizer
+
+_STEPS_TO_SEE = 2
+_LONGEST_WAIT = 1024
+_LONG_STAY = 8  # of as many waits: the wait before counts no more
+
+
+class Homes:
+    """Moves blocks of one model to the device, step by step.
+
+    Args:
+        core: the model.
+        layout: its blocks.
+        optimizer: steps them.
+        budget: device bytes.
+        in_flight: bytes of gradients that may be on their way to the host at once; 0 for no bound.
+        refusal: why nothing can settle; empty when it can.
+    """
+
+    def __init__(
+        self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, *, budget: int, in_flight: int, refusal: str
+    ) -> None:
+        self._core = core
+        self._blocks = layout.blocks
+        self._optimizer = optimizer
+        self._budget = budget
+        self._in_flight = in_flight
+        self._refusal = refusal
+        self._stepped: set[Tensor] = set()
+        self._steps = 0
+        self._settled: dict[int, int] = {}  # and the step they did so
+        self._wait = 1
+        self._next_try = _STEPS_TO_SEE
+        self.reason = refusal or f"{_STEPS_TO_SEE} steps are seen first"
+
+    # ---- a step -----------------------------------------------------------------------------------------------------
+
+    def expect_step(self, gradients: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> None:
+        """Blocks whose part of the coming step cannot be worked out on the device come to the host."""
+        for block in self._core.settled_blocks:
+            members = gradients.get(block, ())
+            known = all(parameter in self._stepped for parameter, _ in members)
+            tensors = [tensor for pair in members for tensor in (*pair, *self._state_of(pair[0]))]
+            if not known or not _C.at_home(tensors):
+                self._core.bring_home(block)
+        for members in gradients.values():
+            self._stepped.update(parameter for parameter, _ in members)
+
+    def end_step(self) -> None:
+        """Moves what fits."""
+        self._steps += 1
+        if self._refusal:
+            return
+        self._note_returned()
+        if self._steps < self._next_try:
+            return
+        self.reason = ""
+        left = self._left()
+        for block in reversed(range(len(self._blocks))):
+            if block in self._settled:
+                continue
+            self.reason = self._why_not(block, left)
+            if self.reason:
+                return
+            if not self._core.settle(block, self._state_of_block(block)):
+                self.reason = f"'{self._blocks[block].name}' shares memory with other tensors, or found no room"
+                return
+            self._settled[block] = self._steps
+            left -= self._cost(block)
+
+    def _note_returned(self) -> None:
+        returned = set(self._settled) - set(self._core.settled_blocks)
+        if not returned:
+            return
+        stayed = self._steps - max(self._settled.pop(block) for block in returned)
+        self._wait = 1 if stayed >= _LONG_STAY * self._wait else min(2 * self._wait, _LONGEST_WAIT)
+        self._next_try = self._steps + self._wait
+        name = self._blocks[max(returned)].name
+        self.reason = (
+            f"'{name}' came back, for want of room or because its tensors were used on the host; the next try is after "
+            f"step {self._next_try}"
+        )
+
+    # ---- what it takes ----------------------------------------------------------------------------------------------
+
+    def _why_not(self, block: int, left: int) -> str:
+        name = self._blocks[block].name
+        trained = [parameter for _, parameter in self._blocks[block].parameters if parameter.requires_grad]
+        if not all(parameter in self._stepped for parameter in trained):
+            return f"'{name}' has parameters that the optimizer has not stepped yet"
+        cost = self._cost(block)
+        if cost > left:
+            return f"'{name}' needs {_C.human_bytes(cost)} more, and {_C.human_bytes(max(left, 0))} are left"
+        return ""
+
+    def _left(self) -> int:
+        """Of the budget, beside activations, a slot for every block, gradients on their way, and homes."""
+        kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
+        activations = max((size for kind in kinds for _, size in self._core.recorded(kind)), default=self._budget)
+        slots = sum(_aligned(p.nbytes) for block in self._blocks for _, p in block.parameters)
+        largest = max((self._gradient_bytes(block) for block in range(len(self._blocks))), default=0)
+        homes = sum(self._cost(block) for block in self._settled)
+        return self._budget - activations - slots - max(2 * largest, self._in_flight) - homes
+
+    def _cost(self, block: int) -> int:
+        """Bytes beside the slot."""
+        return self._gradient_bytes(block) + sum(_aligned(state.nbytes) for state in self._state_of_block(block))
+
+    def _gradient_bytes(self, block: int) -> int:
+        return sum(parameter.nbytes for _, parameter in self._blocks[block].parameters if parameter.requires_grad)
+
+    def _state_of_block(self, block: int) -> list[Tensor]:
+        return [state for _, parameter in self._blocks[block].parameters for state in self._state_of(parameter)]
+
+    def _state_of(self, parameter: Tensor) -> list[Tensor]:
+        return self._optimizer.tensors_beside(parameter)
+
+    # ---- for the report ---------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks at home on the device."""
+        return tuple(self._blocks[block].name for block in self._core.settled_blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """What they hold there: weights, gradients, state."""
+        blocks = self._core.settled_blocks
+        slots = sum(_aligned(p.nbytes) for block in blocks for _, p in self._blocks[block].parameters)
+        return slots + sum(self._cost(block) for block in blocks)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT
