@@ -24,6 +24,7 @@ class StepPlan {
   void clear() noexcept;
 
   std::size_t size() const noexcept { return updates_.size(); }
+  const std::vector<ParameterUpdate>& updates() const noexcept { return updates_; }
   /// Elements of one parameter.
   std::int64_t count(std::size_t parameter) const { return updates_.at(parameter).count; }
 

@@ -3,6 +3,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "csrc/optim/cuda_step.h"
 #include "csrc/pytorch/cuda_budget.h"
 #include "csrc/pytorch/cuda_relief.h"
 #include "csrc/transfer/cuda_error.h"
@@ -46,6 +47,43 @@ std::shared_ptr<void> CudaBackend::serve(MemoryClient client) {
 
 std::function<Bytes()> CudaBackend::activation_meter() {
   return [this] { return cuda_slots_.take_activation_peak(); };
+}
+
+void CudaBackend::run(const StepPlan& plan, float scale) {
+  const CudaDeviceGuard guard(device());
+  const cudaStream_t stream = current_stream_of(device());
+  for (const ParameterUpdate& update : plan.updates()) {
+    HYDRA_CUDA(launch_update(update, scale, stream));
+  }
+}
+
+void CudaBackend::sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) {
+  const CudaDeviceGuard guard(device());
+  const cudaStream_t stream = current_stream_of(device());
+  std::size_t chunks = 0;
+  for (const NormInput& input : inputs) {
+    chunks += static_cast<std::size_t>(norm_chunks(input));
+  }
+  std::vector<double> parts(chunks);
+  if (chunks > 0) {
+    const auto bytes = static_cast<Bytes>(chunks * sizeof(double));
+    const auto release = [this, bytes](void* memory) { cuda_slots_.release(memory, bytes); };
+    const std::unique_ptr<void, decltype(release)> memory(cuda_slots_.allocate(bytes), release);
+    auto* next = static_cast<double*>(memory.get());
+    for (const NormInput& input : inputs) {
+      HYDRA_CUDA(launch_chunk_sums(input, next, stream));
+      next += norm_chunks(input);
+    }
+    HYDRA_CUDA(cudaMemcpyAsync(parts.data(), memory.get(), chunks * sizeof(double), cudaMemcpyDeviceToHost, stream));
+    HYDRA_CUDA(cudaStreamSynchronize(stream));
+  }
+  const double* part = parts.data();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    sums[i] = 0.0;
+    for (std::int64_t chunk = 0; chunk < norm_chunks(inputs[i]); ++chunk) {
+      sums[i] += *part++;
+    }
+  }
 }
 
 CudaMemory CudaBackend::memory() const {

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "csrc/optim/device_math.h"
 #include "csrc/pytorch/cuda_slots.h"
 #include "csrc/transfer/cuda_device.h"
 
@@ -18,7 +19,7 @@ struct CudaMemory {
   Bytes outside = 0;  // contexts, library handles, other processes: what no budget here bounds
 };
 
-class CudaBackend final : public CudaDevice {
+class CudaBackend final : public CudaDevice, public DeviceMath {
  public:
   /// The calling thread's current stream on `device` becomes the home stream.
   static std::shared_ptr<CudaBackend> make(int device);
@@ -26,6 +27,9 @@ class CudaBackend final : public CudaDevice {
   std::shared_ptr<void> serve(MemoryClient client) override;
   std::function<Bytes()> activation_meter() override;
   CudaMemory memory() const;
+  /// On the calling thread's current stream.
+  void run(const StepPlan& plan, float scale) override;
+  void sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) override;
 
  private:
   CudaBackend(int device, cudaStream_t home, std::unique_ptr<CudaSlots> slots);

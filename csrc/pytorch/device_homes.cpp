@@ -1,6 +1,7 @@
 #include "csrc/pytorch/device_homes.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -67,14 +68,18 @@ class Acquired {
 }  // namespace
 
 DeviceHomes::DeviceHomes(DeviceBackend& backend, Pager& pager, Resource& memory, std::shared_ptr<HostArena> arena)
-    : backend_(backend), pager_(pager), memory_(memory), arena_(std::move(arena)) {}
+    : backend_(backend),
+      math_(dynamic_cast<DeviceMath*>(&backend)),
+      pager_(pager),
+      memory_(memory),
+      arena_(std::move(arena)) {}
 
 DeviceHomes::Home* DeviceHomes::find_locked(std::int32_t block) const {
   const auto index = static_cast<std::size_t>(block);
   return index < homes_.size() ? homes_[index].get() : nullptr;
 }
 
-void DeviceHomes::move(Lane& lane, std::vector<Segment> segments) {
+void DeviceHomes::move(Lane& lane, std::vector<Segment> segments, FencePtr after) {
   std::erase_if(segments, [](const Segment& segment) { return segment.bytes == 0; });
   if (segments.empty()) {
     return;
@@ -82,7 +87,7 @@ void DeviceHomes::move(Lane& lane, std::vector<Segment> segments) {
   Job job;
   job.segments = std::move(segments);
   job.priority = Priority::kFault;
-  job.fences = {backend_.record()};
+  job.fences = {backend_.record(), std::move(after)};
   const Bytes bytes = job.bytes();
   const TicketPtr ticket = lane.submit(std::move(job));
   backend_.compute_waits(*ticket);
@@ -240,7 +245,7 @@ void DeviceHomes::bring_home_locked(std::int32_t block) {
     segments.push_back({withheld_memory(state.tensor), static_cast<std::byte*>(home->memory) + state.offset,
                         static_cast<Bytes>(state.tensor.storage.nbytes())});
   }
-  move(backend_.to_host(), std::move(segments));
+  move(backend_.to_host(), std::move(segments), home->updated);
   for (std::size_t i = 0; i < home->members.size(); ++i) {
     Member& member = home->members[i];
     give_back(member.weights);
@@ -292,14 +297,26 @@ void DeviceHomes::update(std::int32_t block, const StepPlan& plan, ThreadPool& p
   pager_.acquire(block, AcquireReason::kHook);
   const Acquired acquired(pager_, block);
   const std::lock_guard lock(mutex_);
-  const Home* const home = find_locked(block);
+  Home* const home = find_locked(block);
   HYDRA_EXPECT(home != nullptr, StateError,
                "an update of block " + std::to_string(block) + " on the device, which is not its home");
-  plan.run(pool, scale);
+  if (math_ != nullptr) {
+    math_->run(plan, scale);
+  } else {
+    plan.run(pool, scale);
+  }
   for (const Member& member : home->members) {
     member.parameter->note_seen();
     backend_.note_write(home->slot + member.parameter->page->offset, member.parameter->face_bytes());
   }
+  home->updated = backend_.record();
+}
+
+void multiply_as_python_does(const at::Tensor& tensor, double factor) {
+  // A number on the right keeps its precision; mul_() with a C++ scalar puts it on the left, and rounds it first.
+  at::Tensor number = at::scalar_tensor(factor, at::kDouble);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  tensor.mul_(number);
 }
 
 bool DeviceHomes::multiply_gradient(const at::Tensor& host, double factor) {
@@ -312,7 +329,7 @@ bool DeviceHomes::multiply_gradient(const at::Tensor& host, double factor) {
   const at::NoGradGuard no_grad;
   for (const Member& member : home->members) {
     if (same_storage(host, member.gradient)) {
-      gradient_of(member.parameter->face).mul_(factor);
+      multiply_as_python_does(gradient_of(member.parameter->face), factor);
       host.unsafeGetTensorImpl()->bump_version();
       return true;
     }

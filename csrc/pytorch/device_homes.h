@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "csrc/memory/limited_resource.h"
-#include "csrc/optim/step_plan.h"
+#include "csrc/optim/device_math.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/withheld.h"
@@ -28,6 +28,9 @@ struct HomeStatistics {
   std::int64_t returned = 0;  // those that came back
   Bytes moved_bytes = 0;      // both ways
 };
+
+/// In place, with the bits of tensor.mul_(factor) in Python.
+void multiply_as_python_does(const at::Tensor& tensor, double factor);
 
 class DeviceHomes {
  public:
@@ -53,8 +56,11 @@ class DeviceHomes {
   /// tensors are brought home.
   void review();
 
-  /// Runs a block's part of an optimizer step, whose plan was made of home_data(), on the device.
+  /// Runs a block's part of an optimizer step, whose plan was made of home_data(), on the device; in threads of `pool`
+  /// where the device's memory is the host's.
   void update(std::int32_t block, const StepPlan& plan, ThreadPool& pool, float scale);
+  /// The arithmetic of a device whose memory is not the host's; else null.
+  DeviceMath* math() const noexcept { return math_; }
   /// In place, as mul_(). False when the bytes of this `.grad` are not at home on the device.
   bool multiply_gradient(const at::Tensor& host, double factor);
   HomeStatistics statistics() const;
@@ -75,16 +81,18 @@ class DeviceHomes {
     std::byte* slot = nullptr;
     void* memory = nullptr;
     Bytes memory_bytes = 0;
+    FencePtr updated;  // the last update, on whatever stream it ran
   };
 
   Home* find_locked(std::int32_t block) const;
   void bring_home_locked(std::int32_t block);
   bool reviewed_locked(Home& home);
   /// Moves the bytes and waits. Throws the lane's error.
-  void move(Lane& lane, std::vector<Segment> segments);
+  void move(Lane& lane, std::vector<Segment> segments, FencePtr after = nullptr);
   void release_locked(Home& home) noexcept;
 
   DeviceBackend& backend_;
+  DeviceMath* math_;
   Pager& pager_;
   Resource& memory_;
   std::shared_ptr<HostArena> arena_;

@@ -123,7 +123,7 @@ void scale_gradient(const at::Tensor& gradient, double factor) {
   const std::shared_ptr<PagedModel> model = withheld != nullptr ? withheld->owner.lock() : nullptr;
   if (!model || !model->homes().multiply_gradient(gradient, factor)) {
     const at::NoGradGuard no_grad;
-    gradient.mul_(factor);
+    multiply_as_python_does(gradient, factor);
   }
 }
 

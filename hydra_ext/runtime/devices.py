@@ -55,10 +55,6 @@ class Place(ABC):
         """Bytes of gradients that may be on their way at once; 0 where the budget itself holds them back."""
         return 0 if self.device.type == "cpu" else budget // _GRADIENTS_PER_BUDGET
 
-    def why_no_homes(self) -> str:
-        """Why no block can be updated on the device; empty when all can."""
-        return ""
-
     @not_traced
     def move_input(self, value: Any) -> Any:
         """An input of the root, on the place's device."""
@@ -139,9 +135,6 @@ class CudaPlace(Place):
         make = getattr(_C, "make_cuda_backend")  # noqa: B009 - not in the stubs, which are those of a build without CUDA
         self._backend = make(self.device.index)
         return self._backend  # type: ignore[no-any-return]
-
-    def why_no_homes(self) -> str:
-        return "there is no native optimizer step for a GPU yet"
 
     def make_arena(self) -> _C.HostArena:
         make = getattr(_C, "make_cuda_arena")  # noqa: B009 - as above

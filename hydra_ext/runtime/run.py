@@ -162,7 +162,7 @@ class Run:
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._casts or self._place.why_no_homes(),
+                refusal=self._casts,
             )
             self.updates = Updates(self.core, self.layout, optimizer, self._homes)
         engine.join(self)

@@ -1,0 +1,105 @@
+// What the pager knows of a block's bytes: where the truth is, and how it gets home.
+#include <utility>
+
+#include "csrc/base/errors.h"
+#include "csrc/paging/pager.h"
+
+namespace hydra {
+
+void Pager::invalidate(std::int32_t index) {
+  home_.expect_here();
+  Block& block = at(index);
+  std::unique_lock lock(mutex_);
+  while (block.state == BlockState::kLoading || block.state == BlockState::kReserving) {
+    const TicketPtr ticket = block.ticket;
+    if (block.state == BlockState::kReserving || !ticket) {
+      changed_->wait(lock);
+      continue;
+    }
+    lock.unlock();
+    ticket->wait_quietly();
+    lock.lock();
+    if (block.state == BlockState::kLoading && block.ticket == ticket) {
+      block.state = BlockState::kStale;
+    }
+  }
+  if (block.state == BlockState::kPresent) {
+    block.client->withdraw();
+    block.state = BlockState::kStale;
+  }
+  block.dirty = false;
+}
+
+void Pager::settle(std::int32_t index, Bytes beside) {
+  const std::lock_guard lock(mutex_);
+  Block& block = at(index);
+  HYDRA_EXPECT(block.state == BlockState::kPresent && block.pins > 0, StateError,
+               "block '" + block.name + "' is to settle without having been acquired");
+  block.settled = true;
+  block.beside = beside;
+}
+
+void Pager::unsettle(std::int32_t index) noexcept {
+  const std::lock_guard lock(mutex_);
+  Block& block = *blocks_[static_cast<std::size_t>(index)];
+  block.settled = false;
+  block.beside = 0;
+}
+
+std::int32_t Pager::last_needed_settled() const {
+  const std::lock_guard lock(mutex_);
+  const Block* last = nullptr;
+  for (const auto& block : blocks_) {
+    if (block->settled && (last == nullptr || block->next_use > last->next_use)) {
+      last = block.get();
+    }
+  }
+  return last == nullptr ? -1 : last->index;
+}
+
+void* Pager::slot_of(std::int32_t block) const {
+  const std::lock_guard lock(mutex_);
+  return at(block).slot;
+}
+
+void Pager::mark_dirty(std::int32_t index) {
+  const std::lock_guard lock(mutex_);
+  at(index).dirty = true;
+  ++at(index).writes;
+}
+
+void Pager::write_back_dirty() {
+  home_.expect_here();
+  struct UnderWay {
+    Block* block;
+    std::int64_t writes;
+    TicketPtr ticket;
+  };
+  std::vector<UnderWay> under_way;
+  const FencePtr fence = backend_.record();
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
+    for (const auto& block : blocks_) {
+      // A pinned one may be written at this moment; its turn comes when it is released.
+      if (block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent) {
+        Job job = block->client->write_back(block->slot);
+        job.priority = Priority::kFault;
+        job.fences = block->last_uses;  // of other threads' compute, too
+        job.fences.push_back(fence);
+        statistics_.written_back_bytes += job.bytes();
+        ++statistics_.write_backs;
+        under_way.push_back({block.get(), block->writes, backend_.to_host().submit(std::move(job))});
+      }
+    }
+  }
+  for (const auto& [block, writes, ticket] : under_way) {
+    ticket->wait();
+    const std::lock_guard lock(mutex_);
+    block->dirty = block->dirty && block->writes != writes;  // another thread may have written meanwhile
+  }
+}
+
+}  // namespace hydra

@@ -1,0 +1,77 @@
+"""Blocks whose home is the GPU are updated there by our kernels: the bits of the host's update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_ext import optim
+from support.gpu import offloaded
+
+MIB = 2**20
+STEPS = 6
+
+
+def stack(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(1024, 1024, dtype=dtype) for _ in range(6)])
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2),
+    "adamw, fp32 master": lambda parameters: optim.AdamW(parameters, lr=1e-2, master="fp32"),
+    "adamw, bf16 moments": lambda parameters: optim.AdamW(parameters, lr=1e-2, moments=torch.bfloat16),
+    "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+def train_with_updates_on_the_host(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: torch.Tensor, max_norm: float
+) -> list[torch.Tensor]:
+    on_gpu = copy.deepcopy(model).cuda()
+    seen = []
+    for batch in batches:
+        with torch.no_grad():
+            for host, device in zip(model.parameters(), on_gpu.parameters(), strict=True):
+                device.copy_(host)
+        loss = on_gpu(batch.cuda()).pow(2).mean()
+        loss.backward()
+        for host, device in zip(model.parameters(), on_gpu.parameters(), strict=True):
+            host.grad = None if device.grad is None else device.grad.cpu()
+            device.grad = None
+        seen += [loss.detach().cpu(), optim.clip_grad_norm_(model.parameters(), max_norm)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_update_on_the_gpu_gives_the_bits_of_one_on_the_host(name: str, dtype: torch.dtype) -> None:
+    plain, model = stack(dtype), stack(dtype)
+    theirs, ours = OPTIMIZERS[name](plain.parameters()), OPTIMIZERS[name](model.parameters())
+    batches = torch.randn(STEPS, 32, 1024).to(dtype)
+    expected = train_with_updates_on_the_host(plain, theirs, batches, 1e-2)
+    seen = []
+    with offloaded(model, ours, budget=1024 * MIB) as run:
+        for batch in batches:
+            loss = model(batch).pow(2).mean()
+            loss.backward()
+            seen += [loss.detach().cpu(), optim.clip_grad_norm_(model.parameters(), 1e-2)]
+            ours.step()
+            ours.zero_grad()
+        report = run.report()
+        assert len(report.homes) == report.blocks
+        assert report.homes_moved_bytes > 0
+    for step, (a, b) in enumerate(zip(seen, expected, strict=True)):
+        assert torch.equal(a, b), f"step {step // 2}: {a.item()} and {b.item()}"
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)
+        for key, value in ours.state[a].items():
+            assert torch.equal(value, theirs.state[b][key]), key
