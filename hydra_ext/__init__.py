@@ -14,6 +14,7 @@ if (_problem := _guard.load_extension()) is not None:
 from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
 from hydra_ext.policy import Checks, SimulatedDevice
+from hydra_ext.runtime.figures import StepFigures
 from hydra_ext.runtime.report import Report
 from hydra_ext.runtime.rounds.step import StepOutput
 from hydra_ext.runtime.run import Run
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Run",
     "SimulatedDevice",
+    "StepFigures",
     "StepOutput",
     "__version__",
     "offload",

@@ -63,6 +63,14 @@ class PageFaultError(HydraError, RuntimeError):
     """An operation met an absent device parameter while the fault path is off."""
 
 
+class TraceFileError(HydraError, OSError):
+    """The file of a trace cannot be opened, or not be written."""
+
+
+class MissingDependency(HydraError, ImportError):
+    """Something needs a library that is not installed; the message names the extra that installs it."""
+
+
 class InvalidOptimizer(HydraError, ValueError):
     """An option, a parameter, a gradient or a saved state that an optimizer of hydra_ext cannot work with."""
 

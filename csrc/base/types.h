@@ -29,6 +29,9 @@ inline constexpr Bytes kPageAlignment = 512;
 
 constexpr Bytes round_up(Bytes value, Bytes multiple) noexcept { return (value + multiple - 1) / multiple * multiple; }
 
+/// Passes with one kind are expected to run the same blocks.
+enum class PassKind : std::uint8_t { kForward, kBackward, kInference };
+
 /// Names one copy of one block's weights.
 struct BlockKey {
   std::int32_t block = 0;

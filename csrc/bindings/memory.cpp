@@ -31,7 +31,8 @@ void bind_memory(py::module_& module) {
           "The part of the activations at the highest total that came since the block in use was reached.")
       .def("try_charge", &Ledger::try_charge, py::arg("cls"), py::arg("bytes"))
       .def("discharge", &Ledger::discharge, py::arg("cls"), py::arg("bytes"))
-      .def("reset_peak", &Ledger::reset_peak);
+      .def("reset_peak", &Ledger::reset_peak)
+      .def("take_peak", &Ledger::take_peak, "Highest total since the last call.");
   py::class_<HostArena, std::shared_ptr<HostArena>>(module, "HostArena")
       .def(py::init([] { return std::make_shared<HostArena>(); }))
       .def_property_readonly("mapped_bytes", &HostArena::mapped_bytes)

@@ -6,10 +6,6 @@ namespace py = pybind11;
 namespace hydra {
 
 void bind_paging(py::module_& module) {
-  py::enum_<PassKind>(module, "PassKind")
-      .value("FORWARD", PassKind::kForward)
-      .value("BACKWARD", PassKind::kBackward)
-      .value("INFERENCE", PassKind::kInference);
   py::class_<PagerStatistics>(module, "PagerStatistics")
       .def_readonly("loads", &PagerStatistics::loads)
       .def_readonly("prefetched", &PagerStatistics::prefetched)

@@ -113,6 +113,7 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly("arena_bytes", [](PagedModel& model) { return model.arena().mapped_bytes(); })
       .def_property_readonly("deferred_updates", &PagedModel::deferred_updates)
       .def_property_readonly("update_seconds", &PagedModel::update_seconds)
+      .def_property_readonly("update_wait_seconds", &PagedModel::update_wait_seconds)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly(

@@ -14,6 +14,7 @@ void bind_transfer(py::module_& module) {
   py::class_<FaultInjector, std::shared_ptr<FaultInjector>>(module, "FaultInjector");
   py::class_<DeviceBackend, std::shared_ptr<DeviceBackend>>(module, "DeviceBackend")
       .def_property_readonly("name", &DeviceBackend::name)
+      .def_property_readonly("activity", &DeviceBackend::activity, py::return_value_policy::reference_internal)
       .def_property_readonly("to_device_statistics",
                              [](DeviceBackend& device) { return device.to_device().statistics(); })
       .def_property_readonly("to_host_statistics", [](DeviceBackend& device) { return device.to_host().statistics(); });

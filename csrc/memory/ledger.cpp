@@ -92,7 +92,13 @@ Bytes Ledger::take_activation_peak() noexcept {
   return std::max(now, activation_peak_.exchange(now, kRelaxed));
 }
 
+Bytes Ledger::take_peak() noexcept {
+  const Bytes now = in_use();
+  return std::max(now, taken_peak_.exchange(now, kRelaxed));
+}
+
 void Ledger::note_peak(Bytes total) noexcept {
+  raise(taken_peak_, total);
   if (!raise(peak_, total)) {
     return;
   }

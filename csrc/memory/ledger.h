@@ -58,6 +58,8 @@ class Ledger {
   /// several, the classes may be read a moment apart from the total.
   MemoryUse at_peak() const noexcept;
   void reset_peak() noexcept;
+  /// Highest total since the last call; starts again at what is in use now. The others do not notice.
+  Bytes take_peak() noexcept;
 
   /// Highest total of activations and buffers since the last call; starts again at the
   /// bytes in use now. This is the room that slots have to leave free.
@@ -70,6 +72,7 @@ class Ledger {
   std::atomic<Bytes> limit_;
   std::atomic<Bytes> total_{0};
   std::atomic<Bytes> peak_{0};
+  std::atomic<Bytes> taken_peak_{0};  // of take_peak()
   std::atomic<Bytes> activation_peak_{0};
   std::array<std::atomic<Bytes>, kMemoryClasses> by_class_{};
   std::array<std::atomic<Bytes>, kMemoryClasses> class_at_peak_{};

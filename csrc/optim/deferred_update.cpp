@@ -6,8 +6,16 @@
 
 namespace hydra {
 
-DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale)
-    : pool_(std::move(pool)), scale_(scale) {
+namespace {
+
+double seconds_since(ActivityLog::Time start) {
+  return std::chrono::duration<double>(ActivityLog::Clock::now() - start).count();
+}
+
+}  // namespace
+
+DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale, ActivityLog* log)
+    : pool_(std::move(pool)), scale_(scale), log_(log) {
   for (Part& part : parts) {
     entries_.push_back({std::move(part), State::kWaiting});
   }
@@ -41,7 +49,16 @@ void DeferredUpdate::run() {
     lock.unlock();
     const auto start = std::chrono::steady_clock::now();
     entry->part.plan.run(*pool_, scale_);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const auto end = std::chrono::steady_clock::now();
+    const double seconds = std::chrono::duration<double>(end - start).count();
+    if (log_ != nullptr) {
+      log_->add({.row = ActivityRow::kOptimizer,
+                 .kind = ActivityKind::kUpdate,
+                 .label = {.block = entry->part.block},
+                 .bytes = entry->part.bytes,
+                 .begin = start,
+                 .end = end});
+    }
     lock.lock();
     entry->state = State::kDone;
     seconds_ += seconds;
@@ -55,22 +72,30 @@ const DeferredUpdate::Entry* DeferredUpdate::find_locked(std::int32_t block) con
   return found == entries_.end() ? nullptr : &*found;
 }
 
-void DeferredUpdate::wait(std::int32_t block) {
+double DeferredUpdate::wait(std::int32_t block) {
   std::unique_lock lock(mutex_);
   const Entry* const entry = find_locked(block);
   if (entry == nullptr || entry->state == State::kDone) {
-    return;
+    return 0.0;
   }
+  const auto start = std::chrono::steady_clock::now();
   wanted_ = block;
   done_.wait(lock, [&] { return entry->state == State::kDone; });
+  return seconds_since(start);
 }
 
-void DeferredUpdate::wait_all() {
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, [this] {
+double DeferredUpdate::wait_all() {
+  const auto all_done = [this] {
     return std::all_of(entries_.begin(), entries_.end(),
                        [](const Entry& entry) { return entry.state == State::kDone; });
-  });
+  };
+  std::unique_lock lock(mutex_);
+  if (all_done()) {
+    return 0.0;
+  }
+  const auto start = std::chrono::steady_clock::now();
+  done_.wait(lock, all_done);
+  return seconds_since(start);
 }
 
 bool DeferredUpdate::finished(std::int32_t block) const {

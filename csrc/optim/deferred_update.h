@@ -12,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/base/activity.h"
 #include "csrc/optim/step_plan.h"
 
 namespace hydra {
@@ -22,18 +23,19 @@ class DeferredUpdate {
   struct Part {
     std::int32_t block = -1;
     StepPlan plan;
+    Bytes bytes = 0;  // that it reads and writes, for the activity log
   };
 
-  /// Begins at once. Gradients are multiplied by `scale`.
-  DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale);
+  /// Begins at once. Gradients are multiplied by `scale`. `log` may be null, and has to outlive the update.
+  DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale, ActivityLog* log = nullptr);
   /// Blocks until all is done.
   ~DeferredUpdate();
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
-  /// Blocks until the block is updated. Returns at once for a block that has no part in it.
-  void wait(std::int32_t block);
-  void wait_all();
+  /// Blocks until the block is updated. Returns at once for a block that has no part in it. Seconds it blocked.
+  double wait(std::int32_t block);
+  double wait_all();
   bool finished(std::int32_t block) const;
   /// Time spent on updates so far.
   double seconds() const;
@@ -51,6 +53,7 @@ class DeferredUpdate {
 
   std::shared_ptr<ThreadPool> pool_;
   float scale_;
+  ActivityLog* log_;
   mutable std::mutex mutex_;
   std::condition_variable done_;
   std::vector<Entry> entries_;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -86,11 +87,15 @@ void Pager::end_pass(bool completed) noexcept {
   double waited = 0.0;
   {
     const Stopwatch watch(waited);
+    std::optional<ActivityRange> range;
     for (const auto& block : blocks_) {
       TicketPtr ticket;
       {
         const std::lock_guard lock(mutex_);
         ticket = block->ticket;  // of present blocks too: compute may wait where the host does not
+      }
+      if (ticket && !ticket->finished() && !range) {
+        range.emplace(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForTransfers);
       }
       if (ticket) {
         ticket->wait_quietly();  // its error surfaces where the block is needed
@@ -204,6 +209,7 @@ void Pager::acquire(std::int32_t index, AcquireReason reason) {
 void Pager::wait_present(Block& block, AcquireReason reason) {
   bool counted = false;
   double waited = 0.0;
+  std::optional<ActivityRange> range;
   std::unique_lock lock(mutex_);
   while (block.state != BlockState::kPresent || block.ticket) {
     if (block.state != BlockState::kPresent && reason == AcquireReason::kFault && !counted) {
@@ -219,6 +225,11 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
       continue;
     }
     const Stopwatch watch(waited);
+    if (!range && !(block.ticket && block.ticket->finished())) {
+      range.emplace(backend_.activity(), ActivityRow::kCompute,
+                    reason == AcquireReason::kHook ? ActivityKind::kWaitForWeights : ActivityKind::kWaitForFault,
+                    ActivityLabel{.block = block.index});
+    }
     if (block.state == BlockState::kAbsent || block.state == BlockState::kStale) {
       lock.unlock();
       ensure_filling(block, Priority::kFault, false, kAnyRoom);

@@ -87,6 +87,7 @@ void Pager::write_back_dirty() {
       if (block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent) {
         Job job = block->client->write_back(block->slot);
         job.priority = Priority::kFault;
+        job.label = {.block = block->index, .part = "written back"};
         job.fences = block->last_uses;  // of other threads' compute, too
         job.fences.push_back(fence);
         statistics_.written_back_bytes += job.bytes();

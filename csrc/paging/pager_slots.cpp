@@ -58,6 +58,7 @@ bool Pager::wait_for_movable() {
       return block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent;
     });
   }
+  const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForRoom);
   if (unfinished) {
     unfinished->wait_quietly();
   } else if (dirty) {
@@ -194,6 +195,7 @@ void Pager::start_fill_locked(Block& block, Priority priority, bool ahead) {
   changed_->notify_all();
   Job job = block.client->fill(block.slot);
   job.priority = priority;
+  job.label = {.block = block.index};
   job.fences = block.last_uses;
   const Bytes bytes = job.bytes();
   block.ticket = backend_.to_device().submit(std::move(job));

@@ -13,9 +13,6 @@
 
 namespace hydra {
 
-/// Passes with one kind are expected to run the same blocks.
-enum class PassKind : std::uint8_t { kForward, kBackward, kInference };
-
 class Trace {
  public:
   void begin(PassKind kind);

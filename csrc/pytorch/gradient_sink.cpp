@@ -182,6 +182,7 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
   }
   Job job;
   job.priority = Priority::kGradient;
+  job.label = {.block = parameter.page->block, .part = parameter.name};
   job.fences = {backend_.record()};
   at::Tensor landing = direct ? sum : staging_like(gradient);
   job.segments.push_back({landing.mutable_data_ptr(), gradient.const_data_ptr(), bytes});
@@ -223,6 +224,7 @@ void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::
   if (FencePtr fence = backend_.record()) {
     fence->wait();
   }
+  const Activity::Time begin = backend_.activity().now();
   const HostScope on_the_host;
   // With a graph of its own the copy belongs to the graph, as the sum does.
   at::Tensor copy = gradient.to(gradient.options().device(at::kCPU).dtype(parameter.host.scalar_type()),
@@ -235,8 +237,11 @@ void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::
   } else {
     sum.add_(copy);
   }
+  const Bytes bytes = gradient.layout() == at::kStrided ? static_cast<Bytes>(gradient.nbytes()) : 0;
+  backend_.activity().add_since(begin, ActivityRow::kToHost, ActivityKind::kCopy,
+                                {.block = parameter.page->block, .part = parameter.name}, bytes);
   const std::lock_guard lock(mutex_);
-  statistics_.bytes += static_cast<Bytes>(gradient.layout() == at::kStrided ? gradient.nbytes() : 0);
+  statistics_.bytes += bytes;
   ++statistics_.gradients;
   ++statistics_.synchronous;
 }
@@ -305,6 +310,14 @@ void AccumulatingSink::run_hooks(bool failed) {
   }
 }
 
+void AccumulatingSink::wait_for(const Leaving& leaving) noexcept {
+  if (!leaving.ticket->finished()) {
+    const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForGradients,
+                              {.block = leaving.parameter->page->block, .part = leaving.parameter->name});
+    leaving.ticket->wait_quietly();
+  }
+}
+
 bool AccumulatingSink::relieve() {
   Leaving oldest;
   {
@@ -316,7 +329,7 @@ bool AccumulatingSink::relieve() {
   }
   const ReleaseGilIfHeld released;
   const auto start = std::chrono::steady_clock::now();
-  oldest.ticket->wait_quietly();
+  wait_for(oldest);
   const std::lock_guard lock(mutex_);
   statistics_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (leaving_.empty() || leaving_.front().ticket != oldest.ticket) {

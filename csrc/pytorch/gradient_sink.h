@@ -76,6 +76,7 @@ class AccumulatingSink final : public GradientSink {
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> held;  // taken from it, lest autograd runs it too
   };
 
+  void wait_for(const Leaving& leaving) noexcept;
   void accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
   at::Tensor staging_like(const at::Tensor& gradient);

@@ -74,6 +74,7 @@ struct MemorySample {
 struct SiteVisit {
   WindowToken window;
   BlockList blocks;  // those pinned
+  Activity::Time begin{};
 };
 
 class PagedModel;
@@ -157,6 +158,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Optimizer steps that were deferred, and how long their threads worked.
   std::int64_t deferred_updates() const;
   double update_seconds() const;
+  /// How long others than the lanes waited for them.
+  double update_wait_seconds() const;
 
   /// Moves a block and its optimizer's `state` to the device, their home from now on; see DeviceHomes. False when they
   /// cannot go there. Outside windows.
@@ -198,6 +201,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void arrive(const BlockList& blocks, PassKind kind);
   void leave(const BlockList& blocks) noexcept;
   void note_timeline(std::int32_t block, PassKind kind);
+  /// For the activity log: compute has been in these blocks since then; what the device holds now.
+  void note_compute(const BlockList& blocks, Activity::Time begin) noexcept;
+  void note_memory() noexcept;
   void open_window(PassKind kind);
   void close_window(bool failed);
   void reveal_hosts() noexcept;
@@ -218,6 +224,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Gives back what is updated.
   void settle_update();
   void give_back_locked(std::int32_t block) noexcept;
+  void note_update_wait(Activity::Time begin, double seconds, std::int32_t block);
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
   BlockList exchange_backward_blocks(BlockList next);
@@ -254,11 +261,14 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::map<std::int32_t, std::vector<WithheldTensor>> withheld_;  // by block
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
+  double update_wait_seconds_ = 0.0;
 
   std::mutex gate_;
   mutable std::mutex backward_mutex_;
   BlockList backward_blocks_;
   BlockList stays_;
+  Activity::Time backward_begin_{};  // of the blocks above, for the activity log
+  Activity::Time stays_begin_{};
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};

@@ -55,6 +55,8 @@ BlockList PagedModel::stays() const {
 
 BlockList PagedModel::exchange_stays(BlockList next) {
   const std::lock_guard lock(backward_mutex_);
+  note_compute(stays_, stays_begin_);
+  stays_begin_ = backend_->activity().now();
   return std::exchange(stays_, std::move(next));
 }
 

@@ -16,14 +16,16 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
       parameter->withheld_data = parameter->host_data();
     }
+    Bytes bytes = 0;
     for (const at::Tensor& tensor : update.tensors) {
+      bytes += static_cast<Bytes>(tensor.nbytes());
       withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
     }
-    parts.push_back({update.block, std::move(update.plan)});
+    parts.push_back({update.block, std::move(update.plan), bytes});
   }
   trainable_stale_ = true;
   ++deferred_updates_;
-  update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale);
+  update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale, &backend_->activity());
   for (const auto& [block, tensors] : withheld_) {
     backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
   }
@@ -37,6 +39,19 @@ std::int64_t PagedModel::deferred_updates() const {
 double PagedModel::update_seconds() const {
   const std::lock_guard lock(update_mutex_);
   return update_seconds_ + (update_ ? update_->seconds() : 0.0);
+}
+
+double PagedModel::update_wait_seconds() const {
+  const std::lock_guard lock(update_mutex_);
+  return update_wait_seconds_;
+}
+
+void PagedModel::note_update_wait(Activity::Time begin, double seconds, std::int32_t block) {
+  if (seconds > 0.0) {
+    backend_->activity().add_since(begin, ActivityRow::kCompute, ActivityKind::kWaitForUpdate, {.block = block});
+    const std::lock_guard lock(update_mutex_);
+    update_wait_seconds_ += seconds;
+  }
 }
 
 void PagedModel::give_back_locked(std::int32_t block) noexcept {
@@ -63,7 +78,8 @@ void PagedModel::finish_update(std::int32_t block) {
     update = update_;
   }
   if (update) {
-    update->wait(block);
+    const Activity::Time begin = backend_->activity().now();
+    note_update_wait(begin, update->wait(block), block);
     const std::lock_guard lock(update_mutex_);
     give_back_locked(block);
   }
@@ -76,7 +92,8 @@ void PagedModel::finish_update() {
     update = update_;
   }
   if (update) {
-    update->wait_all();
+    const Activity::Time begin = backend_->activity().now();
+    note_update_wait(begin, update->wait_all(), -1);
     settle_update();
   }
 }

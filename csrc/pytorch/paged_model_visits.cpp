@@ -16,6 +16,7 @@ void PagedModel::begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind
   if (!stays_in(blocks)) {
     arrive(blocks, kind);
     visit.blocks = blocks;
+    visit.begin = backend_->activity().now();
   }
 }
 
@@ -26,6 +27,7 @@ void PagedModel::returns(SiteVisit& visit, const std::vector<at::Tensor>& output
 void PagedModel::end_visit(SiteVisit& visit, bool failed) {
   {
     const py::gil_scoped_release released;
+    note_compute(visit.blocks, visit.begin);
     leave(std::exchange(visit.blocks, {}));
   }
   exit(visit.window, failed);
@@ -56,6 +58,23 @@ void PagedModel::note_timeline(std::int32_t block, PassKind kind) {
   timeline_.push_back(sample);
 }
 
+void PagedModel::note_compute(const BlockList& blocks, Activity::Time begin) noexcept {
+  for (const std::int32_t block : blocks) {
+    backend_->activity().add_since(begin, ActivityRow::kCompute, ActivityKind::kBlock, {.block = block});
+  }
+}
+
+void PagedModel::note_memory() noexcept {
+  static_assert(MemoryMoment::kClasses == kMemoryClasses);
+  MemoryMoment moment{.time = backend_->activity().now()};
+  if (moment.time != Activity::Time{}) {
+    for (std::size_t i = 0; i < kMemoryClasses; ++i) {
+      moment.bytes[i] = account_->ledger().in_use(static_cast<MemoryClass>(i));
+    }
+    backend_->activity().add(moment);
+  }
+}
+
 void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
   std::size_t arrived = 0;
   try {
@@ -63,6 +82,7 @@ void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
       latest_block_ = blocks[arrived];
       pager_->arrive(blocks[arrived]);
       note_timeline(blocks[arrived], kind);
+      note_memory();
     }
   } catch (...) {  // re-raised: all or none
     leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
@@ -79,6 +99,8 @@ void PagedModel::leave(const BlockList& blocks) noexcept {
 
 BlockList PagedModel::exchange_backward_blocks(BlockList next) {
   const std::lock_guard lock(backward_mutex_);
+  note_compute(backward_blocks_, backward_begin_);
+  backward_begin_ = backend_->activity().now();
   return std::exchange(backward_blocks_, std::move(next));
 }
 

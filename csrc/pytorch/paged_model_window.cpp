@@ -43,6 +43,7 @@ void PagedModel::enter(WindowToken& token, PassKind kind) {
     if (window_.exit_to(token.thread, before.thread)) {
       window_.show_host();
       reveal_hosts();
+      backend_->activity().end_pass();
     }
     exchange_thread_charge(std::move(token.charge));
     token.entered = false;
@@ -56,6 +57,8 @@ void PagedModel::open_window(PassKind kind) {
                "the model changed inside its offload context: " + changes +
                    ". Leave the context, change the model, and enter it again");
   open_kind_ = kind;
+  backend_->activity().begin_pass(kind);
+  note_memory();
   {
     const py::gil_scoped_release released;
     if (kind == PassKind::kBackward) {
@@ -224,6 +227,13 @@ void PagedModel::exit(WindowToken& token, bool failed) {
 }
 
 void PagedModel::close_window(bool failed) {
+  struct PassEnd {
+    PagedModel& model;
+    ~PassEnd() {
+      model.note_memory();
+      model.backend_->activity().end_pass();
+    }
+  } const pass_end{*this};
   window_.show_host();
   const py::gil_scoped_release released;
   leave(exchange_backward_blocks({}));

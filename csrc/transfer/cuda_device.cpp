@@ -13,8 +13,8 @@ CudaDevice::CudaDevice(int device, cudaStream_t home, CurrentStream current_stre
       current_stream_(std::move(current_stream)),
       events_(device, /*timed=*/false),
       slots_(std::move(slots)),
-      to_device_(device, cudaMemcpyHostToDevice),
-      to_host_(device, cudaMemcpyDeviceToHost) {}
+      to_device_(device, cudaMemcpyHostToDevice, activity()),
+      to_host_(device, cudaMemcpyDeviceToHost, activity()) {}
 
 CudaDevice::~CudaDevice() = default;
 

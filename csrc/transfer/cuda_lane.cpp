@@ -8,7 +8,18 @@
 
 namespace hydra {
 
-CudaLane::CudaLane(int device, cudaMemcpyKind kind) : device_(device), kind_(kind), events_(device, /*timed=*/true) {
+namespace {
+
+/// An idle link says nothing new about the device's clock: after so long the host's counts again.
+constexpr std::chrono::seconds kAnchorHolds{1};
+
+}  // namespace
+
+CudaLane::CudaLane(int device, cudaMemcpyKind kind, ActivityLog& log)
+    : device_(device),
+      kind_(kind),
+      events_(device, /*timed=*/true),
+      activity_(&log, kind == cudaMemcpyHostToDevice ? ActivityRow::kToDevice : ActivityRow::kToHost) {
   const CudaDeviceGuard guard(device);
   // Non-blocking: the default stream, which most compute runs on, must not order it.
   HYDRA_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
@@ -198,6 +209,8 @@ void CudaLane::complete(const Batch& batch) noexcept {
   }
   if (batch.end && status == cudaSuccess) {
     const double seconds = CudaEventPool::elapsed_seconds(*batch.start, *batch.end);
+    record(batch, seconds);
+    pending.moved += batch.bytes;
     pending.seconds += batch.bytes > 0 ? seconds : 0.0;
     const std::lock_guard lock(mutex_);
     statistics_.bytes += batch.bytes;
@@ -208,7 +221,28 @@ void CudaLane::complete(const Batch& batch) noexcept {
   }
 }
 
+void CudaLane::record(const Batch& batch, double seconds) noexcept {
+  const Activity::Time seen = activity_.now();
+  if (seen == Activity::Time{} || batch.bytes == 0) {
+    return;
+  }
+  const auto ticks = [](double duration) {
+    return std::chrono::duration_cast<ActivityLog::Clock::duration>(std::chrono::duration<double>(duration));
+  };
+  // The host may see the end late, so the time since the batch before is the device's; it never sees it early.
+  Activity::Time end = seen;
+  if (anchor_ && seen - anchor_time_ < kAnchorHolds) {
+    end = std::min(seen, anchor_time_ + ticks(CudaEventPool::elapsed_seconds(*anchor_, *batch.end)));
+  }
+  const Activity::Time begin = std::min(end, std::max(anchor_time_, end - ticks(seconds)));
+  const Pending& pending = *batch.pending;
+  activity_.moved(pending.sequence, pending.job, pending.moved, batch.bytes, begin, end);
+  anchor_ = batch.end;
+  anchor_time_ = end;
+}
+
 void CudaLane::finish(Pending& pending) noexcept {
+  activity_.flush();
   // The first thing that went wrong: what was in flight came before what was to be enqueued.
   std::exception_ptr error = pending.copy_error ? pending.copy_error : pending.enqueue_error;
   if (!error && pending.job.after) {

@@ -20,7 +20,7 @@
 
 #include "csrc/base/process.h"
 #include "csrc/transfer/cuda_event.h"
-#include "csrc/transfer/lane.h"
+#include "csrc/transfer/lane_activity.h"
 
 namespace hydra {
 
@@ -42,7 +42,8 @@ class CudaLane final : public Lane {
   static constexpr Bytes kBatchBytes = 16 * kMiB;
   static constexpr std::size_t kInFlight = 4;
 
-  CudaLane(int device, cudaMemcpyKind kind);
+  /// `log` has to outlive the lane. In it are copies by the device's events; the jobs' functions run beside them.
+  CudaLane(int device, cudaMemcpyKind kind, ActivityLog& log);
   ~CudaLane() override;
 
   TicketPtr submit(Job job) override;
@@ -64,6 +65,7 @@ class CudaLane final : public Lane {
     std::exception_ptr enqueue_error;
     // The completer's.
     std::exception_ptr copy_error;
+    Bytes moved = 0;
     double seconds = 0.0;
   };
   using PendingPtr = std::shared_ptr<Pending>;
@@ -83,6 +85,7 @@ class CudaLane final : public Lane {
   void wait_for_fences(const Job& job);
   Bytes copy_some(Pending& pending);
   void complete(const Batch& batch) noexcept;
+  void record(const Batch& batch, double seconds) noexcept;
   void finish(Pending& pending) noexcept;
 
   const int device_;
@@ -101,6 +104,11 @@ class CudaLane final : public Lane {
   bool stopping_ = false;
   bool enqueuer_ended_ = false;
   LaneStatistics statistics_;
+
+  // The completer's own.
+  LaneActivity activity_;
+  CudaEventPtr anchor_;  // the end of the last batch that was recorded, and when the host's clock showed it
+  Activity::Time anchor_time_{};
 
   HomeOnly<std::thread> enqueuer_;
   HomeOnly<std::thread> completer_;

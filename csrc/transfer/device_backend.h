@@ -31,6 +31,9 @@ class DeviceBackend {
 
   virtual std::string name() const = 0;
 
+  /// What the lanes did; whoever uses the device records the rest here.
+  ActivityLog& activity() noexcept { return activity_; }
+
   /// Slot memory, not charged to any ledger. Reuse is immediate: memory that allocate() returns may still be
   /// read by compute enqueued before the call, so a lane that writes to it waits for record().
   virtual Resource& slots() noexcept = 0;
@@ -61,6 +64,9 @@ class DeviceBackend {
   /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a
   /// fence recorded afterwards is reached, the bytes have to live and belong to no one else.
   virtual void note_write(void* /*pointer*/, Bytes /*bytes*/) {}
+
+ private:
+  ActivityLog activity_;  // outlives the lanes, which are a subclass's
 };
 
 }  // namespace hydra

@@ -13,6 +13,7 @@
 #include <functional>
 #include <vector>
 
+#include "csrc/base/activity.h"
 #include "csrc/base/types.h"
 #include "csrc/transfer/fence.h"
 #include "csrc/transfer/ticket.h"
@@ -31,6 +32,8 @@ struct Segment {
 struct Job {
   std::vector<Segment> segments;
   Priority priority = Priority::kPrefetch;
+  /// What it moves, for the activity log.
+  ActivityLabel label{};
   /// Reached before the first byte moves. Null entries are allowed.
   std::vector<FencePtr> fences;
   std::function<void()> before;

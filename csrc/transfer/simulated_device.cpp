@@ -84,7 +84,7 @@ class SimulatedSlots final : public Resource {
 
 /// Destroyed from the end: the lanes drain while the kernels they wait for still run.
 struct SimulatedDevice::State {
-  explicit State(const SimulatedDeviceOptions& options)
+  State(const SimulatedDeviceOptions& options, ActivityLog& log)
       : slots(options.poison, options.asynchronous, options.faults),
         memory{.content = {},
                .hazards = {},
@@ -95,12 +95,12 @@ struct SimulatedDevice::State {
                    .bytes_per_second = options.to_device_bytes_per_second,
                    .latency_seconds = options.latency_seconds,
                    .faults = options.faults},
-                  memory),
+                  memory, log),
         to_host({.direction = Direction::kToHost,
                  .bytes_per_second = options.to_host_bytes_per_second,
                  .latency_seconds = options.latency_seconds,
                  .faults = options.faults},
-                memory) {}
+                memory, log) {}
 
   SimulatedSlots slots;
   SimulatedMemory memory;
@@ -108,7 +108,8 @@ struct SimulatedDevice::State {
   SimulatedLane to_host;
 };
 
-SimulatedDevice::SimulatedDevice(SimulatedDeviceOptions options) : state_(std::make_unique<State>(options)) {}
+SimulatedDevice::SimulatedDevice(SimulatedDeviceOptions options)
+    : state_(std::make_unique<State>(options, activity())) {}
 
 SimulatedDevice::~SimulatedDevice() = default;
 

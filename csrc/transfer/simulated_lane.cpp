@@ -21,7 +21,12 @@ Clock::duration ticks(double seconds) {
 
 }  // namespace
 
-SimulatedLane::SimulatedLane(Link link, SimulatedMemory& memory) : link_(std::move(link)), memory_(memory) { start(); }
+SimulatedLane::SimulatedLane(Link link, SimulatedMemory& memory, ActivityLog& log)
+    : WorkerLane(&log, link.direction == Direction::kToDevice ? ActivityRow::kToDevice : ActivityRow::kToHost),
+      link_(std::move(link)),
+      memory_(memory) {
+  start();
+}
 
 SimulatedLane::~SimulatedLane() { stop(); }
 

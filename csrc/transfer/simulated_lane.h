@@ -33,8 +33,8 @@ struct Link {
 
 class SimulatedLane final : public WorkerLane {
  public:
-  /// `memory` has to outlive the lane.
-  SimulatedLane(Link link, SimulatedMemory& memory);
+  /// `memory` and `log` have to outlive the lane.
+  SimulatedLane(Link link, SimulatedMemory& memory, ActivityLog& log);
   ~SimulatedLane() override;
 
  protected:

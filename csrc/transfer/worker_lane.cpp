@@ -99,7 +99,7 @@ WorkerLane::Queue* WorkerLane::next_queue() noexcept {
 bool WorkerLane::advance(Pending& pending) {
   if (!pending.begun) {
     pending.begun = true;
-    run_host_function(pending.job.before);
+    run_host_function(pending.job, pending.job.before);
     runnable_since_ = std::max(pending.submitted, host_function_end_);
     begin(pending.job);
   } else {
@@ -114,7 +114,7 @@ bool WorkerLane::advance(Pending& pending) {
   if (pending.segment < segments.size()) {
     return false;
   }
-  run_host_function(pending.job.after);
+  run_host_function(pending.job, pending.job.after);
   return true;
 }
 
@@ -123,27 +123,36 @@ void WorkerLane::move_next_piece(Pending& pending) {
   const Segment piece{.destination = static_cast<char*>(segment.destination) + pending.offset,
                       .source = static_cast<const char*>(segment.source) + pending.offset,
                       .bytes = std::min(kPieceBytes, segment.bytes - pending.offset)};
+  const Clock::time_point begin = activity_.now();
   const double seconds = move(piece);
+  activity_.moved(pending.sequence, pending.job, pending.moved, piece.bytes, begin, activity_.now());
   pending.offset += piece.bytes;
+  pending.moved += piece.bytes;
   pending.seconds += seconds;
   const std::lock_guard lock(mutex_);
   statistics_.bytes += piece.bytes;
   statistics_.busy_seconds += seconds;
 }
 
-void WorkerLane::run_host_function(const std::function<void()>& function) {
+void WorkerLane::run_host_function(const Job& job, const std::function<void()>& function) {
   if (!function) {
     return;
   }
   // On a failure too: the lane was held up all the same.
   struct Stamp {
-    Clock::time_point& end;
-    ~Stamp() { end = Clock::now(); }
-  } const stamp{host_function_end_};
+    WorkerLane& lane;
+    const Job& job;
+    const Clock::time_point begin;
+    ~Stamp() {
+      lane.host_function_end_ = Clock::now();
+      lane.activity_.host_work(job.label, begin);
+    }
+  } const stamp{*this, job, activity_.now()};
   function();
 }
 
 void WorkerLane::finish(Pending& pending, std::exception_ptr error) noexcept {
+  activity_.flush();
   // What the job owns goes first: whoever waits for the ticket may count on it.
   pending.job = Job{};
   {

@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "csrc/base/process.h"
-#include "csrc/transfer/lane.h"
+#include "csrc/transfer/lane_activity.h"
 
 namespace hydra {
 
@@ -28,7 +28,9 @@ class WorkerLane : public Lane {
  protected:
   using Clock = std::chrono::steady_clock;
 
-  WorkerLane() = default;
+  /// `log` may be null, and has to outlive the lane.
+  explicit WorkerLane(ActivityLog* log = nullptr, ActivityRow row = ActivityRow::kToDevice) noexcept
+      : activity_(log, row) {}
   /// Subclasses call start() at the end of construction and stop() first thing in their destructor, since
   /// the thread calls their virtual functions. stop() drains; in a forked child it does nothing.
   void start();
@@ -55,6 +57,7 @@ class WorkerLane : public Lane {
     Clock::time_point submitted;
     std::size_t segment = 0;
     Bytes offset = 0;
+    Bytes moved = 0;
     bool begun = false;
     double seconds = 0.0;
   };
@@ -66,7 +69,7 @@ class WorkerLane : public Lane {
   /// One step of one job: its begin or one piece. True when the job has ended.
   bool advance(Pending& pending);
   void move_next_piece(Pending& pending);
-  void run_host_function(const std::function<void()>& function);
+  void run_host_function(const Job& job, const std::function<void()>& function);
   void finish(Pending& pending, std::exception_ptr error) noexcept;
 
   const HomeProcess home_;
@@ -80,6 +83,7 @@ class WorkerLane : public Lane {
   LaneStatistics statistics_;
 
   // The worker's own.
+  LaneActivity activity_;
   Clock::time_point host_function_end_;
   Clock::time_point runnable_since_;
 

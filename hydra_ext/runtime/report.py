@@ -38,6 +38,7 @@ class Report:
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
         waited_at_window_end_seconds: the end of a forward or backward waited for transfers under way.
+        waited_for_updates_seconds: somebody waited for an optimizer step under way.
         windows: forwards and backwards that ran inside the context.
         rounds: groups of microbatches that ``run.step`` took through the blocks together.
         refusals: groups that could not be run so; from the first on microbatches are run one at a time.
@@ -73,6 +74,7 @@ class Report:
     waited_for_faults_seconds: float
     waited_for_gradients_seconds: float
     waited_at_window_end_seconds: float
+    waited_for_updates_seconds: float
     windows: int
     rounds: int
     refusals: int
@@ -107,7 +109,10 @@ class Report:
                 f"{_mib(self.homes_bytes)}; no others: {self.homes_reason or 'there are none'}"
             )
         if self.deferred_updates:
-            lines.append(f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s")
+            lines.append(
+                f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s, "
+                f"{self.waited_for_updates_seconds:.3f} s waited for"
+            )
         return "\n".join(lines)
 
 
@@ -166,6 +171,7 @@ def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, homes: H
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,
         waited_at_window_end_seconds=pager.drain_wait_seconds,
+        waited_for_updates_seconds=core.update_wait_seconds,
         windows=core.windows_opened,
         rounds=steps.rounds,
         refusals=steps.refusals,

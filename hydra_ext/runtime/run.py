@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,19 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.errors import StateError
+from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.faces import dress
 from hydra_ext.runtime.homes import Homes
+from hydra_ext.runtime.figures import Callback, StepMeter, TokenCount
+from hydra_ext.runtime.live import live_line
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
+from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.tracing import not_traced
 from hydra_ext.runtime.updates import Updates
 
@@ -52,6 +56,7 @@ class Run:
         self.updates: Updates | None = None
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
+        self.meter = StepMeter(core, place, budget=budget)
         self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
         self._closed = False
 
@@ -111,15 +116,65 @@ class Run:
             raise ValueError(f"run.step was given {len(seeds)} seeds for {len(given)} microbatches")
         divisor = len(given) if reduction == "mean" else 1
         works = [Work(fn, microbatch, divisor, scaler) for microbatch in given]
-        return self._stepper.step(
-            works,
-            seeds,
-            max_norm=max_norm,
-            round_size=round_size,
-            recompute=recompute,
-            reduction=reduction,
-            scaler=scaler,
+        return self.meter.measured(
+            given,
+            lambda: self._stepper.step(
+                works,
+                seeds,
+                max_norm=max_norm,
+                round_size=round_size,
+                recompute=recompute,
+                reduction=reduction,
+                scaler=scaler,
+            ),
         )
+
+    def on_step(self, callback: Callback, *, tokens: TokenCount | None = None) -> RemovableHandle:
+        """Calls ``callback`` with the :class:`StepFigures` of each step from now on, on the thread that made the step.
+
+        A step is a ``run.step``, or in a plain loop what happens from one ``optimizer.step()`` to the next. What the
+        callback raises comes out of that call, after the step has been made.
+
+        Args:
+            callback: takes the figures.
+            tokens: how many tokens one microbatch of ``run.step`` has, such as
+                ``lambda microbatch: microbatch["input_ids"].numel()``. In plain loops nobody knows the microbatches.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        Raises:
+            StateError: the run has no optimizer, and so no steps.
+            InvalidArgument: what is given cannot be called.
+        """
+        if self.optimizer is None:
+            raise StateError("run.on_step needs the optimizer: offload(model, optimizer, budget=...)")
+        for name, given in (("callback", callback), ("tokens", tokens)):
+            if given is not None and not callable(given):
+                raise InvalidArgument(f"run.on_step was given {name}={given!r}: give a function")
+        return self.meter.on_step(callback, tokens)
+
+    def live_line(self, *, tokens: TokenCount | None = None) -> AbstractContextManager[None]:
+        """A context that shows a line of each step's figures; where stdout is no terminal, one is logged now and then.
+
+        Raises:
+            MissingDependency: stdout is a terminal, and rich is not installed.
+        """
+        return live_line(lambda callback: self.on_step(callback, tokens=tokens))
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """A context that records what lanes, compute and the optimizer do, and writes it to ``path`` on leaving.
+
+        The file opens in https://ui.perfetto.dev. Leaving waits for an optimizer step under way. On a GPU the row of
+        compute shows when the host enqueued a block; the lanes' rows are by the device's clock.
+
+        Raises:
+            TraceFileError: there can be no such file.
+            StateError: a trace is being recorded already, or the offload context has ended.
+        """
+        if self._closed:
+            raise StateError("run.trace: the offload context of this model has ended")
+        return Trace(self, path)
 
     def refresh(self) -> None:
         """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
@@ -153,7 +208,7 @@ class Run:
         if optimizer is not None:
             self._optimizer_handles = [
                 optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()),
-                optimizer.register_step_post_hook(lambda *_: self.core.note_optimizer_step()),
+                optimizer.register_step_post_hook(lambda *_: self._after_optimizer_step()),
             ]
         if isinstance(optimizer, HostOptimizer):
             self._homes = Homes(
@@ -195,6 +250,11 @@ class Run:
                 "optimizer.step() was called while the model's forward or backward is under way, here or in another "
                 "thread; let that end first"
             )
+        self.meter.update_begins()
+
+    def _after_optimizer_step(self) -> None:
+        self.core.note_optimizer_step()
+        self.meter.update_ended(deferred=self.updates is not None)
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:

@@ -98,6 +98,19 @@ TEST(Ledger, MovingIntoActivationsCountsForTheirPeak) {
   EXPECT_EQ(ledger.take_activation_peak(), 50);
 }
 
+TEST(Ledger, APeakThatIsTakenStartsAgainAtTheUseNowAndLeavesTheOtherAlone) {
+  Ledger ledger(1000);
+  EXPECT_TRUE(ledger.try_charge(MemoryClass::kWeights, 300));
+  EXPECT_TRUE(ledger.try_charge(MemoryClass::kActivations, 500));
+  ledger.discharge(MemoryClass::kActivations, 500);
+  EXPECT_EQ(ledger.take_peak(), 800);
+  EXPECT_EQ(ledger.take_peak(), 300);
+  EXPECT_TRUE(ledger.try_charge(MemoryClass::kGradients, 100));
+  ledger.discharge(MemoryClass::kGradients, 100);
+  EXPECT_EQ(ledger.take_peak(), 400);
+  EXPECT_EQ(ledger.peak(), 800);
+}
+
 TEST(Ledger, NamesItsClasses) {
   EXPECT_STREQ(name(kWeights), "weights");
   EXPECT_STREQ(name(kBuffers), "buffers");

@@ -111,6 +111,36 @@ TEST(DeferredUpdate, EndsOnlyWhenAllIsDone) {
   EXPECT_EQ(blocks.differences(wanted), 0);
 }
 
+TEST(DeferredUpdate, IsInTheActivityLogBlockByBlock) {
+  Blocks blocks(4);
+  std::vector<DeferredUpdate::Part> parts = blocks.parts({2, 0, 3, 1});
+  for (DeferredUpdate::Part& part : parts) {
+    part.bytes = 100 + part.block;
+  }
+  ActivityLog log;
+  log.start(10);
+  DeferredUpdate update(std::move(parts), pool(2), 1.0F, &log);
+  update.wait_all();
+  const std::vector<Activity> done = log.stop().activities;
+  ASSERT_EQ(done.size(), 4U);
+  for (std::size_t i = 0; i < done.size(); ++i) {
+    EXPECT_EQ(done[i].row, ActivityRow::kOptimizer);
+    EXPECT_EQ(done[i].kind, ActivityKind::kUpdate);
+    EXPECT_EQ(done[i].label.block, (std::vector<std::int32_t>{2, 0, 3, 1})[i]);
+    EXPECT_EQ(done[i].bytes, 100 + done[i].label.block);
+    EXPECT_TRUE(i == 0 || done[i - 1].end <= done[i].begin);
+  }
+}
+
+TEST(DeferredUpdate, SaysHowLongItWasWaitedFor) {
+  Blocks blocks(2);
+  DeferredUpdate update(blocks.parts({0, 1}), pool(1), 1.0F);
+  update.wait_all();
+  EXPECT_EQ(update.wait_all(), 0.0);
+  EXPECT_EQ(update.wait(1), 0.0);
+  EXPECT_EQ(update.wait(7), 0.0);
+}
+
 TEST(DeferredUpdate, OfNothingIsDone) {
   DeferredUpdate update({}, pool(1), 1.0F);
   update.wait_all();

@@ -1,0 +1,142 @@
+// What lanes, compute and optimizer threads did, and when: what the trace of a step is written from.
+//
+// Off until start(), and bounded then: room for the entries is taken at once, and what comes when it is full is only
+// counted. While the log is off an entry costs one relaxed load; recording never throws and never allocates.
+// One clock for all. Names are not copied: whoever gives one keeps it as long as somebody may read the record.
+// Threads: any; begin_pass() and end_pass() one at a time. A forked child records nothing.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "csrc/base/process.h"
+#include "csrc/base/types.h"
+
+namespace hydra {
+
+enum class ActivityRow : std::uint8_t { kCompute, kToDevice, kToHost, kOptimizer };
+
+enum class ActivityKind : std::uint8_t {
+  kPass,            // a window, from its opening to its close
+  kBlock,           // compute in a block: a call of its module, or, in backwards and rounds, until the next is reached
+  kCopy,            // bytes of one job that moved with no other job's in between
+  kHostWork,        // a lane ran a job's own functions: waits for an update, casts, sums
+  kUpdate,          // the optimizer's threads updated a block
+  kWaitForWeights,  // compute waited for a block that a hook announced
+  kWaitForFault,    // compute waited for a block that an operation met absent
+  kWaitForRoom,     // a block waited for a fill, or a write-back, after which another can go
+  kWaitForGradients,  // the host waited for gradients to arrive
+  kWaitForTransfers,  // the end of a pass waited for what was under way
+  kWaitForUpdate,     // the optimizer's threads were waited for
+};
+
+/// What an activity is about: a block, or something of a block that has a name.
+struct ActivityLabel {
+  std::int32_t block = -1;  // none
+  std::string_view part{};
+};
+
+struct PassNumber {
+  PassKind kind = PassKind::kForward;
+  std::int32_t number = 0;  // from 1 on; 0: between passes
+};
+
+struct Activity {
+  using Time = std::chrono::steady_clock::time_point;
+
+  ActivityRow row = ActivityRow::kCompute;
+  ActivityKind kind = ActivityKind::kBlock;
+  bool continued = false;  // a copy that another job's had interrupted
+  ActivityLabel label{};
+  Bytes bytes = 0;
+  Time begin{};
+  Time end{};
+  // Set by the log.
+  PassNumber pass{};
+  std::int32_t thread = 0;  // of compute: the how many-th that computed
+};
+
+/// Device bytes in use at one moment, by class.
+struct MemoryMoment {
+  static constexpr std::size_t kClasses = 4;
+  Activity::Time time{};
+  std::array<Bytes, kClasses> bytes{};
+};
+
+struct ActivityRecord {
+  std::vector<Activity> activities;
+  std::vector<MemoryMoment> memory;
+  std::int64_t dropped = 0;
+  Activity::Time begin{};
+  Activity::Time end{};
+};
+
+class ActivityLog {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using Time = Activity::Time;
+  static constexpr std::size_t kThreads = 64;  // further ones count as the last
+
+  ActivityLog() = default;
+  ActivityLog(const ActivityLog&) = delete;
+  ActivityLog& operator=(const ActivityLog&) = delete;
+
+  /// Throws StateError if it is on already.
+  void start(std::size_t room);
+  /// What was recorded since start(). Throws StateError if it is off.
+  ActivityRecord stop();
+  bool recording() const noexcept { return recording_.load(std::memory_order_relaxed) && home_.here(); }
+
+  /// Now, or no time while the log is off.
+  Time now() const noexcept { return recording() ? Clock::now() : Time{}; }
+  /// Lost if the log is off, or if it began at no time.
+  void add(const Activity& activity) noexcept;
+  /// From `begin` up to now.
+  void add_since(Time begin, ActivityRow row, ActivityKind kind, ActivityLabel label = {}, Bytes bytes = 0) noexcept;
+  void add(const MemoryMoment& moment) noexcept;
+
+  /// Activities that are added from now on belong to this pass. It is an activity itself, of the calling thread.
+  void begin_pass(PassKind kind) noexcept;
+  void end_pass() noexcept;
+
+ private:
+  std::int32_t thread_locked(std::thread::id id) noexcept;
+  void record(Activity activity, std::thread::id thread) noexcept;
+
+  const HomeProcess home_;
+  std::atomic<bool> recording_{false};
+  std::atomic<PassNumber> pass_{PassNumber{}};
+  std::int32_t passes_ = 0;
+  Time pass_begin_{};
+  std::thread::id pass_thread_;
+
+  std::mutex mutex_;
+  std::size_t room_ = 0;
+  ActivityRecord record_;
+  std::vector<std::thread::id> threads_;
+};
+
+/// An activity of its own lifetime.
+class ActivityRange {
+ public:
+  ActivityRange(ActivityLog& log, ActivityRow row, ActivityKind kind, ActivityLabel label = {}) noexcept
+      : log_(log), begin_(log.now()), row_(row), kind_(kind), label_(label) {}
+  ~ActivityRange() { log_.add_since(begin_, row_, kind_, label_); }
+  ActivityRange(const ActivityRange&) = delete;
+  ActivityRange& operator=(const ActivityRange&) = delete;
+
+ private:
+  ActivityLog& log_;
+  const ActivityLog::Time begin_;
+  const ActivityRow row_;
+  const ActivityKind kind_;
+  const ActivityLabel label_;
+};
+
+}  // namespace hydra
