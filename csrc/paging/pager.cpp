@@ -224,12 +224,12 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
       changed_->wait(lock, [&] { return block.state != BlockState::kReserving; });
       continue;
     }
-    const Stopwatch watch(waited);
     if (!range && !(block.ticket && block.ticket->finished())) {
       range.emplace(backend_.activity(), ActivityRow::kCompute,
                     reason == AcquireReason::kHook ? ActivityKind::kWaitForWeights : ActivityKind::kWaitForFault,
                     ActivityLabel{.block = block.index});
     }
+    const Stopwatch watch(waited);
     if (block.state == BlockState::kAbsent || block.state == BlockState::kStale) {
       lock.unlock();
       ensure_filling(block, Priority::kFault, false, kAnyRoom);

@@ -60,10 +60,10 @@ class StepFigures:
 
     def __str__(self) -> str:
         speed = "" if self.tokens_per_second is None else f"  {self.tokens_per_second:,.0f} tokens/s"
-        share = 100 * self.peak_bytes / self.budget_bytes
+        peak, budget = self.peak_bytes / 2**20, self.budget_bytes / 2**20
         return (
-            f"step {self.step}  {self.seconds:.3f} s{speed}  device {_C.human_bytes(self.peak_bytes)} "
-            f"({share:.0f} % of the budget)  bound by {self.binding}"
+            f"step {self.step}  {self.seconds:.3f} s{speed}  device {peak:,.1f} of {budget:,.1f} MiB  "
+            f"bound by {self.binding}"
         )
 
 
@@ -118,6 +118,8 @@ class StepMeter:
         self._begin: _Moment | None = None
         self._inside = False
         self._update_began = 0
+        self._update_depth = 0
+        self._update_windows = 0
         self._at_once = 0.0
         self.steps = 0
         self.observer: StepObserver | None = None
@@ -154,10 +156,19 @@ class StepMeter:
         return result
 
     def update_begins(self) -> None:
-        self._update_began = time.monotonic_ns()
+        """Once for each class of an optimizer whose ``step()`` calls that of its base."""
+        windows = self._core.windows_opened
+        if self._update_depth == 0 or windows != self._update_windows:  # one that did not end has failed
+            self._update_depth = 0
+            self._update_windows = windows
+            self._update_began = time.monotonic_ns()
+        self._update_depth += 1
 
     def update_ended(self, *, deferred: bool) -> None:
         """``deferred``: the update has only been prepared."""
+        self._update_depth -= 1
+        if self._update_depth > 0:
+            return
         if not deferred:
             end = time.monotonic_ns()
             self._at_once += (end - self._update_began) / 1e9
