@@ -33,13 +33,13 @@ class StepFigures:
         peak_bytes: what the device held at most in the step; on a GPU, what torch's allocator has reserved at most
             since the context was entered.
         budget_bytes: what it may hold.
-        compute_seconds: ``seconds`` without ``waited_seconds`` and without an optimizer that updates at once.
+        compute_seconds: ``seconds`` without ``waited_seconds`` and without an optimizer that updates at once. None on
+            a GPU: compute waits on the device there, where the host does not see it.
         to_device_seconds: bytes were moving from host to device.
         to_host_seconds: bytes were moving from device to host.
         update_seconds: the optimizer worked, behind the model or at once.
-        waited_seconds: for weights, gradients, the ends of windows, and updates. On a GPU compute waits on the device,
-            where this does not see it.
-        binding: what worked longest, and so held the step up.
+        waited_seconds: the host waited for weights, gradients, the ends of windows, and updates.
+        binding: what worked longest, and so held the step up; None where ``compute_seconds`` is.
     """
 
     step: int
@@ -48,12 +48,12 @@ class StepFigures:
     tokens_per_second: float | None
     peak_bytes: int
     budget_bytes: int
-    compute_seconds: float
+    compute_seconds: float | None
     to_device_seconds: float
     to_host_seconds: float
     update_seconds: float
     waited_seconds: float
-    binding: Resource
+    binding: Resource | None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,10 +61,8 @@ class StepFigures:
     def __str__(self) -> str:
         speed = "" if self.tokens_per_second is None else f"  {self.tokens_per_second:,.0f} tokens/s"
         peak, budget = self.peak_bytes / 2**20, self.budget_bytes / 2**20
-        return (
-            f"step {self.step}  {self.seconds:.3f} s{speed}  device {peak:,.1f} of {budget:,.1f} MiB  "
-            f"bound by {self.binding}"
-        )
+        bound = "" if self.binding is None else f"  bound by {self.binding}"
+        return f"step {self.step}  {self.seconds:.3f} s{speed}  device {peak:,.1f} of {budget:,.1f} MiB{bound}"
 
 
 Callback = Callable[[StepFigures], object]
@@ -218,6 +216,8 @@ class StepMeter:
             "device to host": end.to_host - begin.to_host,
             "optimizer": end.deferred - begin.deferred + at_once,
         }
+        synchronous = self._place.device.type == "cpu"
+        longest = max(busy, key=lambda resource: busy[resource])
         peak = self._place.peak_bytes()
         return StepFigures(
             step=self.steps,
@@ -226,10 +226,10 @@ class StepMeter:
             tokens_per_second=None,
             peak_bytes=self._core.ledger.take_peak() if peak is None else peak,
             budget_bytes=self._budget,
-            compute_seconds=busy["compute"],
+            compute_seconds=busy["compute"] if synchronous else None,
             to_device_seconds=busy["host to device"],
             to_host_seconds=busy["device to host"],
             update_seconds=busy["optimizer"],
             waited_seconds=waited,
-            binding=max(busy, key=busy.__getitem__),
+            binding=longest if synchronous else None,
         )

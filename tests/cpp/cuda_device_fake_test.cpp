@@ -216,30 +216,49 @@ TEST_F(CudaDeviceFake, EveryCallIsMadeOnTheDeviceOfTheBackend) {
   EXPECT_FALSE(fake_cuda::wrong_device());
 }
 
-TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesEvents) {
-  fake_cuda::set_delays(0.0005, 3);
-  const std::vector<std::uint8_t> source(static_cast<std::size_t>(2 * CudaLane::kBatchBytes + 7), 4);
-  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheHostSeesThem) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 4);
+  void* const slot = device_->slots().allocate(kBytes);
   fill(slot, source, {})->wait();  // the log is off
   device_->activity().start(100);
-  for (std::int32_t block = 0; block < 6; ++block) {
+  fake_cuda::set_delays(0.002, 3);
+  Gate gate;
+  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  std::vector<TicketPtr> tickets;
+  for (std::int32_t block = 0; block < static_cast<std::int32_t>(CudaLane::kInFlight); ++block) {
     Job job = copy_job(slot, source);
     job.label = {.block = block};
-    device_->to_device().submit(std::move(job));
+    if (block == 0) {  // the host looks at the others when all are over
+      job.after = [this] { finish(device_->to_device_stream()); };
+    }
+    tickets.push_back(device_->to_device().submit(std::move(job)));
   }
+  tickets.back()->wait_enqueued();
+  gate.open();
   device_->to_device().drain();
   const ActivityRecord record = device_->activity().stop();
-  ASSERT_EQ(record.activities.size(), 6U);
-  for (std::size_t i = 0; i < record.activities.size(); ++i) {
+  ASSERT_EQ(record.activities.size(), tickets.size());
+  for (std::size_t i = 0; i < tickets.size(); ++i) {
     const Activity& copy = record.activities[i];
     EXPECT_EQ(copy.row, ActivityRow::kToDevice);
     EXPECT_EQ(copy.kind, ActivityKind::kCopy);
     EXPECT_EQ(copy.label.block, static_cast<std::int32_t>(i));
-    EXPECT_EQ(copy.bytes, static_cast<Bytes>(source.size()));
-    EXPECT_LT(copy.begin, copy.end);
+    EXPECT_EQ(copy.bytes, kBytes);
+    EXPECT_NEAR(std::chrono::duration<double>(copy.end - copy.begin).count(), tickets[i]->seconds(), 1e-5);
     EXPECT_GE(copy.begin, i == 0 ? record.begin : record.activities[i - 1].end);
     EXPECT_LE(copy.end, record.end);
   }
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, ALongCopyIsOneActivity) {
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(2 * CudaLane::kBatchBytes + 7), 4);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  device_->activity().start(100);
+  fill(slot, source, {})->wait();
+  const ActivityRecord record = device_->activity().stop();
+  ASSERT_EQ(record.activities.size(), 1U);
+  EXPECT_EQ(record.activities.front().bytes, static_cast<Bytes>(source.size()));
   device_->slots().release(slot, static_cast<Bytes>(source.size()));
 }
 

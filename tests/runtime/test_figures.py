@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, StepFigures, optim
 from hydra_ext.errors import InvalidArgument, StateError
+from hydra_ext.runtime.devices import CudaPlace
 from hydra_ext.runtime.figures import StepMeter
 from support.benches import assert_same
 from support.native import LAYERS, WIDTH, stack, state
@@ -78,6 +79,7 @@ def test_figures_agree_with_each_other_and_with_the_report(whole: bool, native: 
         assert figures.budget_bytes == run.budget
         assert 0 < figures.peak_bytes <= run.budget
         at_once = 0.0 if native else figures.update_seconds
+        assert figures.compute_seconds is not None
         assert figures.compute_seconds > 0
         parts = figures.compute_seconds + figures.waited_seconds + at_once
         assert parts == pytest.approx(figures.seconds)
@@ -96,21 +98,23 @@ def test_the_peak_is_that_of_the_step() -> None:
     model = stack()
     seen: list[StepFigures] = []
     with hydra_ext.offload(model, sgd(model), budget="16MiB", checks=Checks(poison_hosts=True)) as run:
+        step_in_a_loop(run, torch.ones(2000, WIDTH))  # before anybody asks
         run.on_step(seen.append)
         for rows in (8, 2000, 8):
             step_in_a_loop(run, torch.ones(rows, WIDTH))
-        assert run.report().windows == 6
+        assert run.report().windows == 8
         report = run.report()
     activation = 4 * WIDTH * 2000
-    assert seen[1].peak_bytes == report.peak_bytes > WEIGHTS + activation
-    assert seen[2].peak_bytes < WEIGHTS + activation
-    assert seen[2].peak_bytes >= WEIGHTS
+    small, large, again = (figures.peak_bytes for figures in seen)
+    assert report.peak_bytes == large > WEIGHTS + activation
+    assert WEIGHTS <= again < WEIGHTS + activation
+    assert WEIGHTS <= small < WEIGHTS + activation
 
 
 def slow_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            end = time.monotonic() + 0.2
+            end = time.monotonic() + 0.5
             while time.monotonic() < end:
                 pass
             return super().step(closure)
@@ -118,8 +122,8 @@ def slow_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return Slow(model.parameters(), lr=1e-3)
 
 
-# The weights cross a slow link in a quarter of a second or more; a step computes some milliseconds.
-SLOW = 4.0 * WEIGHTS
+# The weights cross a slow link in half a second or more; once warm, a step computes some milliseconds.
+SLOW = 2.0 * WEIGHTS
 BOUND = {
     "compute": (None, sgd),
     "host to device": (SimulatedDevice(to_device_bytes_per_second=SLOW), sgd),
@@ -135,11 +139,13 @@ def test_the_binding_resource_is_the_one_that_works_longest(resource: str, whole
     model = stack()
     seen: list[StepFigures] = []
     with offloaded(model, make_optimizer(model), device=device) as run:
-        run.on_step(seen.append)
-        if whole:
-            whole_step(run)
-        else:
-            step_in_a_loop(run, BATCHES[0])
+        for _ in range(2):
+            if whole:
+                whole_step(run)
+            else:
+                step_in_a_loop(run, BATCHES[0])
+            if not seen:
+                run.on_step(seen.append)
     (figures,) = seen
     assert figures.binding == resource
     busy = {
@@ -150,8 +156,21 @@ def test_the_binding_resource_is_the_one_that_works_longest(resource: str, whole
     }
     assert max(busy, key=busy.__getitem__) == resource
     if device is not None:
-        assert busy[resource] >= 0.2
-        assert figures.waited_seconds > 0.1
+        assert busy[resource] > 0.4
+        assert figures.waited_seconds > 0.2
+
+
+def test_on_a_gpu_nothing_is_said_about_compute_that_the_host_cannot_see() -> None:
+    model = stack()
+    seen: list[StepFigures] = []
+    with offloaded(model, sgd(model)) as run:
+        run.meter = StepMeter(run.core, CudaPlace(0), budget=run.budget)
+        run.on_step(seen.append)
+        whole_step(run)
+    (figures,) = seen
+    assert (figures.compute_seconds, figures.binding) == (None, None)
+    assert figures.to_device_seconds > 0
+    assert "bound by" not in str(figures)
 
 
 def test_tokens_are_counted_by_whoever_asks() -> None:
