@@ -77,3 +77,27 @@ class InvalidOptimizer(HydraError, ValueError):
 
 class NonFiniteNorm(HydraError, RuntimeError):
     """The norm of the gradients is infinite or NaN, and clipping was told not to go on then."""
+
+
+class ReplicasDiffer(HydraError, ValueError):
+    """The ranks that train together do not have the same model, or are not at the same place. Raised on all of them.
+
+    Attributes:
+        rank: the first that differs from rank 0, where that is known.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RankFailed(HydraError, RuntimeError):
+    """Another rank has failed in a step that all of them make together.
+
+    Attributes:
+        rank: which; the last of them if several have.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -5,8 +5,10 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,6 +18,7 @@ from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, 
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
+from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.run import Run
 
@@ -40,6 +43,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         blocks: modules, or their names, that are to move as one; found by size unless given.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
+        process_group: the ranks that train copies of this model together: None takes torch.distributed's default
+            group if it is initialised and has several, False nobody. The copies have to be alike; they begin with
+            rank 0's parameters and buffers, as in ``DistributedDataParallel``, and so should the optimizers' states.
         checks: switches for tests.
 
     Raises:
@@ -49,6 +55,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
+        ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         blocks: Sequence[nn.Module | str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
+        process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
         _expect(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
@@ -77,6 +85,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._place = devices.choose(device)
         self._param_dtype = param_dtype
         self._grad_dtype = grad_dtype
+        check_group(process_group)
+        self._process_group = process_group
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
@@ -107,6 +117,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
+        replicas = self._meet_others()
         arena = self._place.make_arena()
         core = _C.PagedModel(
             backend=self._place.make_backend(),
@@ -121,7 +132,15 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         for block in self._layout.blocks:
             core.add_block(block.name, list(block.parameters))
-        self._run = Run(self._model, self._layout, core, budget=self._budget, place=self._place, casts=self._casts())
+        self._run = Run(
+            self._model,
+            self._layout,
+            core,
+            budget=self._budget,
+            place=self._place,
+            replicas=replicas,
+            casts=self._casts(),
+        )
         try:
             self._run.open(self._optimizer, arena)
         except BaseException:  # re-raised: nobody calls __exit__ after a failed __enter__
@@ -132,6 +151,16 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]
         return f"{given[0]}= changes types on the way between host and device" if given else ""
+
+    def _meet_others(self) -> Replicas | None:
+        group = choose_group(self._process_group)
+        if group is None:
+            return None
+        replicas = Replicas(group, self._place.device)
+        dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"
+        replicas.expect_alike([dtypes, *describe(self._model, self._layout)])
+        replicas.follow_first([*self._model.parameters(), *self._model.buffers()])
+        return replicas
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -173,7 +202,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
             if cls.__name__ in _WRAPPERS and cls.__module__.startswith("torch."):
                 raise UnsupportedModel(
                     f"'{name or type(model).__name__}' is a {cls.__name__}, which moves parameters and gradients by "
-                    "itself; offload the module that it wraps, in one process"
+                    "itself; offload the module that it wraps: ranks of one process group average its gradients"
                 )
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

@@ -3,7 +3,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 namespace hydra {
+
+class PagedModel;
 
 void bind_base(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
@@ -12,6 +16,7 @@ void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
+void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class);
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
 void bind_homes(pybind11::module_& module);

@@ -134,6 +134,7 @@ void bind_pytorch(py::module_& module) {
         windows.exit(!type.is_none());
       });
   bind_reading(model_class);
+  bind_gradients(module, model_class);
 }
 
 }  // namespace hydra

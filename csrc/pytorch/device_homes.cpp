@@ -79,6 +79,16 @@ DeviceHomes::Home* DeviceHomes::find_locked(std::int32_t block) const {
   return index < homes_.size() ? homes_[index].get() : nullptr;
 }
 
+DeviceHomes::Member* DeviceHomes::member_locked(const HostParameter& parameter) const {
+  Home* const home = find_locked(parameter.page->block);
+  if (home == nullptr) {
+    return nullptr;
+  }
+  const auto member = std::find_if(home->members.begin(), home->members.end(),
+                                   [&](const Member& one) { return one.parameter == &parameter; });
+  return member == home->members.end() ? nullptr : &*member;
+}
+
 void DeviceHomes::move(Lane& lane, std::vector<Segment> segments, FencePtr after) {
   std::erase_if(segments, [](const Segment& segment) { return segment.bytes == 0; });
   if (segments.empty()) {
@@ -164,12 +174,10 @@ void DeviceHomes::release_locked(Home& home) noexcept {
 
 bool DeviceHomes::keep_gradient(HostParameter& parameter) {
   const std::lock_guard lock(mutex_);
-  Home* const home = find_locked(parameter.page->block);
-  if (home == nullptr) {
+  Member* const member = member_locked(parameter);
+  if (member == nullptr) {
     return false;
   }
-  const auto member = std::find_if(home->members.begin(), home->members.end(),
-                                   [&](const Member& one) { return one.parameter == &parameter; });
   const at::Tensor& gradient = gradient_of(parameter.face);
   at::Tensor& host = gradient_of(parameter.host);
   const bool ours = same_storage(host, member->gradient);
@@ -191,6 +199,34 @@ bool DeviceHomes::keep_gradient(HostParameter& parameter) {
   }
   bring_home_locked(parameter.page->block);
   return false;
+}
+
+at::Tensor DeviceHomes::gradient(HostParameter& parameter) {
+  const std::lock_guard lock(mutex_);
+  const Member* const member = member_locked(parameter);
+  const bool there = member != nullptr && same_storage(gradient_of(parameter.host), member->gradient);
+  return there ? gradient_of(parameter.face) : at::Tensor();
+}
+
+bool DeviceHomes::put_gradient(HostParameter& parameter, const at::Tensor& gradient) {
+  at::Tensor& known = gradient_of(parameter.face);
+  {
+    const std::lock_guard lock(mutex_);
+    if (member_locked(parameter) == nullptr) {
+      return false;
+    }
+    if (!known.defined()) {
+      known = gradient;
+    } else if (!known.is_same(gradient)) {
+      const at::NoGradGuard no_grad;
+      known.copy_(gradient);
+    }
+  }
+  const bool kept = keep_gradient(parameter);
+  if (!kept) {
+    known = at::Tensor();
+  }
+  return kept;
 }
 
 bool DeviceHomes::reviewed_locked(Home& home) {

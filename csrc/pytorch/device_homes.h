@@ -52,6 +52,10 @@ class DeviceHomes {
   /// The gradient that the face of `parameter` has got stays there. False if it has to go to the host; then the
   /// parameter's block has gone there, too.
   bool keep_gradient(HostParameter& parameter);
+  /// The gradient at home of this parameter, to be changed in place; undefined when there is none.
+  at::Tensor gradient(HostParameter& parameter);
+  /// It becomes this one. False when the device is not the home of the parameter.
+  bool put_gradient(HostParameter& parameter, const at::Tensor& gradient);
   /// Before a window opens: gradients that nobody knows any more are freed, and blocks that somebody has given host
   /// tensors are brought home.
   void review();
@@ -85,6 +89,8 @@ class DeviceHomes {
   };
 
   Home* find_locked(std::int32_t block) const;
+  /// Null when the device is not the home of the parameter.
+  Member* member_locked(const HostParameter& parameter) const;
   void bring_home_locked(std::int32_t block);
   bool reviewed_locked(Home& home);
   /// Moves the bytes and waits. Throws the lane's error.

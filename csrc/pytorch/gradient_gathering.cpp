@@ -37,14 +37,26 @@ bool GradientGathering::keep(HostParameter& parameter) {
   return true;
 }
 
-std::vector<HostParameter*> GradientGathering::take() {
+at::Tensor GradientGathering::take(HostParameter& parameter) {
+  const std::lock_guard lock(mutex_);
+  if (std::erase(kept_, &parameter) == 0) {
+    return {};
+  }
+  if (parameter.host.unsafeGetTensorImpl()->grad().defined()) {
+    kept_.push_back(&parameter);  // it is added to that, on the host
+    return {};
+  }
+  return std::exchange(gradient_of(parameter), at::Tensor());
+}
+
+std::vector<HostParameter*> GradientGathering::take_all() {
   const std::lock_guard lock(mutex_);
   active_ = false;
   return std::exchange(kept_, {});
 }
 
 void GradientGathering::end(GradientSink& sink) {
-  for (HostParameter* parameter : take()) {
+  for (HostParameter* parameter : take_all()) {
     if (at::Tensor gradient = std::exchange(gradient_of(*parameter), at::Tensor()); gradient.defined()) {
       sink.accept(*parameter, std::move(gradient));
     }
@@ -52,7 +64,7 @@ void GradientGathering::end(GradientSink& sink) {
 }
 
 void GradientGathering::discard() noexcept {
-  for (HostParameter* parameter : take()) {
+  for (HostParameter* parameter : take_all()) {
     gradient_of(*parameter) = at::Tensor();
   }
 }

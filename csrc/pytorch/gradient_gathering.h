@@ -18,13 +18,15 @@ class GradientGathering {
   void begin();
   /// The face of `parameter` has got a gradient. True if it is to stay there.
   bool keep(HostParameter& parameter);
+  /// Takes the gradient of `parameter` away if it has stayed and is all there is of it; undefined else.
+  at::Tensor take(HostParameter& parameter);
   /// Whatever stayed goes to `sink`; nothing stays from now on.
   void end(GradientSink& sink);
   /// The pass has failed: what stayed is forgotten.
   void discard() noexcept;
 
  private:
-  std::vector<HostParameter*> take();
+  std::vector<HostParameter*> take_all();
 
   std::mutex mutex_;
   bool active_ = false;

@@ -21,6 +21,19 @@ namespace {
 
 namespace autograd = torch::autograd;
 
+/// Throws when somebody has taken the gradient for complete.
+void note_arrival(HostParameter& parameter) {
+  try {
+    HYDRA_EXPECT(parameter.gradient_state != GradientState::kSettled, StateError,
+                 "the gradient of '" + parameter.name +
+                     "' was averaged over the ranks, and then backward brought more of it. A backward inside the "
+                     "backward is not foreseen there, but by torch.utils.checkpoint");
+  } catch (const Error&) {
+    rethrow_for_torch({});
+  }
+  parameter.gradient_state = GradientState::kArrived;
+}
+
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
   HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, DeviceHomes& homes,
@@ -28,6 +41,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
       : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
 
   void operator()(const autograd::Variable& face) override {
+    note_arrival(parameter_);
     if (stays()) {
       return;
     }
@@ -91,6 +105,7 @@ class Diversion final : public autograd::FunctionPreHook {
     if (gradients.empty() || !gradients[0].defined() || !active_()) {
       return gradients;
     }
+    note_arrival(parameter_);
     const ReleaseGilIfHeld released;
     try {
       sink_.accept_from_host(parameter_, gradients[0]);
@@ -350,6 +365,23 @@ bool AccumulatingSink::relieve() {
 void AccumulatingSink::drain() {
   while (relieve()) {
   }
+  throw_error();
+}
+
+void AccumulatingSink::bring_home(const std::vector<HostParameter*>& parameters) {
+  const auto under_way = [&] {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(leaving_.begin(), leaving_.end(), [&](const Leaving& leaving) {
+      return std::find(parameters.begin(), parameters.end(), leaving.parameter) != parameters.end();
+    });
+  };
+  while (under_way()) {
+    relieve();
+  }
+  throw_error();
+}
+
+void AccumulatingSink::throw_error() {
   std::exception_ptr error;
   {
     const std::lock_guard lock(mutex_);

@@ -55,6 +55,8 @@ class AccumulatingSink final : public GradientSink {
   void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) override;
   bool relieve() override;
   void drain() override;
+  /// Blocks until the gradients of these parameters are home. Throws the first error, whosever it is.
+  void bring_home(const std::vector<HostParameter*>& parameters);
   /// Runs the post-accumulate hooks of the host parameters that have got gradients since the last call; just forgets
   /// them after a backward that failed. Once per backward: a parameter may get its gradient in several parts, from its
   /// face and from a loss on the parameter itself.
@@ -81,6 +83,7 @@ class AccumulatingSink final : public GradientSink {
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
   at::Tensor staging_like(const at::Tensor& gradient);
   void note_hooks(HostParameter& parameter, bool hold);
+  void throw_error();
 
   DeviceBackend& backend_;
   std::shared_ptr<HostArena> arena_;

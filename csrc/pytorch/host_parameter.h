@@ -9,6 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <memory>
 #include <string>
 
@@ -16,6 +17,10 @@
 #include "csrc/pytorch/page.h"
 
 namespace hydra {
+
+/// What is known of a parameter's gradient: whether backward has brought a part of it since it was last settled, and
+/// whether it is settled, so that nothing may be added to it before the window closes.
+enum class GradientState : std::uint8_t { kUnchanged, kArrived, kSettled };
 
 struct HostParameter {
   std::string name;
@@ -36,7 +41,8 @@ struct HostParameter {
   std::uint64_t fingerprint_seen = 0;
 
   std::shared_ptr<void> diversion;  // of gradients that the host's own graph computes
-  c10::Storage gradient_storage;    // kept for reuse; somebody else holds it while its count is above one
+  std::atomic<GradientState> gradient_state{GradientState::kUnchanged};
+  c10::Storage gradient_storage;  // kept for reuse; somebody else holds it while its count is above one
 
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }

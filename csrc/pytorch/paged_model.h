@@ -141,6 +141,20 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
   void run_hooks() { sink_->run_hooks(/*failed=*/false); }
 
+  /// Takes what was gathered of a block's gradients and is all there is of them, by parameter, or what is at home on
+  /// the device, which stays there; undefined elsewhere.
+  std::vector<at::Tensor> take_gathered(std::int32_t block);
+  /// Nothing is to be added to the block's gradients any more in this window: that throws from now on. Returns which
+  /// of them backward has brought, wholly or in part, since they were last settled; the others are as they were.
+  /// Blocks until those on their way are home.
+  std::vector<bool> settle_gradients(std::int32_t block);
+  /// A gradient from take_gathered(), as it is to be, goes the way of the others.
+  void hand_over_gradient(std::int32_t block, std::size_t index, at::Tensor gradient);
+  /// Names of parameters that somebody has written to since the window opened, or last was open; empty if none.
+  std::string moved_hosts() const;
+  /// Whether some thread is inside a backward.
+  bool in_backward() const { return window_.in_backward(); }
+
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
   /// Outside windows: brings one block up to date for an operation that met its face.
@@ -216,8 +230,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Of a block whose home is the device: its slot is never stale.
   static void note_versions(const BlockBacking& backing);
   void restore_charge(WindowToken& token, bool failed);
-  /// Names of parameters whose version has moved since the window opened.
-  std::string moved_hosts() const;
+  void reopen_gradients() noexcept;
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();

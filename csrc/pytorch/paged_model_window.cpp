@@ -238,6 +238,7 @@ void PagedModel::close_window(bool failed) {
   const py::gil_scoped_release released;
   leave(exchange_backward_blocks({}));
   end_stay();
+  reopen_gradients();
   pager_->end_pass(!failed);
   std::exception_ptr error;
   try {

@@ -192,10 +192,21 @@ void StagedBackward::hold_leaves() {
     }
   }
   for (const auto& [leaf, uses] : leaves) {
+    latest_[leaf] = uses.latest;
     if (!uses.in_order) {
       hold(leaf, uses.due);
     }
   }
+}
+
+std::vector<std::int64_t> StagedBackward::last_turns(const std::vector<at::Tensor>& leaves) const {
+  std::vector<std::int64_t> turns;
+  for (const at::Tensor& leaf : leaves) {
+    const auto node = autograd::impl::try_get_grad_accumulator(leaf);
+    const auto known = node ? latest_.find({node.get(), 0}) : latest_.end();
+    turns.push_back(known == latest_.end() ? -1 : static_cast<std::int64_t>(known->second));
+  }
+  return turns;
 }
 
 void StagedBackward::hold(const Input& leaf, const std::vector<std::size_t>& due) {

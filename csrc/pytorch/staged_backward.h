@@ -50,6 +50,9 @@ class StagedBackward {
   void run(std::size_t turn);
   /// Whether a node runs a backward of its own, which accumulates gradients when it comes to it.
   bool nested() const noexcept { return nested_; }
+  /// By leaf, the last turn in which something is accumulated into it; -1 where nothing is. What a node's own backward
+  /// accumulates is not known.
+  std::vector<std::int64_t> last_turns(const std::vector<at::Tensor>& leaves) const;
   /// How many gradients are held at any time during the backward, one for each microbatch.
   std::size_t held() const noexcept { return held_; }
 
@@ -94,6 +97,7 @@ class StagedBackward {
   std::vector<Graph> graphs_;
   std::unordered_map<const Node*, std::size_t> owners_;                    // microbatches, by node
   std::map<std::size_t, std::vector<std::pair<std::size_t, Input>>> due_;  // by turn: held leaves of microbatches
+  std::map<Input, std::size_t> latest_;                                    // turns, by leaf
   std::string refusal_;
   std::size_t held_ = 0;
   bool nested_ = false;

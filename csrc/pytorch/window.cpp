@@ -49,6 +49,11 @@ Window::Depths Window::depths() const {
                                 : Depths{found->second.depth, total_, found->second.backward};
 }
 
+bool Window::in_backward() const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(inside_.begin(), inside_.end(), [](const auto& entry) { return entry.second.backward; });
+}
+
 Window::Depths Window::enter(bool backward) {
   const std::lock_guard lock(mutex_);
   Inside& inside = inside_[std::this_thread::get_id()];

@@ -44,6 +44,8 @@ class Window {
     bool in_backward = false;
   };
   Depths depths() const;
+  /// Whether some thread's outermost entry is a backward.
+  bool in_backward() const;
   /// One deeper. Returns the depths before.
   Depths enter(bool backward);
   /// The depth of `thread` goes back to `thread_depth`. Returns true if no thread is inside any more.

@@ -38,6 +38,7 @@ __all__: list[str] = [
     "StepPlan",
     "ThreadContext",
     "ThreadPool",
+    "Uncharged",
     "WindowToken",
     "Windows",
     "clip_factor",
@@ -557,6 +558,13 @@ class PagedModel:
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
     def faces(self) -> list[torch.Tensor]: ...
     def finish_update(self) -> None: ...
+    def hand_over_gradient(
+        self,
+        block: typing.SupportsInt | typing.SupportsIndex,
+        index: typing.SupportsInt | typing.SupportsIndex,
+        gradient: torch.Tensor,
+    ) -> None: ...
+    def moved_hosts(self) -> str: ...
     def note_optimizer_step(self) -> None: ...
     def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
@@ -569,10 +577,18 @@ class PagedModel:
     @typing.overload
     def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def run_hooks(self) -> None: ...
+    def settle_gradients(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[bool]:
+        """
+        Nothing is to be added to the block's gradients in this window. Returns which of them have changed.
+        """
     def show_in_window(self, host: typing.Any, face: typing.Any) -> None: ...
     def stay_in(
         self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
     ) -> None: ...
+    def take_gathered(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[torch.Tensor | None]:
+        """
+        What was gathered on the device and is all there is of a block's gradients, by parameter.
+        """
     def timeline(self) -> list[MemorySample]: ...
     def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
@@ -595,6 +611,7 @@ class PagedModel:
     def gradient_statistics(self) -> GradientStatistics: ...
     @property
     def leaving_norm(self) -> LeavingNorm: ...
+    def in_backward(self) -> bool: ...
     @property
     def ledger(self) -> Ledger: ...
     @property
@@ -630,6 +647,14 @@ class Windows:
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
     def __init__(self, models: collections.abc.Sequence[PagedModel], kind: PassKind) -> None: ...
 
+class Uncharged:
+    """
+    What the thread allocates inside is charged to no device.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self) -> None: ...
+
 class ThreadContext:
     """
     What torch keeps of the calling thread, for another thread.
@@ -654,6 +679,10 @@ class StagedBackward:
     ) -> None:
         """
         marks: by microbatch, the sequence numbers its pieces begin at. turns: (microbatch, piece), all of them.
+        """
+    def last_turns(self, leaves: collections.abc.Sequence[torch.Tensor]) -> list[int]:
+        """
+        By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
         """
     def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property

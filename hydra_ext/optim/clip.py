@@ -40,7 +40,9 @@ def clip_grad_norm_(
     if factor != 1.0:
         for parameter in owners:
             if parameter.grad is not None:
-                _C.scale_gradient(parameter.grad, factor)  # not _foreach_mul_, which rounds the factor to the gradients' type
+                _C.scale_gradient(
+                    parameter.grad, factor
+                )  # not _foreach_mul_, which rounds the factor to the gradients' type
     return torch.tensor(norm, dtype=torch.float32)
 
 

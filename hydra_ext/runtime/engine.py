@@ -16,14 +16,16 @@ from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
 from hydra_ext import _C
+from hydra_ext.runtime.replicas import Replicas
 
 
 class BackwardParticipant(Protocol):
     """What the wrapper needs of a model's context."""
 
     core: _C.PagedModel
+    replicas: Replicas | None
 
-    def backward_ended(self) -> None: ...
+    def backward_ended(self, *, accumulated: bool) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
@@ -58,7 +60,7 @@ class EngineWrapper:
             )
             gradients = wanted.gradients(gradients) if gradients else gradients
         for participant in awaiting:
-            participant.backward_ended()
+            participant.backward_ended(accumulated=kwargs.get("accumulate_grad", True))
         return gradients
 
     def reached_by(self, roots: Any) -> list[BackwardParticipant]:

@@ -34,7 +34,14 @@ class Homes:
     """
 
     def __init__(
-        self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, *, budget: int, in_flight: int, refusal: str
+        self,
+        core: _C.PagedModel,
+        layout: Layout,
+        optimizer: HostOptimizer,
+        *,
+        budget: int,
+        in_flight: int,
+        refusal: str,
     ) -> None:
         self._core = core
         self._blocks = layout.blocks

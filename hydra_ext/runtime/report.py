@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.runtime.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Report:
         rounds: groups of microbatches that ``run.step`` took through the blocks together.
         refusals: groups that could not be run so; from the first on microbatches are run one at a time.
         fallbacks: microbatches that ``run.step`` ran one at a time.
+        ranks: how many train copies of the model together.
+        reduced_bytes: of gradients that this rank has averaged with the others.
+        waited_for_ranks_seconds: it waited for the others meanwhile; a GPU's own waits are not seen.
     """
 
     budget_bytes: int
@@ -79,6 +83,9 @@ class Report:
     rounds: int
     refusals: int
     fallbacks: int
+    ranks: int
+    reduced_bytes: int
+    waited_for_ranks_seconds: float
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,6 +120,11 @@ class Report:
                 f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s, "
                 f"{self.waited_for_updates_seconds:.3f} s waited for"
             )
+        if self.ranks > 1:
+            lines.append(
+                f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "
+                f"{self.waited_for_ranks_seconds:.3f} s waited for the others"
+            )
         return "\n".join(lines)
 
 
@@ -139,7 +151,15 @@ class HomeChoice(Protocol):
     def nbytes(self) -> int: ...
 
 
-def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, homes: HomeChoice | None, *, budget: int) -> Report:
+def make_report(
+    core: _C.PagedModel,
+    layout: Layout,
+    steps: StepCounts,
+    homes: HomeChoice | None,
+    replicas: Replicas | None,
+    *,
+    budget: int,
+) -> Report:
     pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
     return Report(
         budget_bytes=budget,
@@ -176,4 +196,7 @@ def make_report(core: _C.PagedModel, layout: Layout, steps: StepCounts, homes: H
         rounds=steps.rounds,
         refusals=steps.refusals,
         fallbacks=steps.fallbacks,
+        ranks=1 if replicas is None else replicas.size,
+        reduced_bytes=0 if replicas is None else replicas.reduced_bytes,
+        waited_for_ranks_seconds=0.0 if replicas is None else replicas.waited_seconds,
     )

@@ -18,11 +18,13 @@ from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
+from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
 from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.faces import dress
-from hydra_ext.runtime.homes import Homes
 from hydra_ext.runtime.figures import Callback, StepMeter, TokenCount
+from hydra_ext.runtime.homes import Homes
 from hydra_ext.runtime.live import live_line
+from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
@@ -38,10 +40,19 @@ class Run:
         budget: device bytes the run keeps to.
         device: where the forward's tensors live.
         layout: the model's blocks, and the modules that use them.
+        replicas: the ranks that train copies of the model together; None without others.
     """
 
     def __init__(
-        self, model: nn.Module, layout: Layout, core: _C.PagedModel, *, budget: int, place: Place, casts: str = ""
+        self,
+        model: nn.Module,
+        layout: Layout,
+        core: _C.PagedModel,
+        *,
+        budget: int,
+        place: Place,
+        replicas: Replicas | None = None,
+        casts: str = "",
     ):
         self.budget = budget
         self.device = place.device
@@ -51,6 +62,8 @@ class Run:
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
         self.core = core
+        self.replicas = replicas
+        self._averages = True  # at the end of a backward
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
         self.updates: Updates | None = None
@@ -64,7 +77,7 @@ class Run:
 
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
-        report = make_report(self.core, self.layout, self._stepper, self._homes, budget=self.budget)
+        report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
 
@@ -82,7 +95,8 @@ class Run:
     ) -> StepOutput:
         """One training step over several microbatches.
 
-        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then clipping,
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then, where several ranks train
+        together, averaging the gradients over them (:mod:`hydra_ext.runtime.averaging`), then clipping,
         ``optimizer.step()`` and ``optimizer.zero_grad()``, and gives the same to the last bit as that loop with
         ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
         microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
@@ -104,30 +118,55 @@ class Run:
         Raises:
             StateError: the run has no optimizer.
             ValueError: there are no microbatches, or arguments that do not go together.
+            RankFailed: another rank has failed in this step.
+            ReplicasDiffer: the ranks have gone different ways.
         """
-        given = list(microbatches)
-        if not given or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"run.step was given {len(given)} microbatches, round_size={round_size}, reduction={reduction!r}: "
-                "give at least one microbatch, a positive size, 'mean' or 'sum'"
-            )
-        seeds = draw_seeds(len(given)) if seeds is None else list(seeds)
-        if len(seeds) != len(given):
-            raise ValueError(f"run.step was given {len(seeds)} seeds for {len(given)} microbatches")
-        divisor = len(given) if reduction == "mean" else 1
-        works = [Work(fn, microbatch, divisor, scaler) for microbatch in given]
-        return self.meter.measured(
-            given,
-            lambda: self._stepper.step(
-                works,
-                seeds,
-                max_norm=max_norm,
-                round_size=round_size,
-                recompute=recompute,
-                reduction=reduction,
-                scaler=scaler,
-            ),
-        )
+        given: list[Microbatch] = []
+
+        def whole() -> StepOutput:
+            with self._averaging(IN_STEP) as averaging:
+                given.extend(microbatches)
+                of_each = _checked_seeds(seeds, len(given), round_size, reduction)
+                divisor = len(given) if reduction == "mean" else 1
+                return self._stepper.step(
+                    [Work(fn, microbatch, divisor, scaler) for microbatch in given],
+                    of_each,
+                    max_norm=max_norm,
+                    round_size=round_size,
+                    recompute=recompute,
+                    reduction=reduction,
+                    scaler=scaler,
+                    averaging=averaging,
+                )
+
+        return self.meter.measured(given, whole)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside leave their gradients as this rank's own; the next one outside averages the sums over the
+        ranks. As that of ``DistributedDataParallel``. Without other ranks it changes nothing."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
+
+    @contextmanager
+    def _averaging(self, place: int) -> Iterator[Averaging | None]:
+        """Around what the ranks do together. None without other ranks."""
+        if self.replicas is None:
+            yield None
+            return
+        if not self._averages:
+            raise StateError("run.step() averages gradients over the ranks: call it outside run.no_sync()")
+        averaging = Averaging(self.replicas, self.core, self.layout, place)
+        try:
+            with self.no_sync():
+                yield averaging
+            self.replicas.passes += 1
+        except BaseException:  # re-raised
+            averaging.abandon()
+            raise
 
     def on_step(self, callback: Callback, *, tokens: TokenCount | None = None) -> RemovableHandle:
         """Calls ``callback`` with the :class:`StepFigures` of each step from now on, on the thread that made the step.
@@ -297,8 +336,13 @@ class Run:
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, *, accumulated: bool) -> None:
+        """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""
         self._place.backward_ended()
+        if self.replicas is not None and self._averages and accumulated and not self.core.in_backward:
+            with self._averaging(IN_BACKWARD) as averaging:
+                if averaging is not None:
+                    averaging.complete()
 
     def window(self, kind: _C.PassKind) -> _C.Windows:
         """Device parameters are in place meanwhile, whoever runs what."""
@@ -315,3 +359,16 @@ class Run:
         """A gradient that the caller asked for by its host parameter."""
         _C.suspend_charging()
         return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")
+
+
+def _checked_seeds(seeds: Sequence[int] | None, count: int, round_size: int | None, reduction: str) -> list[int]:
+    """Of so many microbatches, which are checked with the rest of what run.step was given."""
+    if not count or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"run.step was given {count} microbatches, round_size={round_size}, reduction={reduction!r}: "
+            "give at least one microbatch, a positive size, 'mean' or 'sum'"
+        )
+    seeds = draw_seeds(count) if seeds is None else list(seeds)
+    if len(seeds) != count:
+        raise ValueError(f"run.step was given {len(seeds)} seeds for {count} microbatches")
+    return seeds

@@ -16,6 +16,7 @@ from hydra_ext import Checks, Run, SimulatedDevice
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, stack, state, train
 
+
 @contextmanager
 def offloaded(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, poison: bool = True, blocks: int = 3

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import GraphExecGroup
 
 from hydra_ext import _C
+from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine
+from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
 from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
 from hydra_ext.runtime.rounds.recompute import Recomputation
@@ -160,12 +162,22 @@ class Round(Generic[Result]):
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, losses: list[Tensor]) -> None:
+    def backward(self, losses: list[Tensor], averaging: Averaging | None = None) -> None:
         """Runs the backward of every microbatch from its loss. The graphs are spent, and ``losses`` emptied.
+
+        Args:
+            averaging: of the gradients, which are complete with this backward.
 
         Raises:
             Refused: these graphs cannot be run piece by piece.
+            RankFailed: another rank has failed. Nothing was accumulated if it was before its last backward.
         """
+        if averaging is not None:
+            try:
+                averaging.agree()
+            except BaseException:  # re-raised
+                self._attributes.undo()
+                raise
         order = [(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces]
         refusal = self._attributes.conflict
         if not refusal:
@@ -175,11 +187,16 @@ class Round(Generic[Result]):
             self._attributes.undo()
             raise Refused(refusal)
         others = [known for known in engine.reached_by(losses) if known is not self._owner]
+        if any(other.replicas is not None for other in others):
+            raise StateError(
+                "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
+                "the loop in place of run.step, or offload that model with process_group=False"
+            )
         losses.clear()
         try:
             with engine.windows_of([self._owner, *others]):
-                self._run_pieces(staged)
-            self._owner.backward_ended()
+                self._run_pieces(staged, averaging)
+            self._owner.backward_ended(accumulated=True)
         finally:
             self._attributes.finish()
             self._caller.restore()
@@ -200,11 +217,15 @@ class Round(Generic[Result]):
                     return "blocks inside a reentrant checkpoint are called elsewhere, too, or not by all microbatches"
         return ""
 
-    def _run_pieces(self, staged: _C.StagedBackward) -> None:
+    def _run_pieces(self, staged: _C.StagedBackward, averaging: Averaging | None) -> None:
         core = self._owner.core
+        if averaging is not None:
+            averaging.follow(staged, sum(len(stay.pieces) for stay in self._stays))
         regions = [GraphExecGroup() for _ in self._fibers]
         turn = 0
         for stay in reversed(self._stays):
+            if averaging is not None:
+                averaging.advance(turn)
             core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
             for fiber, _ in stay.pieces:
                 with self._turn_of(fiber, repetition=True), regions[fiber.index]:
@@ -212,6 +233,8 @@ class Round(Generic[Result]):
                     core.run_hooks()
                 core.drop_copies()
                 turn += 1
+        if averaging is not None:
+            averaging.complete()
         core.stay_in([], _C.PassKind.BACKWARD)
 
 

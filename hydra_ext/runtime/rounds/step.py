@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from hydra_ext import _C, optim
 from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError
+from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.buffers import ModelBuffers
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 Microbatch = TypeVar("Microbatch")
 Reduction = Literal["mean", "sum"]
-Announcement = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,24 @@ class Work(Generic[Microbatch]):
         return Outcome(root, loss.detach(), metrics)
 
 
+@dataclass(frozen=True)
+class LastGradients:
+    """Who waits for what the last backwards of a step bring; nobody does in those before.
+
+    Attributes:
+        sums: takes their squares as they arrive.
+        averaging: takes their mean over the ranks.
+    """
+
+    sums: Updates | None = None
+    averaging: Averaging | None = None
+
+    def begin(self) -> None:
+        """The last backward is about to run."""
+        if self.sums is not None:
+            self.sums.expect_last_gradients()
+
+
 class StepOwner(RoundOwner, Protocol):
     """The run whose model is trained."""
 
@@ -139,20 +157,23 @@ class Stepper:
         recompute: bool | None,
         reduction: Reduction,
         scaler: torch.amp.GradScaler | None,
+        averaging: Averaging | None,
     ) -> StepOutput:
         optimizer = self._owner.optimizer
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
         outcomes: list[Outcome] = []
         updates = self._owner.updates if scaler is None else None  # else the scaler writes the gradients once more
+        sums = updates if max_norm is not None else None
         try:
             while len(outcomes) < len(works):
                 first = len(outcomes)
                 decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
                 last = first + decision.size
-                sums = updates is not None and max_norm is not None and last == len(works)
-                announce = updates.expect_last_gradients if updates is not None and sums else _nobody_listens
-                outcomes += self._run(works[first:last], seeds[first:last], decision, announce)
+                complete = LastGradients(sums, averaging) if last == len(works) else LastGradients()
+                outcomes += self._run(works[first:last], seeds[first:last], decision, complete)
+            if averaging is not None:
+                averaging.complete()
             norm, skipped = self._update(optimizer, max_norm, scaler)
         finally:
             if updates is not None:
@@ -167,26 +188,25 @@ class Stepper:
         )
 
     def _run(
-        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, announce: Announcement
+        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
-        """``announce`` is called before the last of the backwards."""
         if self.refusals:
-            return self._one_at_a_time(works, seeds, announce)
+            return self._one_at_a_time(works, seeds, last)
         self._buffers.note()
         try:
-            outcomes = self._round(works, seeds, decision, announce)
+            outcomes = self._round(works, seeds, decision, last)
             while outcomes is None:  # some activations are to be kept
                 self._buffers.restore()
-                outcomes = self._round(works, seeds, decision, announce)
+                outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
             self.refusals += 1
             logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
             self._buffers.restore()
-        return self._one_at_a_time(works, seeds, announce)
+        return self._one_at_a_time(works, seeds, last)
 
     def _round(
-        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, announce: Announcement
+        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome] | None:
         """None if blocks that were recomputed gave something else."""
         owner = self._owner
@@ -196,15 +216,15 @@ class Stepper:
         held = owner.activation_bytes() - before
         if not this.repeats():
             return None
-        announce()
-        this.backward(_roots_of(outcomes))
+        last.begin()
+        this.backward(_roots_of(outcomes), last.averaging)
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
         self._choice.learn(decision, held=held, peak=peak)
         self.rounds += 1
         return outcomes
 
-    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], announce: Announcement) -> list[Outcome]:
+    def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], last: LastGradients) -> list[Outcome]:
         outcomes: list[Outcome] = []
         caller = Surroundings(self._owner.device)
         cached = torch.is_autocast_cache_enabled()
@@ -215,7 +235,7 @@ class Stepper:
                     generator.manual_seed(seed)
                 outcomes.append(work())
                 if len(outcomes) == len(works):
-                    announce()
+                    last.begin()
                 _roots_of(outcomes[-1:])[0].backward()  # type: ignore[no-untyped-call]
                 self.fallbacks += 1
         finally:
@@ -245,10 +265,6 @@ class Stepper:
             optimizer.step()
         optimizer.zero_grad()
         return norm, skipped
-
-
-def _nobody_listens() -> None:
-    pass
 
 
 def _roots_of(outcomes: Sequence[Outcome]) -> list[Tensor]:

@@ -1,0 +1,50 @@
+// What others may do with a model's gradients before they are the optimizer's.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/paged_model.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+std::vector<std::optional<at::Tensor>> take_gathered(PagedModel& model, std::int32_t block) {
+  std::vector<std::optional<at::Tensor>> gradients;
+  for (at::Tensor& gradient : model.take_gathered(block)) {
+    gradients.push_back(gradient.defined() ? std::optional(std::move(gradient)) : std::nullopt);
+  }
+  return gradients;
+}
+
+struct Uncharged {
+  std::optional<HostScope> scope;
+};
+
+}  // namespace
+
+void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class) {
+  model_class
+      .def("take_gathered", &take_gathered, py::arg("block"),
+           "What was gathered on the device and is all there is of a block's gradients, by parameter.")
+      .def("settle_gradients", &PagedModel::settle_gradients, Released(), py::arg("block"),
+           "Nothing is to be added to the block's gradients in this window. Returns which of them have changed.")
+      .def("hand_over_gradient", &PagedModel::hand_over_gradient, Released(), py::arg("block"), py::arg("index"),
+           py::arg("gradient"))
+      .def("moved_hosts", &PagedModel::moved_hosts)
+      .def_property_readonly("in_backward", &PagedModel::in_backward);
+  // Made of C, as Windows is.
+  py::class_<Uncharged>(module, "Uncharged", "What the thread allocates inside is charged to no device.")
+      .def(py::init<>())
+      .def("__enter__", [](Uncharged& uncharged) { uncharged.scope.emplace(); })
+      .def("__exit__", [](Uncharged& uncharged, const py::object&, const py::object&, const py::object&) {
+        uncharged.scope.reset();
+      });
+}
+
+}  // namespace hydra

@@ -1,0 +1,296 @@
+"""Gradients on their way to their mean over the ranks.
+
+A rank's gradient of the step is the sum over its microbatches; the mean is the sum over ranks in the gradient's own
+dtype, divided by their number, and has the same bits on every rank. Two ranks add in one order only; with more of them
+the order is the backend's, and the mean within (size - 1) roundings of the gradients' largest partial sum.
+
+Ranks may take different ways through the model. So that they never answer one another's questions, each issues exactly
+the same collectives, whatever its microbatches did:
+
+1. one *agreement*: has a rank failed, are all at the same place, do they train the same parameters;
+2. for every block with trained parameters, from the last to the first: the marks of its parameters, then each
+   parameter's gradient, zeros where the rank has none. A gradient that backward has brought to no rank since it was
+   last averaged stays as it is, or stays None.
+
+A block is issued once nothing more will be added to its gradients and those after it have been issued, and waited for
+one stay later, so that communication goes on behind the backward of the blocks before it. A rank that fails after the
+agreement goes on with zeros and says so in the marks; then every rank raises. One that fails after that has done a step
+less, which the next agreement finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.errors import RankFailed, ReplicasDiffer, StateError
+from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.runtime.replicas import Reduction, Replicas
+
+logger = logging.getLogger(__name__)
+
+# Marks of a parameter; the greatest of all ranks' counts. From _FAILED on: the rank that failed.
+_NONE, _UNCHANGED, _ARRIVED, _UNFIT, _FAILED = range(5)
+
+IN_STEP, IN_BACKWARD = range(2)  # places where gradients are averaged
+
+
+@dataclass
+class _Share:
+    """One parameter's part in a reduction.
+
+    Attributes:
+        index: of the parameter, in its block.
+        mark: of the parameter.
+        buffer: what this rank adds, and the sum afterwards; lies as the parameter does.
+        from_device: it was taken from the device, and is to leave it yet.
+    """
+
+    index: int
+    parameter: nn.Parameter
+    mark: int
+    buffer: Tensor
+    from_device: bool = False
+
+
+@dataclass
+class _UnderWay:
+    """A block whose reductions have begun: first that of the marks, then the shares'."""
+
+    block: int
+    shares: list[_Share]
+    reductions: list[Reduction] = field(default_factory=list)
+
+    def issue(self, replicas: Replicas) -> None:
+        """Whatever of it has not been issued."""
+        if not self.reductions:
+            self.reductions.append(replicas.start_maximum([share.mark for share in self.shares]))
+        while len(self.reductions) <= len(self.shares):
+            self.reductions.append(replicas.start_sum(self.shares[len(self.reductions) - 1].buffer))
+
+
+class Averaging:
+    """The gradients of one step, or of one backward.
+
+    Args:
+        place: :data:`IN_STEP` or :data:`IN_BACKWARD`.
+    """
+
+    def __init__(self, replicas: Replicas, core: _C.PagedModel, layout: Layout, place: int) -> None:
+        self._replicas = replicas
+        self._core = core
+        self._layout = layout
+        self._place = place
+        self._agreement: Reduction | None = None
+        self._agreed = False
+        self._trained: list[list[tuple[int, nn.Parameter]]] = []  # by block
+        self._left: list[int] = []  # blocks to be issued, the next one last
+        self._under_way: list[_UnderWay] = []
+        self._finished: list[int] = []  # by block, the last turn that adds to its gradients
+        self._seen = 0  # turns that were run when a block was last looked for
+        self._failed: int | None = None
+        self._unfit: list[str] = []
+
+    # ---- the agreement ----------------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """Returns when every rank has come here, on the first call.
+
+        Raises:
+            RankFailed: one of them came because its step has failed.
+            ReplicasDiffer: one is at another place, or trains other parameters.
+        """
+        if not self._agreed:
+            self._ask(failed=False)
+            self._conclude()
+
+    def _ask(self, *, failed: bool) -> None:
+        blocks = self._layout.blocks
+        self._trained = [[(i, p) for i, (_, p) in enumerate(block.parameters) if p.requires_grad] for block in blocks]
+        self._left = [number for number, trained in enumerate(self._trained) if trained]
+        pattern = bytes(parameter.requires_grad for block in blocks for _, parameter in block.parameters)
+        same = [self._place, self._replicas.passes, zlib.crc32(pattern)]
+        failure = self._replicas.rank + 1 if failed else 0
+        with _C.Uncharged():
+            self._agreement = self._replicas.start_maximum([failure, *same, *(-value for value in same)])
+
+    def _conclude(self) -> None:
+        if self._agreement is None:
+            return
+        failure, *ranges = self._replicas.wait(self._agreement).tolist()
+        if failure:
+            raise _failure_of(failure - 1)
+        greatest, least = ranges[: len(ranges) // 2], [-value for value in ranges[len(ranges) // 2 :]]
+        reasons = (
+            "some ranks are in run.step, others in a backward()",
+            "some ranks have made more steps than others: one has failed after its gradients were averaged",
+            "the ranks train different parameters: set requires_grad alike on all of them",
+        )
+        for reason, high, low in zip(reasons, greatest, least, strict=True):
+            if high != low:
+                raise ReplicasDiffer(f"the ranks have gone different ways: {reason}")
+        self._agreed = True
+
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    def follow(self, staged: _C.StagedBackward, turns: int) -> None:
+        """This backward is about to run, in so many turns: :meth:`advance` may be called between them."""
+        hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
+        if staged.nested:  # what backwards inside the backward add to is not known
+            self._finished = [turns - 1] * len(self._layout.blocks)
+            return
+        by_leaf = staged.last_turns([*self._core.faces(), *hosts])
+        by_parameter = iter([max(pair) for pair in zip(by_leaf[: len(hosts)], by_leaf[len(hosts) :], strict=True)])
+        self._finished = [max(next(by_parameter) for _ in block.parameters) for block in self._layout.blocks]
+
+    @torch.no_grad()
+    def advance(self, turns: int) -> None:
+        """After so many turns of the backward, before what it has gathered leaves: hands over what is averaged by
+        now, and issues the blocks that are finished."""
+        with _C.Uncharged():
+            self._wait(deliver=True)
+            while self._left and self._finished[self._left[-1]] < turns:
+                gathered = self._gathered(self._left[-1])
+                on_its_way = not any(gradient is not None for gradient in gathered)
+                if on_its_way and self._finished[self._left[-1]] >= self._seen:
+                    break  # to the host, which takes as long as the next turns
+                self._issue(gathered)
+        self._seen = turns
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """All that is left. Afterwards every gradient is its mean, once the window, if one is open, has closed.
+
+        Raises:
+            RankFailed: a rank has failed.
+            StateError: a gradient cannot be averaged, or a parameter was written to.
+        """
+        self.agree()
+        moved = self._core.moved_hosts()
+        if moved:
+            raise StateError(
+                f"something wrote to {moved} during the backward. An optimizer that steps inside backward has this "
+                "rank's gradients only: step after it, or give process_group=False"
+            )
+        with _C.Uncharged():
+            while self._left:
+                before = len(self._under_way)
+                self._issue(self._gathered(self._left[-1]))
+                self._wait(deliver=True, blocks=before)
+            self._wait(deliver=True)
+        if self._failed is not None:
+            raise _failure_of(self._failed)
+        if self._unfit:
+            raise StateError(
+                f"the gradient of {', '.join(self._unfit)} is sparse, or has a graph of its own, on some rank, and "
+                "cannot be averaged: make it dense, without create_graph"
+            )
+
+    def abandon(self) -> None:
+        """This rank has failed: the others are told, and get what they wait for, zeros. Does nothing after
+        :meth:`complete`, nor where the agreement has failed already."""
+        try:
+            with torch.no_grad(), _C.Uncharged():
+                if self._agreement is None:
+                    self._ask(failed=True)
+                if not self._agreed:
+                    self._conclude()
+                for under_way in self._under_way:
+                    if not under_way.reductions:
+                        self._mark_failed(under_way)
+                    under_way.issue(self._replicas)
+                self._wait(deliver=False)
+                while self._left:
+                    zeros = [_Share(i, p, _NONE, _zeros_like(p)) for i, p in self._trained[self._left[-1]]]
+                    under_way = _UnderWay(self._left[-1], zeros)
+                    self._mark_failed(under_way)
+                    self._begin(under_way)
+                    self._wait(deliver=False)
+        except (RankFailed, ReplicasDiffer):
+            pass  # which the others know as well
+        except RuntimeError as error:  # of torch.distributed; another error is on its way already
+            logger.warning("the other ranks could not be told of this rank's failure: %s", error)
+
+    def _mark_failed(self, under_way: _UnderWay) -> None:
+        for share in under_way.shares:
+            share.mark = _FAILED + self._replicas.rank
+
+    # ---- one block --------------------------------------------------------------------------------------------------
+
+    def _gathered(self, block: int) -> list[Tensor | None]:
+        """What is on the device still, if it can be reduced there."""
+        if self._replicas.takes_gathered:
+            return self._core.take_gathered(block)
+        return [None] * len(self._layout.blocks[block].parameters)
+
+    def _issue(self, gathered: Sequence[Tensor | None]) -> None:
+        block = self._left[-1]
+        arrived = self._core.settle_gradients(block)
+        shares = [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in self._trained[block]]
+        self._begin(_UnderWay(block, shares))
+
+    def _begin(self, under_way: _UnderWay) -> None:
+        self._left.pop()
+        self._under_way.append(under_way)
+        under_way.issue(self._replicas)
+
+    def _wait(self, *, deliver: bool, blocks: int | None = None) -> None:
+        """For the first so many of the blocks under way; for all unless given."""
+        for _ in range(len(self._under_way) if blocks is None else blocks):
+            under_way = self._under_way[0]
+            marks, *sums = under_way.reductions
+            greatest = self._replicas.wait(marks).tolist()
+            for share, mark, reduction in zip(under_way.shares, greatest, sums, strict=True):
+                self._replicas.wait(reduction)
+                if mark >= _FAILED:
+                    self._failed = mark - _FAILED
+                elif mark == _UNFIT:
+                    self._unfit.append(f"'{self._layout.blocks[under_way.block].parameters[share.index][0]}'")
+                elif mark == _ARRIVED and deliver:
+                    self._deliver(under_way.block, share)
+            self._under_way.pop(0)
+
+    def _deliver(self, block: int, share: _Share) -> None:
+        mean = share.buffer.div_(self._replicas.size)
+        if share.from_device:
+            self._core.hand_over_gradient(block, share.index, mean)
+        elif share.parameter.grad is None:
+            share.parameter.grad = mean
+        elif share.parameter.grad is not mean:
+            share.parameter.grad.copy_(mean)
+
+
+def _share(index: int, parameter: nn.Parameter, gathered: Tensor | None, arrived: bool) -> _Share:
+    if gathered is not None and arrived:
+        return _Share(index, parameter, _ARRIVED, gathered, from_device=True)
+    if gathered is not None:  # it has its home there, and may have to stay as it is
+        return _Share(index, parameter, _UNCHANGED, gathered.clone(), from_device=True)
+    gradient = parameter.grad
+    if gradient is None:
+        return _Share(index, parameter, _NONE, _zeros_like(parameter))
+    if gradient.layout != torch.strided or gradient.requires_grad:
+        return _Share(index, parameter, _UNFIT, _zeros_like(parameter))
+    lying = as_parameter_lies(gradient, parameter)
+    if arrived:
+        return _Share(index, parameter, _ARRIVED, lying)
+    return _Share(index, parameter, _UNCHANGED, lying.clone())  # it may have to stay as it is
+
+
+def _zeros_like(parameter: nn.Parameter) -> Tensor:
+    size, stride = parameter.size(), parameter.stride()
+    return torch.empty_strided(size, stride, dtype=parameter.dtype, device="cpu").zero_()
+
+
+def _failure_of(rank: int) -> RankFailed:
+    return RankFailed(
+        f"rank {rank} has failed in this step, whose gradients are therefore not averaged: its own error says why. If "
+        "that rank goes on, call optimizer.zero_grad() and go on",
+        rank=rank,
+    )

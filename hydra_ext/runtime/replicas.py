@@ -1,0 +1,185 @@
+"""The ranks that train copies of one model: who they are, whether their copies are alike, and how they talk.
+
+Nothing here knows what a step is: that is :mod:`hydra_ext.runtime.averaging`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hydra_ext.blocks import Layout
+from hydra_ext.errors import InvalidArgument, ReplicasDiffer
+
+logger = logging.getLogger(__name__)
+
+
+def check_group(group: object) -> None:
+    """
+    Raises:
+        InvalidArgument: this is nothing to give as ``process_group``.
+    """
+    known = dist.is_available() and isinstance(group, dist.ProcessGroup)
+    if group is not None and group is not False and not known:
+        raise InvalidArgument(
+            f"process_group={group!r}: give a torch.distributed.ProcessGroup that this rank belongs to, None for the "
+            "default one, or False to train by itself"
+        )
+
+
+def choose_group(group: dist.ProcessGroup | bool | None) -> dist.ProcessGroup | None:
+    """The group for what ``offload(process_group=...)`` was given; None where there is nobody else."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or isinstance(group, bool) or dist.get_world_size(group) == 1:
+        return None
+    return group
+
+
+@dataclass
+class Reduction:
+    """One reduction under way."""
+
+    tensor: Tensor
+    sent: Tensor  # the tensor's memory, or a copy where the ranks' messages are taken from
+    work: dist.Work
+
+
+class Replicas:
+    """The copies of one model, as one of their ranks sees them.
+
+    All ranks have to call the same methods in the same order.
+
+    Attributes:
+        rank: this one's, in the group.
+        size: how many there are.
+        gradient_device: where gradients are reduced: on the GPU where the group can, else on the host.
+        takes_gathered: whether that is where backward leaves them.
+        reduced_bytes: of gradients, so far.
+        waited_seconds: this rank waited so long for the others. Waits of a GPU's streams are not seen.
+        passes: how often gradients have been averaged, and the step that they were for was done.
+
+    Raises:
+        InvalidArgument: the group has no backend that can be used.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.reduced_bytes = 0
+        self.waited_seconds = 0.0
+        self.passes = 0
+        self._group = group
+        config = dist.get_backend_config(group)
+        backends = dict(entry.split(":") for entry in config.split(","))
+        direct = backends.get(device.type, "gloo") != "gloo"  # gloo's way from a GPU is slower than ours
+        if not direct and "cpu" not in backends:
+            raise InvalidArgument(
+                f"process_group has the backends {config!r}, and the model is on {device}: initialise it with a "
+                "backend for that device, or with gloo"
+            )
+        self.gradient_device = device if direct else torch.device("cpu")
+        self.takes_gathered = self.gradient_device == device
+        self._message_device = torch.device("cpu") if "cpu" in backends else device
+        logger.info("gradients are averaged over %d ranks (%s); this is rank %d", self.size, config, self.rank)
+
+    # ---- reductions -------------------------------------------------------------------------------------------------
+
+    def start_sum(self, gradient: Tensor) -> Reduction:
+        """Of gradients that lie alike, without gaps, on every rank; in place."""
+        self.reduced_bytes += gradient.nbytes
+        return self._start(gradient, dist.ReduceOp.SUM, self.gradient_device)
+
+    def start_maximum(self, values: Sequence[int]) -> Reduction:
+        """Of each of the values by itself."""
+        message = torch.tensor(values, dtype=torch.int64, device="cpu")
+        return self._start(message, dist.ReduceOp.MAX, self._message_device)
+
+    def _start(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType, device: torch.device) -> Reduction:
+        flat = _flat(tensor)
+        sent = flat.to(device)
+        work = dist.all_reduce(sent, operation, group=self._group, async_op=True)
+        return Reduction(flat, sent, work)
+
+    def wait(self, reduction: Reduction) -> Tensor:
+        """The result, flat, in the memory of what was given."""
+        start = time.perf_counter()
+        reduction.work.wait()
+        self.waited_seconds += time.perf_counter() - start
+        if reduction.sent is not reduction.tensor:
+            reduction.tensor.copy_(reduction.sent)
+        return reduction.tensor
+
+    # ---- at the beginning -------------------------------------------------------------------------------------------
+
+    def expect_alike(self, description: Sequence[str]) -> None:
+        """
+        Raises:
+            ReplicasDiffer: a rank has described its copy in other words, on every rank.
+        """
+        text = "\n".join(description).encode()
+        digests = self._gather(torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8))
+        if all(torch.equal(digest, digests[0]) for digest in digests):
+            return
+        lengths = [int(length) for length in self._gather(torch.tensor([len(text)], device="cpu"))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        gathered = zip(self._gather(padded), lengths, strict=True)
+        texts = [bytes(received[:length].tolist()).decode().split("\n") for received, length in gathered]
+        rank = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
+        lines = zip_longest(texts[0], texts[rank], fillvalue="nothing")
+        expected, found = next((a, b) for a, b in lines if a != b)
+        raise ReplicasDiffer(
+            f"the ranks' models differ: rank {rank} has {found} where rank 0 has {expected}. Build the same model on "
+            "every rank, with the same budget= and blocks=, which say what moves together; or give "
+            "process_group=False if each rank is to train a model of its own",
+            rank=rank,
+        )
+
+    @torch.no_grad()
+    def follow_first(self, tensors: Sequence[Tensor]) -> None:
+        """Gives the tensors rank 0's values. Those that have them already are not written to."""
+        for tensor in tensors:
+            if tensor.numel() == 0:
+                continue
+            values = tensor.detach().contiguous()
+            own = values.reshape(-1).view(torch.uint8)
+            sent = own.to(self._message_device, copy=self.rank != 0)
+            dist.broadcast(sent, group=self._group, group_src=0)
+            received = sent.to(own.device)
+            if self.rank != 0 and not torch.equal(received, own):
+                tensor.copy_(received.view(values.dtype).view(values.shape))
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        sent = tensor.to(self._message_device)
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self._group)
+        return [one.cpu() for one in received]
+
+
+def describe(model: nn.Module, layout: Layout) -> list[str]:
+    """What has to be the same on every rank, a line each."""
+    lines = [
+        f"{'a trained' if parameter.requires_grad else 'a frozen'} parameter '{name}' of {_kind(parameter)}, in block "
+        f"{number} ('{block.name}')"
+        for number, block in enumerate(layout.blocks)
+        for name, parameter in block.parameters
+    ]
+    return lines + [f"a buffer '{name}' of {_kind(buffer)}" for name, buffer in model.named_buffers()]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}"
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of a tensor without gaps, in its order there."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

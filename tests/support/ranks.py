@@ -1,0 +1,62 @@
+"""Ranks on this machine: processes that run one function together, in a process group of gloo's.
+
+The processes are forked from one that has imported what takes long, so that a test takes no longer than its work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_SECONDS = 60.0  # for all of a test's ranks; what hangs fails
+_IMPORTED_ONCE = ["torch", "torch.distributed", "transformers", "transformers.models.gpt2.modeling_gpt2", "peft"]
+
+
+def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int = 2) -> list[Any]:
+    """Runs ``body(rank, *arguments)`` in so many ranks and returns what they returned: tensors, numbers, texts and
+    containers of them. ``body`` has to be importable, so it lives in :mod:`support`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext"])
+    processes = [
+        context.Process(target=_run, args=(body, arguments, rank, size, folder), daemon=True) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+    assert not errors, "\n".join(errors)
+    assert not hanging, f"ranks {hanging} of {size} are not done after {LIMIT_SECONDS} s"
+    return [torch.load(folder / f"{rank}.result") for rank in range(size)]
+
+
+def _run(body: Callable[..., Any], arguments: tuple[Any, ...], rank: int, size: int, folder: Path) -> None:
+    try:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'store'}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=LIMIT_SECONDS / 2),
+        )
+        torch.save(body(rank, *arguments), folder / f"{rank}.result")
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
