@@ -56,7 +56,8 @@ def _run(body: Callable[..., Any], arguments: tuple[Any, ...], rank: int, size: 
             timeout=timedelta(seconds=LIMIT_SECONDS / 2),
         )
         torch.save(body(rank, *arguments), folder / f"{rank}.result")
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext import Checks, optim
-from support.benches import activation_bytes, parameter_bytes
+from hydra_ext import _C, Checks, optim
+from support.benches import parameter_bytes
 from support.rounds import assert_nothing_left
 from support.zoo import FAMILIES, Batch, Family
 from support.zoo_more import MORE_FAMILIES
@@ -21,6 +21,7 @@ Seen = dict[str, Any]
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "ours": lambda parameters: optim.AdamW(parameters, lr=1e-2),
 }
 
@@ -62,17 +63,6 @@ class Job:
         batches = self.known.batches(100 + rank, self.steps * m)[step * m : (step + 1) * m]
         return [(1000 * step + 10 * index + rank, batch) for index, batch in enumerate(batches)]
 
-    def budget(self, model: nn.Module) -> int:
-        """Room for the activations of the microbatches that run together, and for a part of the weights."""
-        one = max(
-            activation_bytes(model, lambda model, _, batch=batch: self.loss(model, batch))
-            for step in range(self.steps)
-            for rank in range(2)
-            for _, batch in self.microbatches(rank, step)
-        )
-        together = min(max(self.m), self.round_size or max(self.m)) if self.loop == "step" else 1
-        return int((0.4 + 0.6 * together) * one + 0.35 * parameter_bytes(model))
-
 
 def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else tensor.detach().clone() for tensor in tensors]
@@ -105,23 +95,37 @@ class Recorder:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def train(rank: int, job: Job) -> Seen:
+def tight_budget(job: Job) -> int:
+    """Room for the activations of any rank's steps, and for a part of the weights."""
+    largest = 0
+    for rank in range(2):
+        model, optimizer = job.make(0)
+        recorder = Recorder(model, optimizer)
+        with hydra_ext.offload(model, optimizer, budget=2**30) as run:
+            for step in range(job.steps):
+                take_any_step(run, job, rank, step, recorder)
+                kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD, _C.PassKind.INFERENCE)
+                largest = max(largest, *(size for kind in kinds for _, size in run.core.recorded(kind)))
+    return largest + parameter_bytes(model) * 2 // 5
+
+
+def train(rank: int, job: Job, budget: int) -> Seen:
     """The training of one rank, offloaded."""
     model, optimizer = job.make(rank)
     recorder = Recorder(model, optimizer)
-    budget = job.budget(model)
     with hydra_ext.offload(model, optimizer, budget=budget, checks=Checks(poison_hosts=True)) as run:
         for step in range(job.steps):
-            given = job.microbatches(rank, step)
-            if job.loop == "step":
-                take_step(run, job, given, recorder)
-            else:
-                take_plain_step(run, job, given, recorder)
+            take_any_step(run, job, rank, step, recorder)
             assert_nothing_left(run)
             recorder.step_ended()
         recorder.seen["report"] = run.report().as_dict()
         recorder.seen["text"] = str(run.report())
     return recorder.end()
+
+
+def take_any_step(run: hydra_ext.Run, job: Job, rank: int, step: int, recorder: Recorder) -> None:
+    take = take_step if job.loop == "step" else take_plain_step
+    take(run, job, job.microbatches(rank, step), recorder)
 
 
 def take_step(run: hydra_ext.Run, job: Job, given: Sequence[tuple[int, Batch]], recorder: Recorder) -> None:

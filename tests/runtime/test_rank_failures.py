@@ -1,0 +1,57 @@
+"""A rank that fails, or goes another way than the others: every rank is told, and none averages anything wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.ranks import run_ranks
+from support.replicated import differences, train_together
+from support.replicated_cases import FAILING, errors_of, fail_and_go_on
+
+OTHER = "RankFailed: rank 1 has failed in this step"
+
+
+@pytest.mark.parametrize("round_size", [2, 1])
+@pytest.mark.parametrize("fault", ["forward", "backward"])
+def test_an_error_on_one_rank_is_an_error_on_all_and_the_next_step_is_equal(
+    fault: str, round_size: int, tmp_path: Path
+) -> None:
+    expected = train_together(FAILING)
+    first, second = run_ranks(fail_and_go_on, fault, round_size, folder=tmp_path)
+    assert first[0].startswith(OTHER)
+    assert second[0] == f"Broken: in the {fault}"
+    if (fault, round_size) == ("forward", 2):
+        assert not any(first[1] + second[1])  # nothing was accumulated
+    for (_, _, seen), plain in zip((first, second), expected, strict=True):
+        assert differences(seen["parameters"], plain["parameters"]) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "first", "second"),
+    [
+        ("data", [OTHER, ""], ["Broken: of the data", ""]),
+        (
+            "update",
+            ["", "ReplicasDiffer: the ranks have gone different ways: some ranks have made more steps"],
+            ["Broken: in the update", "ReplicasDiffer: the ranks have gone different ways: some ranks have made more"],
+        ),
+        *[
+            (script, [f"ReplicasDiffer: the ranks have gone different ways: {reason}"] * 1, None)
+            for script, reason in (("places", "some ranks are in run.step"), ("frozen", "the ranks train different"))
+        ],
+        ("steps inside", ["StateError: something wrote to 'transformer.ln_f.bias' during the backward"], None),
+        ("late", ["StateError: the gradient of 'transformer.ln_f.bias' was averaged", "", ""], None),
+        ("graph", ["StateError: the gradient of 'transformer.ln_f"], None),
+        ("no_sync", ["StateError: run.step() averages gradients", ""], None),
+    ],
+)
+def test_what_ranks_must_not_do_is_found(
+    script: str, first: list[str], second: list[str] | None, tmp_path: Path
+) -> None:
+    found = run_ranks(errors_of, script, folder=tmp_path)
+    for errors, expected in zip(found, (first, second or first), strict=True):
+        assert len(errors) == len(expected)
+        pairs = list(zip(errors, expected, strict=True))
+        assert all(bool(error) is bool(start) and error.startswith(start) for error, start in pairs), errors

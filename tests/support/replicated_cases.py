@@ -1,0 +1,422 @@
+"""What single tests of data parallel training have their ranks do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext import Checks
+from hydra_ext.errors import ReplicasDiffer
+from hydra_ext.runtime.averaging import Averaging
+from support.replicated import Job, Recorder, Seen, average, take_any_step, take_step, train_together, values_of
+
+ROOMY = 2**26
+AT_THE_END = 10**6  # turns
+
+
+def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> hydra_ext.offload:
+    return hydra_ext.offload(model, optimizer, budget=ROOMY, checks=Checks(poison_hosts=True), **options)
+
+
+def follow_blocks(rank: int, job: Job) -> list[tuple[int, str, int, bool]]:
+    """When blocks are issued and delivered, and whether they were taken from the device: of the second step."""
+    events: list[tuple[int, str, int, bool]] = []
+    turns = [0]
+
+    def noting(name: str, note: Callable[..., None]) -> Any:
+        plain = getattr(Averaging, name)
+
+        def call(self: Averaging, *args: Any) -> Any:
+            note(*args)
+            return plain(self, *args)
+
+        return mock.patch.object(Averaging, name, call)
+
+    def issue(under_way: Any) -> None:
+        events.append((turns[0], "issued", under_way.block, all(share.from_device for share in under_way.shares)))
+
+    def deliver(block: int, _share: Any) -> None:
+        events.append((turns[0], "delivered", block, False))
+
+    model, optimizer = job.make(rank)
+    with (
+        noting("advance", lambda reached: turns.__setitem__(0, reached)),
+        noting("complete", lambda: turns.__setitem__(0, AT_THE_END)),
+        noting("_begin", issue),
+        noting("_deliver", deliver),
+        offloaded(model, optimizer) as run,
+    ):
+        for step in range(2):
+            events.clear()
+            take_step(run, job, job.microbatches(rank, step), Recorder(model, optimizer))
+    return events
+
+
+def own_gradients(job: Job, size: int) -> Iterator[list[Tensor | None]]:
+    """Of the first step, of every rank by itself."""
+    for rank in range(size):
+        model, _ = job.make(0)
+        given = job.microbatches(rank, 0)
+        for seed, batch in given:
+            torch.manual_seed(seed)
+            (job.loss(model, batch) / len(given)).backward()
+        yield [parameter.grad for parameter in model.parameters()]
+
+
+def ways(job: Job) -> Iterator[list[tuple[Tensor | None, Tensor | None]]]:
+    """By step, each parameter's gradient on two ranks that do not average."""
+    for step in range(job.steps):
+        gradients = []
+        for rank in range(2):
+            model, _ = job.make(0)
+            for _, batch in job.microbatches(rank, step):
+                job.loss(model, batch).backward()
+            gradients.append([None if p.grad is None else torch.ones(()) for p in model.parameters()])
+        yield list(zip(*gradients, strict=True))
+
+
+# ---- infinities -----------------------------------------------------------------------------------------------------
+
+
+def overflow(rank: int) -> tuple[list[bool], list[list[Tensor | None]], list[Tensor | None]]:
+    """The second rank's first loss is infinite."""
+    job = Job(m=(2,), optimizer="ours")
+    model, optimizer = job.make(rank)
+    factors = [float("inf") if rank == 1 else 1.0, 1.0]
+    skipped, kept = [], []
+    with offloaded(model, optimizer) as run:
+        kept.append(values_of(list(model.parameters())))
+        for step, factor in enumerate(factors):
+            batches = [batch for _, batch in job.microbatches(rank, step)]
+            out = run.step(batches, lambda batch, factor=factor: job.loss(model, batch) * factor, max_norm=1.0)
+            skipped.append(out.skipped)
+            kept.append(values_of(list(model.parameters())))
+    return skipped, kept[:2], kept[2]
+
+
+def overflow_scaled(rank: int) -> list[float]:
+    job = Job(m=(2,))
+    model, optimizer = job.make(rank)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scales = []
+    with offloaded(model, optimizer) as run:
+        for step in range(2):
+            factor = float("inf") if rank == 1 and step == 0 else 1.0
+            batches = [batch for _, batch in job.microbatches(rank, step)]
+            run.step(batches, lambda batch, factor=factor: job.loss(model, batch) * factor, scaler=scaler)
+            scales.append(scaler.get_scale())
+    return scales
+
+
+# ---- other ways -----------------------------------------------------------------------------------------------------
+
+REFUSED = Job(m=(2,))
+
+
+def refuse(rank: int) -> tuple[list[list[Tensor | None]], int]:
+    """The second rank's microbatches count on the model, across a call of it, which no round can tell apart."""
+    model, optimizer = REFUSED.make(rank)
+    recorder = Recorder(model, optimizer)
+
+    def loss(batch: Any) -> Tensor:
+        model.tally = getattr(model, "tally", 0) + rank
+        value = REFUSED.loss(model, batch)
+        if rank == 1:
+            model.tally = model.tally + 1
+        return value
+
+    with offloaded(model, optimizer) as run:
+        for step in range(REFUSED.steps):
+            given = REFUSED.microbatches(rank, step)
+            run.step([batch for _, batch in given], loss, seeds=[seed for seed, _ in given], round_size=2)
+            recorder.step_ended()
+        return recorder.seen["parameters"], run.report().fallbacks
+
+
+def refuse_together() -> Any:
+    return train_together(REFUSED)[0]["parameters"]
+
+
+def leave(rank: int) -> tuple[int, int, bool]:
+    """Threads of the process before and after a context, and whether the group outlives what is left of that."""
+    job = Job(m=(2,), steps=2)
+    model, optimizer = job.make(rank)
+    job.loss(model, job.microbatches(rank, 0)[0][1]).backward()
+    average([model])
+    dist.all_reduce(torch.ones(1))
+    optimizer.zero_grad()
+    before = len(os.listdir("/proc/self/task"))
+    with offloaded(model, optimizer) as run:
+        for step in range(job.steps):
+            take_any_step(run, job, rank, step, Recorder(model, optimizer))
+    del run
+    gc.collect()
+    after = len(os.listdir("/proc/self/task"))
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    return before, after, group() is not None
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+FAILING = Job(m=(2,))
+Fault = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Broken(Exception):
+    """What a test's own code raises."""
+
+
+def step_with(
+    run: hydra_ext.Run, model: nn.Module, rank: int, step: int, change: Fault | None = None, **choices: Any
+) -> None:
+    """``change`` is made to the loss of the last microbatch."""
+    given = FAILING.microbatches(rank, step)
+    last = given[-1][1]
+
+    def loss(batch: Any) -> Tensor:
+        value = FAILING.loss(model, batch)
+        return change(model, value) if change is not None and batch is last else value
+
+    run.step([batch for _, batch in given], loss, seeds=[seed for seed, _ in given], **choices)
+
+
+def raise_in_forward(_model: nn.Module, _loss: Tensor) -> Tensor:
+    raise Broken("in the forward")
+
+
+class _RaisingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, _gradient: Tensor) -> Tensor:
+        raise Broken("in the backward")
+
+
+def raise_in_backward(model: nn.Module, loss: Tensor) -> Tensor:
+    """When most of the backward is done."""
+    embedding = model.transformer.wpe.weight
+    return loss + 0 * _RaisingBackward.apply(embedding.sum())
+
+
+FAULTS: dict[str, Fault] = {"forward": raise_in_forward, "backward": raise_in_backward}
+
+
+def fail_and_go_on(rank: int, fault: str, round_size: int | None) -> tuple[str, list[bool], Seen]:
+    """The second rank's second step fails the first time it is made."""
+    model, optimizer = FAILING.make(rank)
+    recorder = Recorder(model, optimizer)
+    error, left = "", []
+    with offloaded(model, optimizer) as run:
+        for step in range(FAILING.steps):
+            if step == 1:
+                change = FAULTS[fault] if rank == 1 else None
+                try:
+                    step_with(run, model, rank, step, change, round_size=round_size)
+                except Exception as raised:  # noqa: BLE001 - whatever it is, is compared
+                    error = f"{type(raised).__name__}: {raised}"
+                left = [parameter.grad is not None for parameter in model.parameters()]
+                optimizer.zero_grad()
+            step_with(run, model, rank, step, round_size=round_size)
+            recorder.step_ended()
+    return error, left, recorder.seen
+
+
+def errors_of(rank: int, name: str) -> list[str]:
+    """What a script's calls raise, in order; each may raise on some ranks only."""
+    errors = []
+    model, optimizer = FAILING.make(rank)
+    with offloaded(model, optimizer) as run:
+        for call in SCRIPTS[name](rank, run, model, optimizer):
+            try:
+                call()
+                errors.append("")
+            except Exception as raised:  # noqa: BLE001 - as above
+                errors.append(f"{type(raised).__name__}: {raised}")
+    return errors
+
+
+Script = Callable[[int, hydra_ext.Run, nn.Module, torch.optim.Optimizer], list[Callable[[], object]]]
+
+
+def _data(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    def microbatches() -> Iterator[Any]:
+        yield FAILING.microbatches(rank, 0)[0][1]
+        if rank == 1:
+            raise Broken("of the data")
+
+    return [
+        lambda: run.step(microbatches(), lambda batch: FAILING.loss(model, batch)),
+        lambda: step_with(run, model, rank, 0),
+    ]
+
+
+def _update(rank: int, run: hydra_ext.Run, model: nn.Module, optimizer: Any) -> list[Callable[[], object]]:
+    def fail(*_: Any) -> None:
+        raise Broken("in the update")
+
+    def failing() -> None:
+        handle = optimizer.register_step_pre_hook(fail) if rank == 1 else None
+        try:
+            step_with(run, model, rank, 0)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    return [failing, lambda: step_with(run, model, rank, 1)]
+
+
+def _places(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    loss = FAILING.loss(model, FAILING.microbatches(rank, 0)[0][1])
+    return [lambda: loss.backward() if rank == 1 else step_with(run, model, rank, 0)]
+
+
+def _frozen(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    model.transformer.wpe.weight.requires_grad_(rank == 0)
+    return [lambda: step_with(run, model, rank, 0)]
+
+
+def _steps_inside(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    bias = model.transformer.ln_f.bias
+
+    @torch.no_grad()
+    def step(parameter: Tensor) -> None:
+        parameter.sub_(parameter.grad)
+        parameter.grad = None
+
+    bias.register_post_accumulate_grad_hook(step)
+    backward = FAILING.microbatches(rank, 0)[0][1]
+    return [lambda: FAILING.loss(model, backward).backward()]
+
+
+class _Nested(torch.autograd.Function):
+    """Its backward runs a backward of its own, of which no graph tells."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, model: nn.Module) -> Tensor:
+        context.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            context.model.transformer.ln_f.bias.pow(2).sum().backward()
+        return gradient, None
+
+
+def _late(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    handle = model.transformer.wpe.register_forward_hook(lambda _module, _args, output: _Nested.apply(output, model))
+    return [lambda: step_with(run, model, rank, 0), handle.remove, lambda: step_with(run, model, rank, 0)]
+
+
+def _graph(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any) -> list[Callable[[], object]]:
+    return [lambda: FAILING.loss(model, FAILING.microbatches(rank, 0)[0][1]).backward(create_graph=rank == 1)]
+
+
+def _without_synchronisation(
+    rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: Any
+) -> list[Callable[[], object]]:
+    def step() -> None:
+        with run.no_sync():
+            step_with(run, model, rank, 0)
+
+    return [step, lambda: step_with(run, model, rank, 0)]
+
+
+SCRIPTS: dict[str, Script] = {
+    "data": _data,
+    "update": _update,
+    "places": _places,
+    "frozen": _frozen,
+    "steps inside": _steps_inside,
+    "late": _late,
+    "graph": _graph,
+    "no_sync": _without_synchronisation,
+}
+
+
+# ---- at the beginning -----------------------------------------------------------------------------------------------
+
+
+def enter_different(rank: int, difference: str) -> tuple[str, int, list[bool]]:
+    """The error of entering, the rank it names, and what it left: values as they were, no changed class."""
+    torch.manual_seed(rank)
+    width = 16 if difference == "shape" and rank == 1 else 8
+    model: nn.Module = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width))
+    if rank == 1 and difference == "dtype":
+        model = model.to(torch.float64)
+    elif rank == 1 and difference == "trained":
+        model[0].bias.requires_grad_(False)
+    elif rank == 1 and difference == "buffer":
+        model[1].register_buffer("more", torch.zeros(3))
+    blocks = [model[0]] if rank == 1 and difference == "blocks" else [model]
+    before = values_of(list(model.state_dict().values()))
+    try:
+        with hydra_ext.offload(model, budget=ROOMY, blocks=blocks):
+            return "", -1, []
+    except ReplicasDiffer as error:
+        pairs = zip(before, model.state_dict().values(), strict=True)
+        left = [type(model) is nn.Sequential, *(torch.equal(a, b) for a, b in pairs)]
+        return str(error), -1 if error.rank is None else error.rank, left
+
+
+def enter(rank: int) -> tuple[list[Tensor | None], list[int], list[str]]:
+    """Parameters and buffers after entering with other ones on every rank; how often each parameter was written to by
+    that, and by entering once more; what was logged."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logging.getLogger("hydra_ext").addHandler(handler)
+    logging.getLogger("hydra_ext").setLevel(logging.INFO)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Embedding(3, 4))
+    model[1].running_mean.fill_(rank)
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    model.register_buffer("wide", torch.full((2, 3), float(rank)).t())
+    before = [tensor._version for tensor in model.parameters()]
+    with hydra_ext.offload(model, budget=ROOMY):
+        entered = values_of(list(model.state_dict().values()))
+    bumps = [tensor._version - old for tensor, old in zip(model.parameters(), before, strict=True)]
+    again = [tensor._version for tensor in model.parameters()]
+    with hydra_ext.offload(model, budget=ROOMY):
+        pass
+    bumps += [tensor._version - old for tensor, old in zip(model.parameters(), again, strict=True)]
+    return entered, bumps, logged
+
+
+def choose(rank: int) -> list[list[float]]:
+    """The gradient of a weight whose gradient is the rank, by what was given as process_group."""
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([other]) for other in range(2)][rank]
+    gradients = []
+    for group in (None, pair, False, alone):
+        model = nn.Linear(1, 1, bias=False)
+        with hydra_ext.offload(model, budget=ROOMY, process_group=group) as run:
+            (model(torch.ones(1, 1)) * (rank + 1)).sum().backward()
+            gradients.append([model.weight.grad.item(), float(run.report().ranks)])
+    return gradients
+
+
+def grad_of(rank: int) -> list[list[float]]:
+    """torch.autograd.grad averages nothing, and neither does it wait for anybody."""
+    model = nn.Linear(1, 1, bias=False)
+    with hydra_ext.offload(model, budget=ROOMY):
+        found = []
+        if rank == 1:
+            loss = (model(torch.ones(1, 1)) * 3).sum()
+            found = [gradient.item() for gradient in torch.autograd.grad(loss, [model.weight])]
+        (model(torch.ones(1, 1)) * (rank + 1)).sum().backward()
+        return [found, [model.weight.grad.item()]]
