@@ -27,9 +27,14 @@ class Comparison:
 
     def verdict(self, *, margin: float, holds: bool) -> str:
         """``margin``: how far the goal is from 1, as a ratio. Void where noise alone could decide."""
-        if self.spread > margin / 2:
-            return f"VOID: identical runs differ by {self.spread:.2%}, more than half the margin of {margin:.0%}"
-        return "holds" if holds else "MISSED"
+        return verdict(self.spread, margin=margin, holds=holds)
+
+
+def verdict(spread: float, *, margin: float, holds: bool) -> str:
+    """See :meth:`Comparison.verdict`."""
+    if spread > margin / 2:
+        return f"VOID: identical runs differ by {spread:.2%}, more than half the margin of {margin:.0%}"
+    return "holds" if holds else "MISSED"
 
 
 def timed(run: Callable[[], None]) -> float:

@@ -24,38 +24,22 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from measure import Comparison, compare
-from transformers import GPT2Config, GPT2LMHeadModel
+import step_bound
+from models import Size, keep_freed_memory, make_model
+from transformers import GPT2LMHeadModel
 
 import hydra_ext
 from hydra_ext import _C
 
 
-@dataclass(frozen=True)
-class Size:
-    layers: int
-    width: int
-    tokens: int
-
-
 FULL = Size(layers=8, width=768, tokens=256)
 TINY = Size(layers=4, width=128, tokens=64)
-
-
-def make_model(size: Size) -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=size.layers, n_embd=size.width, n_head=size.width // 64, n_positions=size.tokens,
-        vocab_size=256, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
 
 
 class Training:
@@ -189,14 +173,6 @@ def check_equal(plain: Training, offloaded: Training) -> None:
     shared = min(len(plain.losses), len(offloaded.losses))
     if not all(torch.equal(a, b) for a, b in zip(plain.losses[:shared], offloaded.losses[:shared], strict=True)):
         sys.exit("the losses of the offloaded run differ from the plain run's")
-
-
-def keep_freed_memory() -> None:
-    """Freed memory stays with the process, so that neither side's time is that of page faults."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_max = -1, -4
-    libc.mallopt(trim_threshold, 2**31 - 1)
-    libc.mallopt(mmap_max, 0)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,6 +50,9 @@ class SimulatedDevice:
         to_device_bytes_per_second: speed of the host-to-device lane; None for as fast as memory copies.
         to_host_bytes_per_second: speed of the device-to-host lane; None likewise.
         latency_seconds: what every transfer takes at least.
+        host_memory_bytes_per_second: what optimizer steps that run behind the next forward (:mod:`hydra_ext.optim`) may
+            read and write in a second; None for as much as this machine can. A block's update takes at least its bytes
+            by this speed.
         poison: fill evicted slots with NaN, so that a stale read shows.
         asynchronous: finish compute late on a lane of its own and check slots then: finds missing waits.
         seed: of the delays in the asynchronous mode.
@@ -59,13 +62,14 @@ class SimulatedDevice:
     to_device_bytes_per_second: float | None = None
     to_host_bytes_per_second: float | None = None
     latency_seconds: float = 0.0
+    host_memory_bytes_per_second: float | None = None
     poison: bool = True
     asynchronous: bool = False
     seed: int = 0
     faults: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("to_device_bytes_per_second", "to_host_bytes_per_second"):
+        for name in ("to_device_bytes_per_second", "to_host_bytes_per_second", "host_memory_bytes_per_second"):
             speed = getattr(self, name)
             if speed is not None and not (_is_number(speed) and speed > 0):
                 raise InvalidArgument(f"{name}={speed!r}: give a positive number, or None for no limit")

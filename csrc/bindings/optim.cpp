@@ -57,6 +57,7 @@ void bind_optim(py::module_& module) {
            py::arg("second_moment") = std::nullopt, py::arg("seed") = 0)
       .def("clear", &StepPlan::clear)
       .def("__len__", &StepPlan::size)
+      .def_property_readonly("traffic_bytes", &StepPlan::traffic_bytes, "What running it reads and writes.")
       .def("run", &StepPlan::run, py::arg("pool"), py::arg("scale") = 1.0F, Released())
       .def("run_range", &StepPlan::run_range, py::arg("parameter"), py::arg("begin"), py::arg("end"),
            py::arg("scale") = 1.0F, Released());

@@ -114,6 +114,7 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly("deferred_updates", &PagedModel::deferred_updates)
       .def_property_readonly("update_seconds", &PagedModel::update_seconds)
       .def_property_readonly("update_wait_seconds", &PagedModel::update_wait_seconds)
+      .def_property_readonly("update_bytes", &PagedModel::update_bytes)
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly(

@@ -20,12 +20,13 @@ void bind_transfer(py::module_& module) {
       .def_property_readonly("to_host_statistics", [](DeviceBackend& device) { return device.to_host().statistics(); });
   py::class_<SimulatedDevice, DeviceBackend, std::shared_ptr<SimulatedDevice>>(module, "SimulatedDevice")
       .def(py::init([](double to_device_bytes_per_second, double to_host_bytes_per_second, double latency_seconds,
-                       bool poison, bool asynchronous, double kernel_delay_seconds, std::uint64_t seed,
-                       std::shared_ptr<FaultInjector> faults) {
+                       double host_memory_bytes_per_second, bool poison, bool asynchronous, double kernel_delay_seconds,
+                       std::uint64_t seed, std::shared_ptr<FaultInjector> faults) {
              SimulatedDeviceOptions options;
              options.to_device_bytes_per_second = to_device_bytes_per_second;
              options.to_host_bytes_per_second = to_host_bytes_per_second;
              options.latency_seconds = latency_seconds;
+             options.host_memory_bytes_per_second = host_memory_bytes_per_second;
              options.poison = poison;
              options.asynchronous = asynchronous;
              options.kernel_delay_seconds = kernel_delay_seconds;
@@ -34,8 +35,9 @@ void bind_transfer(py::module_& module) {
              return std::make_shared<SimulatedDevice>(options);
            }),
            py::kw_only(), py::arg("to_device_bytes_per_second") = 0.0, py::arg("to_host_bytes_per_second") = 0.0,
-           py::arg("latency_seconds") = 0.0, py::arg("poison") = true, py::arg("asynchronous") = false,
-           py::arg("kernel_delay_seconds") = 0.001, py::arg("seed") = 0, py::arg("faults") = nullptr)
+           py::arg("latency_seconds") = 0.0, py::arg("host_memory_bytes_per_second") = 0.0, py::arg("poison") = true,
+           py::arg("asynchronous") = false, py::arg("kernel_delay_seconds") = 0.001, py::arg("seed") = 0,
+           py::arg("faults") = nullptr)
       .def("hazards", &SimulatedDevice::hazards, py::call_guard<py::gil_scoped_release>())
       .def("first_hazard", &SimulatedDevice::first_hazard, py::call_guard<py::gil_scoped_release>());
 }

@@ -5,17 +5,17 @@
 #include <utility>
 
 namespace hydra {
-
 namespace {
 
-double seconds_since(ActivityLog::Time start) {
-  return std::chrono::duration<double>(ActivityLog::Clock::now() - start).count();
-}
+using Clock = ActivityLog::Clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
-DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale, ActivityLog* log)
-    : pool_(std::move(pool)), scale_(scale), log_(log) {
+DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale,
+                               double bytes_per_second, ActivityLog* log)
+    : pool_(std::move(pool)), scale_(scale), bytes_per_second_(bytes_per_second), log_(log) {
   for (Part& part : parts) {
     entries_.push_back({std::move(part), State::kWaiting});
   }
@@ -43,25 +43,32 @@ DeferredUpdate::Entry* DeferredUpdate::next_locked() {
 }
 
 void DeferredUpdate::run() {
+  Clock::time_point memory_free = Clock::now();
   std::unique_lock lock(mutex_);
   while (Entry* entry = next_locked()) {
     entry->state = State::kRunning;
     lock.unlock();
-    const auto start = std::chrono::steady_clock::now();
+    const Clock::time_point start = Clock::now();
     entry->part.plan.run(*pool_, scale_);
-    const auto end = std::chrono::steady_clock::now();
-    const double seconds = std::chrono::duration<double>(end - start).count();
+    double seconds = seconds_since(start);
+    const std::int64_t bytes = entry->part.plan.traffic_bytes();
+    if (bytes_per_second_ > 0.0) {
+      seconds = std::max(seconds, static_cast<double>(bytes) / bytes_per_second_);
+      memory_free += std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(seconds));
+      std::this_thread::sleep_until(memory_free);
+    }
     if (log_ != nullptr) {
       log_->add({.row = ActivityRow::kOptimizer,
                  .kind = ActivityKind::kUpdate,
                  .label = {.block = entry->part.block},
-                 .bytes = entry->part.bytes,
+                 .bytes = bytes,
                  .begin = start,
-                 .end = end});
+                 .end = Clock::now()});
     }
     lock.lock();
     entry->state = State::kDone;
     seconds_ += seconds;
+    bytes_ += bytes;
     done_.notify_all();
   }
 }
@@ -107,6 +114,11 @@ bool DeferredUpdate::finished(std::int32_t block) const {
 double DeferredUpdate::seconds() const {
   const std::lock_guard lock(mutex_);
   return seconds_;
+}
+
+std::int64_t DeferredUpdate::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
 }
 
 }  // namespace hydra

@@ -35,6 +35,26 @@ SgdStep SgdStep::make(const Options& options, bool first) {
   };
 }
 
+std::int64_t traffic_bytes(const ParameterUpdate& update) noexcept {
+  const std::int64_t weight = bytes_of(update.weight_format);
+  std::int64_t each = bytes_of(update.gradient_format);
+  switch (update.layout) {
+    case WeightLayout::kFloat32:
+      each += 2 * weight;
+      break;
+    case WeightLayout::kMaster:
+      each += weight + 2 * bytes_of(NumberFormat::kFloat32);
+      break;
+    case WeightLayout::kSplit:
+      each += 4 * weight;  // the lower half is as long as the upper
+      break;
+  }
+  for (const void* moment : {update.first_moment, update.second_moment}) {
+    each += moment != nullptr ? 2 * bytes_of(update.moment_format) : 0;
+  }
+  return each * update.count;
+}
+
 std::uint32_t rounding_seed(std::int64_t step, std::int64_t ordinal) noexcept {
   // The finaliser of splitmix64 over both: neighbours in either have unrelated seeds.
   auto mixed = (static_cast<std::uint64_t>(step) << 32) ^ static_cast<std::uint64_t>(ordinal);

@@ -94,6 +94,9 @@ struct ParameterUpdate {
   std::uint32_t seed = 0;
 };
 
+/// Bytes of memory that the update reads, and bytes that it writes, together.
+std::int64_t traffic_bytes(const ParameterUpdate& update) noexcept;
+
 /// The seed of a parameter's stochastic rounding in one step; `ordinal` is the parameter's place in its optimizer.
 std::uint32_t rounding_seed(std::int64_t step, std::int64_t ordinal) noexcept;
 

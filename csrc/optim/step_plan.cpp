@@ -38,6 +38,14 @@ void StepPlan::clear() noexcept {
   ranges_.clear();
 }
 
+std::int64_t StepPlan::traffic_bytes() const noexcept {
+  std::int64_t sum = 0;
+  for (const ParameterUpdate& update : updates_) {
+    sum += hydra::traffic_bytes(update);
+  }
+  return sum;
+}
+
 void StepPlan::run(ThreadPool& pool, float scale) const {
   pool.parallel_for(ranges_.size(), [this, scale](std::int64_t index) {
     const Range range = ranges_[index];

@@ -28,6 +28,9 @@ class StepPlan {
   /// Elements of one parameter.
   std::int64_t count(std::size_t parameter) const { return updates_.at(parameter).count; }
 
+  /// Bytes of memory that running it reads and writes.
+  std::int64_t traffic_bytes() const noexcept;
+
   /// Every parameter whole.
   void run(ThreadPool& pool, float scale) const;
   /// Elements begin ... end - 1 of one parameter, by the calling thread. Throws StateError if there are none such.

@@ -169,11 +169,12 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until the block, or all, is updated, and gives tensors back.
   void finish_update(std::int32_t block);
   void finish_update();
-  /// Optimizer steps that were deferred, and how long their threads worked.
+  /// Optimizer steps that were deferred, how long their threads worked, and what they have read and written.
   std::int64_t deferred_updates() const;
   double update_seconds() const;
   /// How long others than the lanes waited for them.
   double update_wait_seconds() const;
+  Bytes update_bytes() const;
 
   /// Moves a block and its optimizer's `state` to the device, their home from now on; see DeviceHomes. False when they
   /// cannot go there. Outside windows.
@@ -275,6 +276,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
   double update_wait_seconds_ = 0.0;
+  Bytes update_bytes_ = 0;       // likewise
 
   std::mutex gate_;
   mutable std::mutex backward_mutex_;

@@ -16,16 +16,15 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
       parameter->withheld_data = parameter->host_data();
     }
-    Bytes bytes = 0;
     for (const at::Tensor& tensor : update.tensors) {
-      bytes += static_cast<Bytes>(tensor.nbytes());
       withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
     }
-    parts.push_back({update.block, std::move(update.plan), bytes});
+    parts.push_back({update.block, std::move(update.plan)});
   }
   trainable_stale_ = true;
   ++deferred_updates_;
-  update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale, &backend_->activity());
+  update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale,
+                                             backend_->host_memory_bytes_per_second(), &backend_->activity());
   for (const auto& [block, tensors] : withheld_) {
     backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
   }
@@ -52,6 +51,11 @@ void PagedModel::note_update_wait(Activity::Time begin, double seconds, std::int
     const std::lock_guard lock(update_mutex_);
     update_wait_seconds_ += seconds;
   }
+}
+
+Bytes PagedModel::update_bytes() const {
+  const std::lock_guard lock(update_mutex_);
+  return update_bytes_ + (update_ ? update_->bytes() : 0);
 }
 
 void PagedModel::give_back_locked(std::int32_t block) noexcept {
@@ -156,6 +160,7 @@ void PagedModel::settle_update() {
   }
   if (withheld_.empty()) {
     update_seconds_ += update_->seconds();
+    update_bytes_ += update_->bytes();
     update_.reset();
   }
 }

@@ -59,6 +59,8 @@ class DeviceBackend {
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
   /// Counts what others than slots() took at most since its last call. Empty where the ledger sees every byte.
   virtual std::function<Bytes()> activation_meter() { return {}; }
+  /// What optimizer steps on the host may read and write in a second; 0 for as much as the host can.
+  virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
   /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.
   virtual void note_read(const void* /*pointer*/, Bytes /*bytes*/) {}
   /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a

@@ -109,7 +109,8 @@ struct SimulatedDevice::State {
 };
 
 SimulatedDevice::SimulatedDevice(SimulatedDeviceOptions options)
-    : state_(std::make_unique<State>(options, activity())) {}
+    : host_memory_bytes_per_second_(options.host_memory_bytes_per_second),
+      state_(std::make_unique<State>(options, activity())) {}
 
 SimulatedDevice::~SimulatedDevice() = default;
 

@@ -13,8 +13,9 @@
 // The bytes themselves are not compared: they may be released, poisoned or written in compute order.
 // Hazards are counted (once for each piece) and described, and make no one throw.
 //
-// The lanes model a link: a piece takes at least bytes / bandwidth seconds, a job at least latency more.
-// Slots are filled with poison (0xff: NaN in every floating type) when allocated and when released, unless
+// The lanes model a link: a piece takes at least bytes / bandwidth seconds, a job at least latency more. So is the
+// host's memory, for optimizer steps behind the next forward: what a block's reads and writes takes at least bytes /
+// bandwidth. Slots are filled with poison (0xff: NaN in every floating type) when allocated and when released, unless
 // told otherwise. In the asynchronous mode released ones are kept for immediate reuse by the next allocation
 // of the same size, as a caching allocator would, and return to the heap with the device.
 #pragma once
@@ -46,6 +47,7 @@ struct SimulatedDeviceOptions {
   double to_device_bytes_per_second = 0.0;  // 0: as fast as memcpy
   double to_host_bytes_per_second = 0.0;
   double latency_seconds = 0.0;
+  double host_memory_bytes_per_second = 0.0;  // 0: as fast as the host's
   bool poison = true;
   bool asynchronous = false;
   /// Longest delay of a kernel in the asynchronous mode, counted from its call; each is drawn anew from
@@ -70,6 +72,7 @@ class SimulatedDevice final : public DeviceBackend {
   void compute_waits(Ticket& ticket) override;
   void note_read(const void* pointer, Bytes bytes) override;
   void note_write(void* pointer, Bytes bytes) override;
+  double host_memory_bytes_per_second() const noexcept override { return host_memory_bytes_per_second_; }
 
   /// Hazards seen so far, and the description of the first one (empty if none). Both drain the compute lane,
   /// which counts as a fence seen; they do not drain the lanes.
@@ -78,6 +81,7 @@ class SimulatedDevice final : public DeviceBackend {
 
  private:
   struct State;
+  const double host_memory_bytes_per_second_;
   std::unique_ptr<State> state_;
 };
 

@@ -105,6 +105,7 @@ class SimulatedPlace(Place):
             to_device_bytes_per_second=options.to_device_bytes_per_second or 0.0,
             to_host_bytes_per_second=options.to_host_bytes_per_second or 0.0,
             latency_seconds=options.latency_seconds,
+            host_memory_bytes_per_second=options.host_memory_bytes_per_second or 0.0,
             poison=options.poison,
             asynchronous=options.asynchronous,
             seed=options.seed,

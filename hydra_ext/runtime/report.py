@@ -35,6 +35,7 @@ class Report:
         order_changes: passes whose blocks ran in another order than the time before.
         deferred_updates: optimizer steps that ran behind the next forward.
         update_seconds: how long their threads worked.
+        update_bytes: host memory that they read and wrote.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
@@ -74,6 +75,7 @@ class Report:
     order_changes: int
     deferred_updates: int
     update_seconds: float
+    update_bytes: int
     waited_for_weights_seconds: float
     waited_for_faults_seconds: float
     waited_for_gradients_seconds: float
@@ -187,6 +189,7 @@ def make_report(
         order_changes=pager.order_changes,
         deferred_updates=core.deferred_updates,
         update_seconds=core.update_seconds,
+        update_bytes=core.update_bytes,
         waited_for_weights_seconds=pager.hook_wait_seconds,
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,
