@@ -54,7 +54,19 @@ Pager::Block& Pager::at(std::int32_t block) const {
   return *blocks_[static_cast<std::size_t>(block)];
 }
 
-Bytes Pager::activation_peak() { return activation_meter_ ? activation_meter_() : ledger_.take_activation_peak(); }
+Bytes Pager::activation_peak() {
+  if (activation_meter_) {
+    return activation_meter_();
+  }
+  const Bytes peak = ledger_.take_activation_peak();
+  const std::lock_guard lock(mutex_);
+  return peak + std::exchange(gradients_leaving_, 0);
+}
+
+void Pager::note_leaving(Bytes gradients) {
+  const std::lock_guard lock(mutex_);
+  gradients_leaving_ += gradients;
+}
 
 // ---- passes -----------------------------------------------------------------------------------
 

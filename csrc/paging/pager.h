@@ -73,6 +73,9 @@ class Pager {
   void set_gradient_reserve(Bytes bytes) noexcept { gradient_reserve_ = bytes; }
   /// Asked when nothing else can go: lets one settled block go, or something of it, and says whether it did.
   void set_last_resort(std::function<bool()> last_resort) { last_resort_ = std::move(last_resort); }
+  /// So many bytes of gradients leave while the block in use now is: slots leave room for them, as for its activations,
+  /// in the passes to come. Else what the block allocates would wait for them.
+  void note_leaving(Bytes gradients);
   /// Off: meeting an absent block throws PageFaultError.
   void set_fault_path(bool enabled) noexcept { fault_path_ = enabled; }
 
@@ -199,6 +202,7 @@ class Pager {
   std::vector<Bytes> slot_bytes_;
   Trace trace_;
   std::int64_t arrivals_ = 0;
+  Bytes gradients_leaving_ = 0;  // see note_leaving(); since the last arrival
   bool closed_ = false;
   PagerStatistics statistics_;
 };

@@ -55,12 +55,15 @@ std::vector<HostParameter*> GradientGathering::take_all() {
   return std::exchange(kept_, {});
 }
 
-void GradientGathering::end(GradientSink& sink) {
+Bytes GradientGathering::end(GradientSink& sink) {
+  Bytes bytes = 0;
   for (HostParameter* parameter : take_all()) {
     if (at::Tensor gradient = std::exchange(gradient_of(*parameter), at::Tensor()); gradient.defined()) {
+      bytes += static_cast<Bytes>(gradient.nbytes());
       sink.accept(*parameter, std::move(gradient));
     }
   }
+  return bytes;
 }
 
 void GradientGathering::discard() noexcept {

@@ -20,8 +20,8 @@ class GradientGathering {
   bool keep(HostParameter& parameter);
   /// Takes the gradient of `parameter` away if it has stayed and is all there is of it; undefined else.
   at::Tensor take(HostParameter& parameter);
-  /// Whatever stayed goes to `sink`; nothing stays from now on.
-  void end(GradientSink& sink);
+  /// Whatever stayed goes to `sink`; nothing stays from now on. Returns its bytes.
+  Bytes end(GradientSink& sink);
   /// The pass has failed: what stayed is forgotten.
   void discard() noexcept;
 

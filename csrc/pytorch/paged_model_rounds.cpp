@@ -17,7 +17,7 @@ BlockList without(const BlockList& blocks, const BlockList& others) {
 }  // namespace
 
 void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
-  gathering_.end(*sink_);
+  const Bytes leaving = gathering_.end(*sink_);
   sink_->norm().release();
   const BlockList before = stays();
   const BlockList left = without(before, blocks);
@@ -27,6 +27,9 @@ void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
   leave(left);
   arrive(reached, kind);
   exchange_stays(blocks);
+  if (!blocks.empty()) {
+    pager_->note_leaving(leaving);
+  }
   if (kind == PassKind::kBackward && !blocks.empty() && !options_.gradient_dtype) {
     gathering_.begin();
   }

@@ -113,13 +113,10 @@ TEST(DeferredUpdate, EndsOnlyWhenAllIsDone) {
 
 TEST(DeferredUpdate, IsInTheActivityLogBlockByBlock) {
   Blocks blocks(4);
-  std::vector<DeferredUpdate::Part> parts = blocks.parts({2, 0, 3, 1});
-  for (DeferredUpdate::Part& part : parts) {
-    part.bytes = 100 + part.block;
-  }
+  const std::vector<DeferredUpdate::Part> parts = blocks.parts({2, 0, 3, 1});
   ActivityLog log;
   log.start(10);
-  DeferredUpdate update(std::move(parts), pool(2), 1.0F, &log);
+  DeferredUpdate update(parts, pool(2), 1.0F, 0.0, &log);
   update.wait_all();
   const std::vector<Activity> done = log.stop().activities;
   ASSERT_EQ(done.size(), 4U);
@@ -127,7 +124,7 @@ TEST(DeferredUpdate, IsInTheActivityLogBlockByBlock) {
     EXPECT_EQ(done[i].row, ActivityRow::kOptimizer);
     EXPECT_EQ(done[i].kind, ActivityKind::kUpdate);
     EXPECT_EQ(done[i].label.block, (std::vector<std::int32_t>{2, 0, 3, 1})[i]);
-    EXPECT_EQ(done[i].bytes, 100 + done[i].label.block);
+    EXPECT_EQ(done[i].bytes, parts[i].plan.traffic_bytes());
     EXPECT_TRUE(i == 0 || done[i - 1].end <= done[i].begin);
   }
 }
