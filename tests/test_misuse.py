@@ -154,9 +154,12 @@ def test_blocks_may_be_a_list_of_modules_that_is_a_module() -> None:
         assert [block.name for block in run.layout.blocks] == ["0.0", "0.1", "1"]
 
 
-@pytest.mark.parametrize("name", ["to_device_bytes_per_second", "to_host_bytes_per_second", "latency_seconds"])
+@pytest.mark.parametrize(
+    "name",
+    ["to_device_bytes_per_second", "to_host_bytes_per_second", "latency_seconds", "host_memory_bytes_per_second"],
+)
 @pytest.mark.parametrize("value", [-1, float("nan"), "fast", True])
-def test_a_link_that_cannot_be_is_refused(name: str, value: Any) -> None:
+def test_a_speed_that_cannot_be_is_refused(name: str, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"{name}={value!r}: give a"):
         hydra_ext.SimulatedDevice(**{name: value})
 

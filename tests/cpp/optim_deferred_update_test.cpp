@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+
 #include "tests/cpp/optim_support.h"
 
 namespace hydra {
@@ -136,6 +138,24 @@ TEST(DeferredUpdate, SaysHowLongItWasWaitedFor) {
   EXPECT_EQ(update.wait_all(), 0.0);
   EXPECT_EQ(update.wait(1), 0.0);
   EXPECT_EQ(update.wait(7), 0.0);
+}
+
+TEST(DeferredUpdate, TakesAtLeastItsBytesByTheSpeedOfMemoryAndChangesNoBit) {
+  Blocks wanted(4);
+  wanted.update_now(1.0F);
+  Blocks blocks(4);
+  constexpr double kSpeed = 1e9;
+  const auto start = std::chrono::steady_clock::now();
+  DeferredUpdate update(blocks.parts({0, 1, 2, 3}), pool(1), 1.0F, kSpeed);
+  update.wait(3);
+  const std::int64_t bytes = update.bytes();
+  EXPECT_GE(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+            static_cast<double>(bytes) / kSpeed);
+  update.wait_all();
+  EXPECT_EQ(blocks.differences(wanted), 0);
+  EXPECT_EQ(bytes, blocks.parts({0}).front().plan.traffic_bytes());
+  EXPECT_EQ(update.bytes(), 4 * blocks.parts({0}).front().plan.traffic_bytes());
+  EXPECT_GE(update.seconds(), static_cast<double>(update.bytes()) / kSpeed);
 }
 
 TEST(DeferredUpdate, OfNothingIsDone) {

@@ -103,6 +103,23 @@ TEST(StepPlan, RefusesAnUpdateThatLacksAnArrayOrHasOneTooMany) {
   EXPECT_EQ(plan.size(), 0U);
 }
 
+TEST(StepPlan, KnowsTheBytesItReadsAndWrites) {
+  const auto bytes_each = [](const std::string& name) {
+    Memory memory(kind_named(name), 1000, 0, Content::kNumbers, 1);
+    StepPlan plan;
+    plan.add(memory.update());
+    plan.add(memory.update());
+    return static_cast<double>(plan.traffic_bytes()) / 2000.0;
+  };
+  EXPECT_EQ(StepPlan{}.traffic_bytes(), 0);
+  EXPECT_EQ(bytes_each("adamw0000"), 4 + 4 + 4 + 16);  // weights read and written, gradient, two moments likewise
+  EXPECT_EQ(bytes_each("adamw1110"), 2 + 8 + 2 + 16);  // weights written, fp32 master
+  EXPECT_EQ(bytes_each("adamw2110"), 4 + 4 + 2 + 16);  // split master
+  EXPECT_EQ(bytes_each("adamw2111"), 4 + 4 + 2 + 8);   // bf16 moments
+  EXPECT_EQ(bytes_each("sgd0000"), 8 + 4 + 8);         // one moment
+  EXPECT_EQ(bytes_each("plain0000"), 8 + 4);           // none
+}
+
 TEST(StepPlan, IsEmptyOnceCleared) {
   Parameters parameters;
   StepPlan plan = parameters.plan();

@@ -108,6 +108,32 @@ TEST_P(PagerTest, LoadsTwiceTheBlocksLessTheSlotsOnceItKnowsTheOrder) {
   }
 }
 
+TEST_P(PagerTest, LeavesRoomForGradientsThatLeaveWhileABlockIsInUse) {
+  constexpr std::int32_t kBlocks = 6;
+  constexpr Bytes kSlots = 4;
+  make(kBlocks, kSlots * kBlock);
+  for (int step = 0; step < 3; ++step) {
+    pager_->begin_pass(PassKind::kForward);
+    for (std::int32_t i = 0; i < kBlocks; ++i) {
+      visit(i);
+    }
+    pager_->end_pass(true);
+    EXPECT_EQ(pager_->resident_bytes(), kSlots * kBlock);
+    pager_->begin_pass(PassKind::kBackward);
+    for (std::int32_t i = kBlocks; i-- > 0;) {
+      const bool gradients = i + 1 < kBlocks;  // those of the block before
+      pager_->arrive(i);
+      pager_->note_leaving(gradients ? kBlock : 0);
+      EXPECT_EQ(pager_->resident_bytes(), (gradients && step > 0 ? kSlots - 1 : kSlots) * kBlock) << "block " << i;
+      pager_->release(i, AcquireReason::kHook);
+    }
+    pager_->end_pass(true);
+    for (const auto& [block, room] : pager_->recorded(PassKind::kBackward)) {
+      EXPECT_EQ(room, block + 1 < kBlocks ? kBlock : 0) << "block " << block;
+    }
+  }
+}
+
 TEST_P(PagerTest, EvictsNothingWithRoomForAllAndReloadsOnlyWhatChanged) {
   make(4, 4 * kBlock);
   step(4);
