@@ -1,6 +1,7 @@
 """A training step under a budget against the plain step: python benchmarks/offload_step.py [--rounds 9] [--tiny]
 
-Compute runs on one thread, the lanes on another core. Three questions:
+Compute runs on one thread, the lanes on another core. ``--part loop`` answers three questions, ``--part rounds`` a
+fourth, (d), which step_bound.py explains.
 
 (a) Room for all: how much slower than plain PyTorch? The goal is at most 3 %.
 (b) Room for 30 % of the weights, over a simulated link on which the weights that move in take half of the plain step:
@@ -28,15 +29,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import step_bound
 import torch
 from measure import Comparison, compare
-import step_bound
 from models import Size, keep_freed_memory, make_model
 from transformers import GPT2LMHeadModel
 
 import hydra_ext
 from hydra_ext import _C
-
 
 FULL = Size(layers=8, width=768, tokens=256)
 TINY = Size(layers=4, width=128, tokens=64)
@@ -178,24 +178,32 @@ def check_equal(plain: Training, offloaded: Training) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--part", choices=["loop", "rounds"], help="both unless given")
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that the benchmark runs")
     options: Any = parser.parse_args(argv)
     torch.set_num_threads(1)
     keep_freed_memory()
-    size = TINY if options.tiny else FULL
+    if options.part != "rounds":
+        loop(TINY if options.tiny else FULL, options.rounds)
+    if options.part != "loop":
+        step_bound.main(tiny=options.tiny, rounds=options.rounds)
+    return 0
+
+
+def loop(size: Size, rounds: int) -> None:
+    """(a), (b) and (c)."""
     model = make_model(size)
     ids = torch.randint(0, 256, (1, size.tokens))
     print(f"GPT-2 of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {size.tokens} tokens")
 
-    result, bytes_equal = room_for_all(model, ids, options.rounds)
+    result, bytes_equal = room_for_all(model, ids, rounds)
     print(f"(a) plain {result.reference_seconds:.3f} s, offloaded {result.subject_seconds:.3f} s, ratio "
           f"{result.ratio:.4f}, spread {result.spread:.4f}: at most 1.03 "
           f"{result.verdict(margin=0.03, holds=result.ratio <= 1.03)}")  # fmt: skip
-    some, of_bound = room_for_some(model, ids, options.rounds)
+    some, of_bound = room_for_some(model, ids, rounds)
     print(f"(b) {of_bound:.1%} of the bound, spread {some.spread:.4f}: at least 90 % "
           f"{some.verdict(margin=0.10, holds=of_bound >= 0.90)}")  # fmt: skip
     print(f"(c) bytes moved with room for all equal the formula: {bytes_equal}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ The second part is there because clipping to the exact norm lets no update start
 the next forward can hide it. Goals: 95 % of the bound where one resource takes twice the second, 90 % at balance.
 
 Where the optimizer is the slowest, backward goes on beside neither of the two parts, and a step can be faster than the
-bound. What no schedule undercuts is printed beside it as the floor, the slowest in forward plus the slowest in backward:
+bound. What no schedule undercuts is printed beside it as the floor: the slowest of forward plus that of backward.
 
     floor  =  max(forward, to device in forward, optimizer)  +  max(backward, to device in backward, to host)
 
-and the goals are held against the smaller of the two. A step is timed right behind another, whose update it has to hide.
+It leaves out that a block can be computed with only when it is there, and the last gradients leave only when they are
+computed. A step is timed right behind another, whose update it has to hide.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import hydra_ext
 from hydra_ext import _C
 from hydra_ext.optim import AdamW
 
-FULL, TINY = Size(layers=24, width=512, tokens=64), Size(layers=12, width=128, tokens=64)
+FULL, TINY = Size(layers=32, width=448, tokens=64), Size(layers=12, width=128, tokens=64)
 MICROBATCHES = 4
 MAX_NORM = 1.0
 BLOCKS_OF_ROOM = 5
@@ -56,9 +57,10 @@ class Case:
 
 
 CASES = (
-    Case("compute twice the rest", to_device=0.5, to_host=0.5, optimizer=0.5),
-    Case("link to the device twice the rest", to_device=2.0, to_host=0.5, optimizer=0.5),
+    Case("compute twice the rest", to_device=0.5, to_host=0.25, optimizer=0.5),
+    Case("link to the device twice the rest", to_device=2.0, to_host=0.5, optimizer=1 / 3),
     Case("optimizer twice the rest", to_device=1.0, to_host=0.5, optimizer=2.0),
+    # Gradients have backward to leave in, two thirds of compute.
     Case("balance", to_device=1.0, to_host=2 / 3, optimizer=1.0, goal=0.90),
 )
 
@@ -212,8 +214,7 @@ def speeds_for(case: Case, bench: Bench) -> Speeds:
     )
 
 
-def measure(case: Case, bench: Bench, rounds: int) -> bool:
-    """Whether the goal was reached, or could not be judged."""
+def measure(case: Case, bench: Bench, rounds: int) -> None:
     speeds, plain = speeds_for(case, bench), bench.plain()
     device = hydra_ext.SimulatedDevice(
         to_device_bytes_per_second=speeds.to_device,
@@ -233,34 +234,28 @@ def measure(case: Case, bench: Bench, rounds: int) -> bool:
             series.seconds["plain again"].append(plain.run())
         amounts = offloaded.amounts()
         print(offloaded.report())
-    print(f"(d) {case.name}: {amounts}; {speeds}")
-    return judge(case, series, forwards, amounts, speeds)
+    print(f"(d) {case.name}: {amounts}, {speeds}")
+    judge(case, series, forwards, amounts, speeds)
 
 
-def judge(case: Case, series: Series, forwards: list[float], amounts: Amounts, speeds: Speeds) -> bool:
-    computes = [
-        (a + b) / 2 for a, b in zip(series.seconds["plain"], series.seconds["plain again"], strict=True)
-    ]  # of a round
-    bounds = [
-        Bound.of(amounts, speeds, compute, forward) for compute, forward in zip(computes, forwards, strict=True)
-    ]
-    steps = series.seconds["offloaded"]
+def judge(case: Case, series: Series, forwards: list[float], amounts: Amounts, speeds: Speeds) -> None:
+    before, steps, after = series.seconds.values()
+    computes = [(a + b) / 2 for a, b in zip(before, after, strict=True)]
+    bounds = [Bound.of(amounts, speeds, *times) for times in zip(computes, forwards, strict=True)]
     of_bound = statistics.median(bound.seconds / step for bound, step in zip(bounds, steps, strict=True))
     of_floor = statistics.median(bound.floor / step for bound, step in zip(bounds, steps, strict=True))
-    spread = series.spread("plain", "plain again")
     middle = Bound.of(amounts, speeds, statistics.median(computes), statistics.median(forwards))
+    spread = series.spread("plain", "plain again")
     print(
         f"(d) compute {statistics.median(computes):.3f} s, {statistics.median(forwards):.3f} s of it forward; bound "
-        f"{middle.slowest:.3f} s + {middle.exposed:.3f} s, floor {middle.floor:.3f} s; step "
+        f"{middle.slowest:.3f} s + {middle.exposed:.3f} s; floor {middle.floor:.3f} s; step "
         f"{series.median('offloaded'):.3f} s"
     )
-    holds = min(of_bound, of_floor) >= case.goal
     print(
-        f"(d) {case.name}: {of_bound:.1%} of the bound, {of_floor:.1%} of the floor, spread {spread:.4f}: at least "
-        f"{case.goal:.0%} of both {verdict(spread, margin=1 - case.goal, holds=holds)}",
+        f"(d) {case.name}: {of_bound:.1%} of the bound ({of_floor:.1%} of the floor), spread {spread:.4f}: at least "
+        f"{case.goal:.0%} {verdict(spread, margin=1 - case.goal, holds=of_bound >= case.goal)}",
         flush=True,
     )
-    return holds
 
 
 def main(*, tiny: bool, rounds: int) -> None:

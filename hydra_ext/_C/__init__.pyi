@@ -332,6 +332,7 @@ class SimulatedDevice(DeviceBackend):
         to_device_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         to_host_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         latency_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+        host_memory_bytes_per_second: typing.SupportsFloat | typing.SupportsIndex = 0.0,
         poison: bool = True,
         asynchronous: bool = False,
         kernel_delay_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.001,
@@ -462,6 +463,11 @@ class StepPlan:
         end: typing.SupportsInt | typing.SupportsIndex,
         scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     ) -> None: ...
+    @property
+    def traffic_bytes(self) -> int:
+        """
+        What running it reads and writes.
+        """
 
 class GradientStatistics:
     @property
@@ -630,6 +636,8 @@ class PagedModel:
         """
         Bytes that the device has given to slots and has not got back.
         """
+    @property
+    def update_bytes(self) -> int: ...
     @property
     def update_seconds(self) -> float: ...
     @property
