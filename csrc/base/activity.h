@@ -64,7 +64,7 @@ struct Activity {
 
 /// Device bytes in use at one moment, by class.
 struct MemoryMoment {
-  static constexpr std::size_t kClasses = 4;
+  static constexpr std::size_t kClasses = 5;
   Activity::Time time{};
   std::array<Bytes, kClasses> bytes{};
 };

@@ -16,7 +16,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.optim.host_optimizer import HostOptimizer
 
-_STEPS_TO_SEE = 2
+STEPS_TO_SEE = 2
 _LONGEST_WAIT = 1024
 _LONG_STAY = 8  # of as many waits: the wait before counts no more
 
@@ -53,8 +53,8 @@ class Homes:
         self._steps = 0
         self._settled: dict[int, int] = {}  # and the step they did so
         self._wait = 1
-        self._next_try = _STEPS_TO_SEE
-        self.reason = refusal or f"{_STEPS_TO_SEE} steps are seen first"
+        self._next_try = STEPS_TO_SEE
+        self.reason = refusal or f"{STEPS_TO_SEE} steps are seen first"
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 

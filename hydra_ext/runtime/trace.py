@@ -40,7 +40,7 @@ _WAITS = {
     _Kind.WAIT_FOR_UPDATE: "waits for the update",
 }
 _HOST_WORK = {_Row.TO_DEVICE: "made ready", _Row.TO_HOST: "added"}
-_CLASSES = ("weights", "gradients", "activations", "buffers")
+_CLASSES = ("weights", "gradients", "activations", "buffers", "optimizer state")
 
 
 class TracedRun(Protocol):
