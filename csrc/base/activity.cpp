@@ -32,7 +32,7 @@ ActivityRecord ActivityLog::stop() {
 void ActivityLog::add(const Activity& activity) noexcept { record(activity, std::this_thread::get_id()); }
 
 void ActivityLog::record(Activity activity, std::thread::id thread) noexcept {
-  if (activity.begin == Time{} || !recording()) {
+  if (activity.begin == Time{} || !recording() || !home_.here()) {
     return;
   }
   activity.pass = pass_.load(std::memory_order_relaxed);
@@ -59,7 +59,7 @@ void ActivityLog::add_since(Time begin, ActivityRow row, ActivityKind kind, Acti
 }
 
 void ActivityLog::add(const MemoryMoment& moment) noexcept {
-  if (!recording()) {
+  if (!recording() || !home_.here()) {
     return;
   }
   const std::lock_guard lock(mutex_);
