@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext import _C, Checks
+from hydra_ext import _C, Checks, optim
+from support.native import LAYERS, WIDTH, stack
 from support.rounds import Plan, activations_of_rounds, build_optimizer
 from support.training import parameter_bytes
 from support.zoo import FAMILIES
@@ -37,20 +41,22 @@ def slot_bytes(run: hydra_ext.Run, block: int) -> int:
     return sum(-(-p.nbytes // alignment) * alignment for _, p in run.layout.blocks[block].parameters)
 
 
-def passes_of_a_step(run: hydra_ext.Run, model: nn.Module, family: Any, batches: list[Any]) -> Passes:
+def passes_of_a_step(
+    run: hydra_ext.Run, loss_of: Callable[[Any], Tensor], batches: list[Any], max_norm: float | None = None
+) -> Passes:
     moments: list[tuple[int, int, set[int]]] = []
 
     def there() -> set[int]:
         return set(run.core.resident_blocks)
 
     def fn(batch: Any) -> Tensor:
-        loss: Tensor = family.loss(model, batch)
+        loss = loss_of(batch)
         statistics = run.core.pager_statistics
         moments.append((statistics.loads, statistics.loaded_bytes, there()))
         return loss
 
     before = run.report()
-    run.step(batches, fn, round_size=len(batches), recompute=False)
+    run.step(batches, fn, round_size=len(batches), recompute=False, max_norm=max_norm)
     after = run.report()
     loads, size, stayed = moments[-1]
     return Passes(
@@ -73,7 +79,7 @@ def test_each_block_is_moved_once_per_pass(name: str, m: int) -> None:
     optimizer = build_optimizer(model, plan)
     budget = activations + parameter_bytes(model) // 3
     with hydra_ext.offload(model, optimizer, budget=budget, checks=Checks(poison_hosts=True)) as run:
-        steps = [passes_of_a_step(run, model, family, batches[i * m : (i + 1) * m]) for i in range(STEPS)]
+        steps = [passes_of_a_step(run, partial(family.loss, model), batches[i * m : (i + 1) * m]) for i in range(STEPS)]
         blocks = range(len(run.layout.blocks))
         report = run.report()
         everything = sum(slot_bytes(run, block) for block in blocks)
@@ -93,3 +99,36 @@ def test_each_block_is_moved_once_per_pass(name: str, m: int) -> None:
             assert step.gradient_bytes == parameter_bytes(model)
     assert (report.refusals, report.fallbacks, report.faults) == (0, 0, 0)
     assert report.order_changes == 0
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).pow(2).mean()
+    return loss
+
+
+def steps_of_a_stack(budget: int, m: int) -> tuple[list[Passes], int, hydra_ext.Report]:
+    """Steps of blocks of one size, and the most that activations took."""
+    model = stack()
+    optimizer = optim.AdamW(model.parameters())
+    batches = [torch.ones(8, WIDTH) for _ in range(m)]
+    checks = Checks(poison_hosts=True)
+    with hydra_ext.offload(model, optimizer, budget=budget, blocks=list(model), checks=checks) as run:
+        steps = [passes_of_a_step(run, partial(loss_of, model), batches, max_norm=1.0) for _ in range(STEPS)]
+        kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
+        activations = max(size for kind in kinds for _, size in run.core.recorded(kind))
+        return steps, activations, run.report()
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+def test_backward_loads_each_block_once_but_for_those_that_forward_left(slots: int, m: int) -> None:
+    _, activations, _ = steps_of_a_stack(2**30, m)
+    block = sum(-(-p.nbytes // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT for p in stack()[0].parameters())
+    steps, _, report = steps_of_a_stack(activations + slots * block, m)
+    for step in steps[2:]:
+        assert step.forward_loads == LAYERS
+        assert step.backward_loads == LAYERS - slots
+        assert step.backward_bytes == step.backward_loads * block
+        assert LAYERS - 1 in step.stayed
+    assert (report.deferred_updates, report.rounds) == (STEPS, STEPS)
+    assert (report.refusals, report.fallbacks, report.faults, report.order_changes) == (0, 0, 0, 0)

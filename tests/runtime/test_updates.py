@@ -185,3 +185,20 @@ def test_one_optimizer_of_two_offloaded_models_steps_both() -> None:
         work(*models, ours)
     for ending, other in zip(models, plain, strict=True):
         assert_same(state(other, theirs), state(ending, ours))
+
+
+def test_a_slow_memory_of_the_host_makes_steps_later_and_changes_no_bit() -> None:
+    speed = 1e7
+    plain, model = stack(torch.bfloat16), stack(torch.bfloat16)
+    ours, theirs = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
+    expected = train(plain, theirs)
+    device = SimulatedDevice(host_memory_bytes_per_second=speed)
+    with hydra_ext.offload(model, ours, budget="1MiB", device=device, checks=Checks(poison_hosts=True)) as run:
+        assert_same(expected, train(model, ours))
+        run.sync()
+        report = run.report()
+        assert report.windows == 2 * STEPS
+        # A split master: 4 bytes of weight and 4 of master, a gradient of 2, two moments of 8.
+        assert report.update_bytes == STEPS * 26 * sum(parameter.numel() for parameter in model.parameters())
+        assert report.update_seconds >= report.update_bytes / speed
+    assert_same(state(plain, theirs), state(model, ours))
