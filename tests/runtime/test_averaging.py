@@ -10,6 +10,9 @@ import torch
 from support.ranks import run_ranks
 from support.replicated import Job, differences, tight_budget, train, train_together
 from support.replicated_cases import (
+    AT_THE_END,
+    BlockSeen,
+    assigned,
     follow_blocks,
     leave,
     overflow,
@@ -30,10 +33,12 @@ JOBS = {
     "ways of the batch's own": Job("dynamic", m=(2,)),
     "experts": Job("experts", m=(3, 2), max_norm=0.5),
     "experts in rounds": Job("experts", m=(3, 2), round_size=2),
+    "backwards inside the backward": Job(m=(2,), nested=True),
     "batch statistics of each rank": Job("normed", m=(2,)),
     "bfloat16, our optimizer, clipped": Job(optimizer="ours", dtype=torch.bfloat16, max_norm=0.1),
     "our optimizer": Job("tied_llama", m=(2,), optimizer="ours"),
     "plain loop": Job(m=(1,), loop="plain", max_norm=0.5),
+    "plain loop with backwards inside the backward": Job(m=(1,), loop="plain", nested=True),
     "plain loop that averages sums": Job(m=(2,), loop="plain", max_norm=0.5),
     "plain loop without synchronisation": Job(m=(3, 2), loop="no_sync"),
     "plain loop, experts": Job("experts", m=(2,), loop="plain", optimizer="ours", max_norm=0.1),
@@ -75,16 +80,27 @@ def test_ranks_do_go_different_ways_in_these_tests() -> None:
     assert any(a is None and b is None for step in dynamic for a, b in step)
 
 
-def test_gradients_are_reduced_on_the_device_while_the_backward_of_earlier_blocks_runs(tmp_path: Path) -> None:
-    for events in run_ranks(follow_blocks, Job(m=(2,), round_size=2, recompute=False), folder=tmp_path):
-        issued = [(turns, block) for turns, what, block, _ in events if what == "issued"]
-        assert [block for _, block in issued] == sorted((block for _, block in issued), reverse=True)
-        assert all(gathered for _, what, _, gathered in events if what == "issued")
-        last = max(turns for turns, *_ in events)
-        early = [block for turns, block in issued if turns < last]
-        assert len(early) > len(issued) // 2
-        delivered = {block: turns for turns, what, block, _ in events if what == "delivered"}
-        assert all(delivered[block] > turns for turns, block in issued if turns < last)
+@pytest.mark.parametrize("round_size", [2, 1])
+def test_blocks_are_averaged_behind_the_backward_of_the_blocks_before_them(round_size: int, tmp_path: Path) -> None:
+    job = Job(m=(2,), round_size=round_size, recompute=False)
+    for found in run_ranks(follow_blocks, job, folder=tmp_path):
+        blocks = [BlockSeen(**seen) for seen in found]
+        assert [seen.block for seen in blocks] == list(range(len(blocks)))[::-1]
+        early = [seen for seen in blocks if seen.issued < AT_THE_END]
+        assert len(early) > len(blocks) // 2
+        for seen in early:
+            assert seen.delivered > seen.issued
+            assert seen.from_device is (round_size == 2)
+            # On its way to the host it is let be for as long as the next block takes.
+            assert seen.issued > seen.finished if round_size == 1 else seen.issued >= seen.finished
+        assert any(seen.issued == seen.finished for seen in early) is (round_size == 2)
+
+
+def test_what_no_backward_has_brought_stays_as_it_is(tmp_path: Path) -> None:
+    """The first weight gets a gradient of 1 on every rank, the second in the second case on the first rank."""
+    first, second = run_ranks(assigned, folder=tmp_path)
+    assert first == [[1.5, 0.0], [1.5, 1.0]]
+    assert second == [[1.5, 1.0], [1.5, 1.0]]
 
 
 def test_three_ranks_are_equal_to_one_another_and_within_the_bound(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Job:
     Attributes:
         m: microbatches of a step, by rank; the last number is that of all further ranks.
         loop: "step"; "plain"; "no_sync", a plain loop that averages once a step.
+        nested: activations are checkpointed by backwards inside the backward.
     """
 
     family: str = "gpt2"
@@ -44,6 +45,7 @@ class Job:
     loop: str = "step"
     round_size: int | None = None
     recompute: bool | None = None
+    nested: bool = False
 
     @property
     def known(self) -> Family:
@@ -52,6 +54,8 @@ class Job:
     def make(self, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The ranks build different models, and are to begin with rank 0's."""
         model = self.known.make(rank).to(self.dtype)
+        if self.nested:
+            self.known.set_checkpointing(model, reentrant=True)
         return model, OPTIMIZERS[self.optimizer](list(model.parameters()))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

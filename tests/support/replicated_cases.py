@@ -7,6 +7,8 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
 
@@ -28,38 +30,52 @@ def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
     return hydra_ext.offload(model, optimizer, budget=ROOMY, checks=Checks(poison_hosts=True), **options)
 
 
-def follow_blocks(rank: int, job: Job) -> list[tuple[int, str, int, bool]]:
-    """When blocks are issued and delivered, and whether they were taken from the device: of the second step."""
-    events: list[tuple[int, str, int, bool]] = []
+@dataclass(frozen=True)
+class BlockSeen:
+    """When a block was finished, issued and delivered, in turns run until then."""
+
+    block: int
+    finished: int
+    issued: int
+    from_device: bool
+    delivered: int
+
+
+def follow_blocks(rank: int, job: Job) -> list[dict[str, int]]:
+    """A :class:`BlockSeen` of every block in the order of their issue: of the second step's last round."""
+    issued: dict[int, tuple[int, int, bool]] = {}
+    delivered: dict[int, int] = {}
     turns = [0]
 
     def noting(name: str, note: Callable[..., None]) -> Any:
         plain = getattr(Averaging, name)
 
         def call(self: Averaging, *args: Any) -> Any:
-            note(*args)
+            note(self, *args)
             return plain(self, *args)
 
         return mock.patch.object(Averaging, name, call)
 
-    def issue(under_way: Any) -> None:
-        events.append((turns[0], "issued", under_way.block, all(share.from_device for share in under_way.shares)))
+    def reach(_averaging: Averaging, reached: int = AT_THE_END) -> None:
+        turns[0] = reached
 
-    def deliver(block: int, _share: Any) -> None:
-        events.append((turns[0], "delivered", block, False))
+    def issue(averaging: Averaging, under_way: Any) -> None:
+        block, from_device = under_way.block, all(share.from_device for share in under_way.shares)
+        issued[block] = (averaging._finished[block] + 1, turns[0], from_device)
+
+    def deliver(_averaging: Averaging, block: int, _share: Any) -> None:
+        delivered[block] = turns[0]
 
     model, optimizer = job.make(rank)
-    with (
-        noting("advance", lambda reached: turns.__setitem__(0, reached)),
-        noting("complete", lambda: turns.__setitem__(0, AT_THE_END)),
-        noting("_begin", issue),
-        noting("_deliver", deliver),
-        offloaded(model, optimizer) as run,
-    ):
+    patches = [("advance", reach), ("complete", reach), ("_begin", issue), ("_deliver", deliver)]
+    with ExitStack() as stack:
+        for name, note in patches:
+            stack.enter_context(noting(name, note))
+        run = stack.enter_context(offloaded(model, optimizer))
         for step in range(2):
-            events.clear()
+            issued.clear()
             take_step(run, job, job.microbatches(rank, step), Recorder(model, optimizer))
-    return events
+    return [asdict(BlockSeen(block, *known, delivered[block])) for block, known in issued.items()]
 
 
 def own_gradients(job: Job, size: int) -> Iterator[list[Tensor | None]]:
@@ -240,3 +256,17 @@ def grad_of(rank: int) -> list[list[float]]:
             found = [gradient.item() for gradient in torch.autograd.grad(loss, [model.weight])]
         (model(torch.ones(1, 1)) * (rank + 1)).sum().backward()
         return [found, [model.weight.grad.item()]]
+
+
+def assigned(rank: int) -> list[list[float]]:
+    """Gradients that somebody has assigned, of a weight that a backward uses on one rank or on none."""
+    found = []
+    for users in (0, 1):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        with offloaded(model, torch.optim.SGD(model.parameters(), lr=1.0)):
+            for layer in model:
+                layer.weight.grad = torch.full((1, 1), float(rank))
+            used = list(model) if rank < users else list(model)[:1]
+            sum(layer(torch.ones(1, 1)).sum() for layer in used).backward()
+            found.append([layer.weight.grad.item() for layer in model])
+    return found
