@@ -276,7 +276,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
   double update_wait_seconds_ = 0.0;
-  Bytes update_bytes_ = 0;       // likewise
+  Bytes update_bytes_ = 0;  // likewise
 
   std::mutex gate_;
   mutable std::mutex backward_mutex_;

@@ -19,6 +19,7 @@ __all__: list[str] = [
     "DeviceBackend",
     "FaultInjector",
     "GradientStatistics",
+    "HomeStatistics",
     "HostArena",
     "InstructionSet",
     "LaneStatistics",
@@ -41,6 +42,7 @@ __all__: list[str] = [
     "Uncharged",
     "WindowToken",
     "Windows",
+    "at_home",
     "clip_factor",
     "human_bytes",
     "is_face",
@@ -50,6 +52,7 @@ __all__: list[str] = [
     "reached_leaves",
     "reached_models",
     "rounding_seed",
+    "scale_gradient",
     "sums_of_squares",
     "supported_instruction_sets",
     "suspend_charging",
@@ -206,7 +209,7 @@ class MemoryMoment:
     Device bytes in use, in the order of MemoryClass.
     """
     @property
-    def bytes(self) -> typing.Annotated[list[int], "FixedSize(4)"]: ...
+    def bytes(self) -> typing.Annotated[list[int], "FixedSize(5)"]: ...
     @property
     def time(self) -> int: ...
 
@@ -242,11 +245,14 @@ class MemoryClass:
       ACTIVATIONS
 
       BUFFERS
+
+      OPTIMIZER
     """
 
     ACTIVATIONS: typing.ClassVar[MemoryClass]
     BUFFERS: typing.ClassVar[MemoryClass]
     GRADIENTS: typing.ClassVar[MemoryClass]
+    OPTIMIZER: typing.ClassVar[MemoryClass]
     WEIGHTS: typing.ClassVar[MemoryClass]
     __members__: typing.ClassVar[dict[str, MemoryClass]]
     def __eq__(self, other: typing.Any) -> bool: ...
@@ -550,6 +556,10 @@ class PagedModel:
         blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         kind: PassKind,
     ) -> None: ...
+    @typing.overload
+    def bring_home(self, block: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @typing.overload
+    def bring_home(self) -> None: ...
     def charge_buffers(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def close(self) -> None: ...
     def defer_update(
@@ -583,6 +593,12 @@ class PagedModel:
     @typing.overload
     def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def run_hooks(self) -> None: ...
+    def settle(
+        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
+    ) -> bool:
+        """
+        The device becomes the block's home, if it can.
+        """
     def settle_gradients(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[bool]:
         """
         Nothing is to be added to the block's gradients in this window. Returns which of them have changed.
@@ -596,6 +612,9 @@ class PagedModel:
         What was gathered on the device and is all there is of a block's gradients, by parameter.
         """
     def timeline(self) -> list[MemorySample]: ...
+    def update_at_home(
+        self, update: BlockUpdate, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0
+    ) -> None: ...
     def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
         """
         False when other threads are still inside after that time.
@@ -616,8 +635,11 @@ class PagedModel:
     @property
     def gradient_statistics(self) -> GradientStatistics: ...
     @property
-    def leaving_norm(self) -> LeavingNorm: ...
+    def home_statistics(self) -> HomeStatistics: ...
+    @property
     def in_backward(self) -> bool: ...
+    @property
+    def leaving_norm(self) -> LeavingNorm: ...
     @property
     def ledger(self) -> Ledger: ...
     @property
@@ -631,6 +653,8 @@ class PagedModel:
         """
     @property
     def resident_bytes(self) -> int: ...
+    @property
+    def settled_blocks(self) -> list[int]: ...
     @property
     def slot_bytes_held(self) -> int:
         """
@@ -700,6 +724,19 @@ class StagedBackward:
     @property
     def refusal(self) -> str: ...
 
+class HomeStatistics:
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def returned(self) -> int: ...
+    @property
+    def settled(self) -> int: ...
+
+def at_home(tensors: collections.abc.Sequence[torch.Tensor]) -> bool:
+    """
+    Whether the device is the home of all these host tensors.
+    """
+
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
@@ -743,6 +780,11 @@ def rounding_seed(
 ) -> int:
     """
     The seed of a parameter's stochastic rounding in one step.
+    """
+
+def scale_gradient(gradient: torch.Tensor, factor: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    """
+    In place, wherever the gradient's home is.
     """
 
 def sums_of_squares(

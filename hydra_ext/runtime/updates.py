@@ -106,7 +106,8 @@ class Updates:
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Parameters of other models are updated at once."""
         settled = set(self._core.settled_blocks)
-        later, at_home = [], []
+        later: list[_C.BlockUpdate] = []
+        at_home: list[_C.BlockUpdate] = []
         for block, part in zip(self._parts, prepared, strict=True):
             optimizer.finish(part)
             if block == _NO_BLOCK:
