@@ -2,18 +2,15 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/ParallelGuard.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
 
-#include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
-#include "csrc/pytorch/device_homes.h"
-#include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/gil.h"
-#include "csrc/pytorch/gradient_gathering.h"
 
 namespace hydra {
 
@@ -21,137 +18,14 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// Throws when somebody has taken the gradient for complete.
-void note_arrival(HostParameter& parameter) {
-  try {
-    HYDRA_EXPECT(parameter.gradient_state != GradientState::kSettled, StateError,
-                 "the gradient of '" + parameter.name +
-                     "' was averaged over the ranks, and then backward brought more of it. A backward inside the "
-                     "backward is not foreseen there, but by torch.utils.checkpoint");
-  } catch (const Error&) {
-    rethrow_for_torch({});
-  }
-  parameter.gradient_state = GradientState::kArrived;
-}
-
-class HandOver final : public autograd::PostAccumulateGradHook {
- public:
-  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, DeviceHomes& homes,
-           std::function<bool()> active)
-      : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
-
-  void operator()(const autograd::Variable& face) override {
-    note_arrival(parameter_);
-    if (stays()) {
-      return;
-    }
-    at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
-    at::Tensor gradient = std::move(slot);
-    slot = at::Tensor();
-    if (gradient.defined()) {
-      const ReleaseGilIfHeld released;
-      try {
-        sink_.accept(parameter_, std::move(gradient));
-        if (!active_()) {
-          sink_.drain();
-        }
-      } catch (const Error&) {
-        rethrow_for_torch({});
-      }
-    }
-  }
-
- private:
-  bool stays() {
-    const ReleaseGilIfHeld released;
-    try {
-      return homes_.keep_gradient(parameter_) || gathering_.keep(parameter_);
-    } catch (const Error&) {
-      rethrow_for_torch({});
-    }
-  }
-
-  HostParameter& parameter_;
-  GradientSink& sink_;
-  GradientGathering& gathering_;
-  DeviceHomes& homes_;
-  std::function<bool()> active_;
-};
-
-/// Runs the hooks that users registered on the host parameter, as autograd would.
-class HostHooks final : public autograd::FunctionPreHook {
- public:
-  explicit HostHooks(HostParameter& parameter) : parameter_(parameter) {}
-
-  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    autograd::variable_list values = gradients;
-    for (const auto& hook : autograd::impl::hooks(parameter_.host)) {
-      values = (*hook)(values);
-    }
-    return values;
-  }
-
- private:
-  HostParameter& parameter_;
-};
-
-/// Before the node that sums into the host parameter: hands the gradient over and leaves the node nothing to sum.
-class Diversion final : public autograd::FunctionPreHook {
- public:
-  Diversion(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)
-      : parameter_(parameter), sink_(sink), active_(std::move(active)) {}
-
-  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
-    if (gradients.empty() || !gradients[0].defined() || !active_()) {
-      return gradients;
-    }
-    note_arrival(parameter_);
-    const ReleaseGilIfHeld released;
-    try {
-      sink_.accept_from_host(parameter_, gradients[0]);
-    } catch (const Error&) {
-      rethrow_for_torch({});
-    }
-    return {at::Tensor()};
-  }
-
- private:
-  HostParameter& parameter_;
-  GradientSink& sink_;
-  std::function<bool()> active_;
-};
-
 bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.layout() == at::kStrided && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
 }  // namespace
 
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            DeviceHomes& homes, std::function<bool()> active) {
-  autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
-  autograd::impl::set_post_acc_grad_hooks(
-      parameter.face, std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active)));
-}
-
-void clear_gradient_hooks(HostParameter& parameter) {
-  autograd::impl::clear_hooks(parameter.face);
-  autograd::impl::set_post_acc_grad_hooks(parameter.face, nullptr);
-}
-
-std::shared_ptr<void> divert_host_gradients(HostParameter& parameter, GradientSink& sink,
-                                            std::function<bool()> active) {
-  const auto node = autograd::impl::grad_accumulator(parameter.host);
-  auto hook = std::make_unique<Diversion>(parameter, sink, std::move(active));
-  Diversion* const known = hook.get();
-  node->add_pre_hook(std::move(hook));
-  return {known, [node](const Diversion* mine) {
-            std::erase_if(node->pre_hooks(), [mine](const auto& other) { return other.get() == mine; });
-          }};
-}
-
 AccumulatingSink::AccumulatingSink(DeviceBackend& backend, std::shared_ptr<HostArena> arena)
-    : backend_(backend), arena_(std::move(arena)) {}
+    : backend_(backend), arena_(std::move(arena)), ring_(arena_, backend.to_host().in_flight()) {}
 
 AccumulatingSink::~AccumulatingSink() {
   const ReleaseGilIfHeld released;
@@ -195,43 +69,83 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
   if (first) {
     sum = parameter.gradient_buffer(gradient, arena_);
   }
+  {
+    const std::lock_guard lock(mutex_);
+    statistics_.bytes += bytes;
+    ++statistics_.gradients;
+  }
+  if (direct) {
+    copy_home(parameter, gradient, sum, std::move(arrival));
+  } else {
+    add_home(parameter, gradient, sum, first, std::move(arrival));
+  }
+  gradient = at::Tensor();
+  while (bound_ > 0 && leaving_bytes() > bound_ && relieve()) {
+  }
+}
+
+void AccumulatingSink::copy_home(HostParameter& parameter, const at::Tensor& gradient, const at::Tensor& sum,
+                                 LeavingNorm::Arrival arrival) {
   Job job;
-  job.priority = Priority::kGradient;
-  job.label = {.block = parameter.page->block, .part = parameter.name};
-  job.fences = {backend_.record()};
-  at::Tensor landing = direct ? sum : staging_like(gradient);
-  job.segments.push_back({landing.mutable_data_ptr(), gradient.const_data_ptr(), bytes});
-  job.after = [gradient, landing, sum, first, direct, arrival = std::move(arrival)]() mutable {
-    if (!direct) {
-      const at::NoGradGuard no_grad;
-      const HostScope on_the_host;
-      const c10::ParallelGuard one_thread(true);
-      if (first) {
-        sum.copy_(landing);
-      } else {
-        sum.add_(landing.scalar_type() == sum.scalar_type() ? landing : landing.to(sum.scalar_type()));
-      }
-    }
+  job.segments.push_back({sum.mutable_data_ptr(), gradient.const_data_ptr(), static_cast<Bytes>(gradient.nbytes())});
+  job.after = [gradient, sum, arrival = std::move(arrival)] {
     if (arrival) {
       arrival(sum);
     }
   };
-  gradient = at::Tensor();
-  landing = at::Tensor();
+  submit(parameter, std::move(job), /*first=*/true);
+}
+
+void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& gradient, const at::Tensor& sum, bool first,
+                                LeavingNorm::Arrival arrival) {
+  if (!first) {
+    sum.unsafeGetTensorImpl()->bump_version();  // for all pieces, as one addition would
+  }
+  // Both lie alike and have no gaps: a piece of the one's memory belongs to the same piece of the other's.
+  const std::int64_t count = gradient.numel();
+  const std::int64_t step = LandingRing::kPieceBytes / static_cast<std::int64_t>(gradient.itemsize());
+  const auto* const source = static_cast<const std::byte*>(gradient.const_data_ptr());
+  for (std::int64_t begin = 0; begin < count; begin += step) {
+    const std::int64_t length = std::min(step, count - begin);
+    const bool last = begin + length == count;
+    const ArenaRegionPtr piece = ring_.next();
+    const auto itemsize = static_cast<Bytes>(gradient.itemsize());
+    Job job;
+    job.segments.push_back({piece->data(), source + begin * itemsize, length * itemsize});
+    job.after = [gradient, sum, piece, begin, length, first, arrival = last ? arrival : LeavingNorm::Arrival()] {
+      const at::NoGradGuard no_grad;
+      const HostScope on_the_host;
+      const c10::ParallelGuard one_thread(true);
+      const auto flat = at::TensorOptions().device(at::kCPU);
+      auto* const to = static_cast<std::byte*>(sum.mutable_data_ptr()) + begin * static_cast<Bytes>(sum.itemsize());
+      at::Tensor part = at::from_blob(to, {length}, flat.dtype(sum.scalar_type()));
+      const at::Tensor landed = at::from_blob(piece->data(), {length}, flat.dtype(gradient.scalar_type()));
+      if (first) {
+        part.copy_(landed);
+      } else {
+        part.add_(landed.scalar_type() == part.scalar_type() ? landed : landed.to(part.scalar_type()));
+      }
+      if (arrival) {
+        arrival(sum);
+      }
+    };
+    submit(parameter, std::move(job), first);
+  }
+}
+
+void AccumulatingSink::submit(HostParameter& parameter, Job job, bool first) {
+  job.priority = Priority::kGradient;
+  job.label = {.block = parameter.page->block, .part = parameter.name};
+  job.fences = {backend_.record()};
   TicketPtr ticket = backend_.to_host().submit(std::move(job));
-  Bytes under_way = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    leaving_.push_back({std::move(ticket), &parameter, first});
-    leaving_bytes_ += bytes;
-    under_way = leaving_bytes_;
-    statistics_.bytes += bytes;
-    ++statistics_.gradients;
-  }
-  while (bound_ > 0 && under_way > bound_ && relieve()) {
-    const std::lock_guard lock(mutex_);
-    under_way = leaving_bytes_;
-  }
+  const std::lock_guard lock(mutex_);
+  leaving_bytes_ += ticket->bytes();
+  leaving_.push_back({std::move(ticket), &parameter, first});
+}
+
+Bytes AccumulatingSink::leaving_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return leaving_bytes_;
 }
 
 void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::Tensor& gradient) {
@@ -259,28 +173,6 @@ void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::
   statistics_.bytes += bytes;
   ++statistics_.gradients;
   ++statistics_.synchronous;
-}
-
-at::Tensor AccumulatingSink::staging_like(const at::Tensor& gradient) {
-  const auto bytes = static_cast<Bytes>(gradient.nbytes());
-  c10::Storage storage;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const c10::Storage& candidate : staging_) {
-      if (candidate.use_count() == 1 && candidate.nbytes() == gradient.nbytes()) {
-        storage = candidate;
-        break;
-      }
-    }
-    if (!storage) {
-      storage = storage_in(std::make_shared<ArenaRegion>(arena_, bytes), 0, bytes);
-      staging_.push_back(storage);
-    }
-  }
-  at::Tensor staging = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), gradient.dtype());
-  staging.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
-  return staging;
 }
 
 void AccumulatingSink::note_hooks(HostParameter& parameter, bool hold) {

@@ -15,6 +15,7 @@
 
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/host_parameter.h"
+#include "csrc/pytorch/landing_ring.h"
 #include "csrc/pytorch/leaving_norm.h"
 #include "csrc/transfer/device_backend.h"
 
@@ -81,7 +82,14 @@ class AccumulatingSink final : public GradientSink {
   void wait_for(const Leaving& leaving) noexcept;
   void accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
-  at::Tensor staging_like(const at::Tensor& gradient);
+  /// One job that brings the bytes to `sum`.
+  void copy_home(HostParameter& parameter, const at::Tensor& gradient, const at::Tensor& sum,
+                 LeavingNorm::Arrival arrival);
+  /// Jobs that bring a piece each to the ring and add it to `sum`, or, if it is the `first`, convert it.
+  void add_home(HostParameter& parameter, const at::Tensor& gradient, const at::Tensor& sum, bool first,
+                LeavingNorm::Arrival arrival);
+  void submit(HostParameter& parameter, Job job, bool first);
+  Bytes leaving_bytes() const;
   void note_hooks(HostParameter& parameter, bool hold);
   void throw_error();
 
@@ -95,23 +103,9 @@ class AccumulatingSink final : public GradientSink {
   std::deque<Leaving> leaving_;
   Bytes leaving_bytes_ = 0;
   std::exception_ptr error_;
-  std::vector<c10::Storage> staging_;  // free when nobody else holds them
+  LandingRing ring_;
   GradientStatistics statistics_;
   LeavingNorm norm_;
 };
-
-class DeviceHomes;
-class GradientGathering;
-
-/// Makes `parameter`'s face hand its gradients to `sink` unless `homes` or `gathering` keep them, and its gradient pass
-/// the hooks that users put on the host parameter. Unless `active()` holds nobody will drain the sink, and that is done
-/// at once. All have to outlive the face's use; clear_gradient_hooks() ends it.
-void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            DeviceHomes& homes, std::function<bool()> active);
-void clear_gradient_hooks(HostParameter& parameter);
-
-/// While `active()` holds, gradients that autograd would sum into the host parameter itself go to `sink`: its
-/// `.grad` may be under way. Ends with the result.
-std::shared_ptr<void> divert_host_gradients(HostParameter& parameter, GradientSink& sink, std::function<bool()> active);
 
 }  // namespace hydra

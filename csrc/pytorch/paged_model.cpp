@@ -6,6 +6,7 @@
 #include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/fault_path.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/gradient_hooks.h"
 
 namespace py = pybind11;
 

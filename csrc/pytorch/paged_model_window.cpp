@@ -3,6 +3,7 @@
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/gradient_hooks.h"
 #include "csrc/pytorch/paged_model.h"
 
 namespace py = pybind11;

@@ -49,6 +49,7 @@ class CudaLane final : public Lane {
   TicketPtr submit(Job job) override;
   void drain() noexcept override;
   LaneStatistics statistics() const noexcept override;
+  std::size_t in_flight() const noexcept override { return kInFlight; }
 
   /// For tests, which delay it.
   cudaStream_t stream() const noexcept { return stream_; }

@@ -75,6 +75,9 @@ class Lane {
   /// from a job's function.
   virtual void drain() noexcept = 0;
   virtual LaneStatistics statistics() const noexcept = 0;
+  /// Jobs of one priority that may be between their first byte and the end of `after` at the same time, at most. They
+  /// end in the order they were submitted in.
+  virtual std::size_t in_flight() const noexcept { return 1; }
 };
 
 }  // namespace hydra

@@ -6,7 +6,7 @@ import pytest
 
 from hydra_ext.runtime import exempt
 from support.hooked_run import build_hook
-from support.host_memory import ALIGNED, HEAP, MAPPED, PAGE_ALIGNED, STEPS, HostMemory, observe
+from support.host_memory import ALIGNED, HEAP, MAPPED, MICROBATCHES, PAGE_ALIGNED, STEPS, HostMemory, observe
 
 SETTLED = slice(3, None)  # steps by which everything has been seen
 
@@ -16,9 +16,9 @@ def resident() -> HostMemory:
     return observe(layers=48)
 
 
-@pytest.fixture(scope="module")
-def hooked(tmp_path_factory: pytest.TempPathFactory) -> HostMemory:
-    return observe(layers=8, hook=build_hook(tmp_path_factory.mktemp("hook")))
+@pytest.fixture(scope="module", params=[MICROBATCHES, 1], ids=["one round", "several rounds"])
+def hooked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostMemory:
+    return observe(layers=8, hook=build_hook(tmp_path_factory.mktemp("hook")), round_size=request.param)
 
 
 def test_weights_and_state_take_at_most_12_5_bytes_a_parameter_and_gradients_2_1(resident: HostMemory) -> None:

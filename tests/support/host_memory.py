@@ -1,7 +1,7 @@
 """Trains a bf16 model under a small budget and prints, as JSON, what the process holds of host memory meanwhile.
 
-Run as ``python -m support.host_memory [LAYERS]`` by observe(), in a process of its own. With the malloc hook preloaded
-it counts blocks; resident memory is measured without it, since the hook's own tables are memory too.
+Run as ``python -m support.host_memory LAYERS ROUND_SIZE`` by observe(), in a process of its own. With the malloc hook
+preloaded it counts blocks; resident memory is measured without it, since the hook's own tables are memory too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class HostMemory:
     steps: list[StepHeld] = field(default_factory=list)
 
 
-def observe(layers: int, hook: Path | None = None) -> HostMemory:
+def observe(layers: int, hook: Path | None = None, round_size: int = MICROBATCHES) -> HostMemory:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONMALLOC": "malloc"}
     if hook is not None:
         environment["LD_PRELOAD"] = str(hook)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.host_memory", str(layers)],
+        [sys.executable, "-W", "ignore", "-m", "support.host_memory", str(layers), str(round_size)],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -113,7 +113,7 @@ def _make(layers: int, width: int) -> nn.Sequential:
     )
 
 
-def _train(layers: int, width: int) -> HostMemory:
+def _train(layers: int, width: int, round_size: int) -> HostMemory:
     import torch
 
     import hydra_ext
@@ -136,8 +136,7 @@ def _train(layers: int, width: int) -> HostMemory:
             hook.reset_peaks()
             core.ledger.reset_peak()
             batches = [torch.ones(2, width, dtype=torch.bfloat16) for _ in range(MICROBATCHES)]
-            # One round: a second would add its gradients on the host, and land them in memory of its own.
-            run.step(batches, loss, max_norm=1.0, round_size=MICROBATCHES, recompute=False)
+            run.step(batches, loss, max_norm=1.0, round_size=round_size, recompute=False)
             run.sync()
             del batches
             live, peak = hook.counts("hook_live"), hook.counts("hook_peak")
@@ -154,8 +153,9 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    _train(2, 64)  # what libraries and we allocate once
-    print(json.dumps(asdict(_train(int(sys.argv[1]), WIDTH))))
+    layers, round_size = (int(argument) for argument in sys.argv[1:])
+    _train(2, 64, round_size)  # what libraries and we allocate once
+    print(json.dumps(asdict(_train(layers, WIDTH, round_size))))
 
 
 if __name__ == "__main__":
