@@ -87,15 +87,18 @@ def test_torchrun_runs_the_example_with_equal_weights_on_all_ranks(tmp_path: Pat
     lines = EXAMPLE.read_text().replace("n_layer=8, n_embd=512", "n_layer=2, n_embd=32").replace("80MiB", "8MiB")
     ending = "\nprint('weights', sum(p.double().sum().item() for p in model.parameters()).hex())\n"
     script.write_text(lines + ending)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    apart = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *apart]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stdout.splitlines() if line.startswith("weights")]
-    losses = [line for line in done.stdout.splitlines() if line.startswith("step 5:")]
+    outputs = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
+    lines_of = [output.splitlines() for output in outputs]
+    printed = [line for output in lines_of for line in output if line.startswith("weights")]
+    losses = [line for output in lines_of for line in output if line.startswith("step 5:")]
     assert len(printed) == len(losses) == 2
     assert len(set(printed)) == 1
     assert len(set(losses)) == 2  # each rank's own, of its own data
-    assert "ranks    2, gradients averaged" in done.stdout
+    assert all("ranks    2, gradients averaged" in output for output in outputs)
 
 
 def test_a_group_of_one_rank_changes_nothing() -> None:

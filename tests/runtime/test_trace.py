@@ -109,8 +109,8 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         after=after,
         names=names,
         order={name: [names[block] for block, _ in run.core.recorded(kind)] for name, kind in kinds.items()},
-        # Weights, gradients and two moments, all fp32.
-        update_bytes={block.name: 4 * block.nbytes for block in run.layout.blocks},
+        # fp32: weights and two moments are read and written, the gradient is read.
+        update_bytes={block.name: 7 * block.nbytes for block in run.layout.blocks},
         outcome=outcome,
     )
 

@@ -193,7 +193,8 @@ def test_a_slow_memory_of_the_host_makes_steps_later_and_changes_no_bit() -> Non
     ours, theirs = OPTIMIZERS["adamw"](model.parameters()), OPTIMIZERS["adamw"](plain.parameters())
     expected = train(plain, theirs)
     device = SimulatedDevice(host_memory_bytes_per_second=speed)
-    with hydra_ext.offload(model, ours, budget="1MiB", device=device, checks=Checks(poison_hosts=True)) as run:
+    budget = 3 * sum(parameter.nbytes for parameter in model.parameters()) // LAYERS + 2**15
+    with hydra_ext.offload(model, ours, budget=budget, device=device, checks=Checks(poison_hosts=True)) as run:
         assert_same(expected, train(model, ours))
         run.sync()
         report = run.report()
