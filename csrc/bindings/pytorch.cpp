@@ -77,6 +77,8 @@ void bind_running(ModelClass& model_class) {
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
       .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
       .def("drop_copies", &PagedModel::drop_copies)
+      .def("begin_early", &PagedModel::begin_early)
+      .def("drop_early", &PagedModel::drop_early)
       .def("run_hooks", &PagedModel::run_hooks, Released())
       .def("close", &PagedModel::close);
 }

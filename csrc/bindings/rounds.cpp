@@ -4,6 +4,7 @@
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/paged_model.h"
 #include "csrc/pytorch/staged_backward.h"
 #include "csrc/pytorch/thread_context.h"
 
@@ -15,13 +16,17 @@ namespace {
 
 using Turns = std::vector<std::pair<std::size_t, std::size_t>>;
 
-std::unique_ptr<StagedBackward> make_backward(const std::vector<at::Tensor>& losses,
-                                              std::vector<std::vector<std::uint64_t>> marks, const Turns& order) {
+void plan_turns(StagedBackward& backward, const Turns& order) {
   std::vector<StagedBackward::Turn> turns;
   for (const auto& [microbatch, piece] : order) {
     turns.push_back({microbatch, piece});
   }
-  return std::make_unique<StagedBackward>(losses, std::move(marks), std::move(turns));
+  backward.plan(std::move(turns));
+}
+
+void run_last_piece(StagedBackward& backward, const PagedModel& model) {
+  const py::gil_scoped_release released;
+  backward.run_last_piece([&model](const at::Tensor& leaf) { return model.may_accumulate_early(leaf); });
 }
 
 /// Random states are the host's, whoever's turn it is.
@@ -41,10 +46,19 @@ void bind_rounds(py::module_& module) {
       .def(py::init<>())
       .def("enter", &ThreadContext::enter, "For good; autocast keeps no casts from here on.");
   module.def("random_states", &random_states, py::arg("generators"), "Of each generator; charged to no device.");
-  py::class_<StagedBackward>(module, "StagedBackward",
-                             "Runs the graphs of several microbatches piece by piece, in the order of `turns`.")
-      .def(py::init(&make_backward), py::arg("losses"), py::arg("marks"), py::arg("turns"),
-           "marks: by microbatch, the sequence numbers its pieces begin at. turns: (microbatch, piece), all of them.")
+  py::class_<StagedBackward>(module, "StagedBackward", "Runs the graphs of several microbatches piece by piece.")
+      .def(py::init<>())
+      .def("add", &StagedBackward::add, py::arg("loss"), py::arg("marks"),
+           "The next microbatch; marks: the sequence numbers that its pieces begin at.")
+      .def(
+          "run_last_piece",
+          [](StagedBackward& backward, const PagedModel& model) {
+            HANDLE_TH_ERRORS
+            run_last_piece(backward, model);
+            END_HANDLE_TH_ERRORS_PYBIND
+          },
+          py::arg("model"), "Of the microbatch that was added last.")
+      .def("plan", &plan_turns, py::arg("turns"), "turns: (microbatch, piece), all of them.")
       .def_property_readonly("refusal", &StagedBackward::refusal)
       .def_property_readonly("held", &StagedBackward::held)
       .def_property_readonly("nested", &StagedBackward::nested)

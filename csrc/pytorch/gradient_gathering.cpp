@@ -11,12 +11,17 @@ namespace {
 
 at::Tensor& gradient_of(HostParameter& parameter) { return parameter.face.unsafeGetTensorImpl()->mutable_grad(); }
 
+/// Whether what the host's gradient will be is the sum that forms on the device, and nobody sees it form.
+bool host_can_wait(const HostParameter& parameter) {
+  return !parameter.host.unsafeGetTensorImpl()->grad().defined() &&
+         !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
+}
+
 bool may_stay(HostParameter& parameter) {
   const at::Tensor& gradient = gradient_of(parameter);
   const bool plain = gradient.layout() == at::kStrided && gradient.is_non_overlapping_and_dense();
   return plain && !gradient.requires_grad() && gradient.scalar_type() == parameter.host_dtype &&
-         !parameter.host.unsafeGetTensorImpl()->grad().defined() &&
-         !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
+         host_can_wait(parameter);
 }
 
 }  // namespace
@@ -26,9 +31,28 @@ void GradientGathering::begin() {
   active_ = true;
 }
 
+void GradientGathering::begin_early() {
+  const std::lock_guard lock(mutex_);
+  active_ = early_ = true;
+}
+
+bool GradientGathering::would_keep(const HostParameter& parameter) const {
+  return parameter.face.scalar_type() == parameter.host_dtype && host_can_wait(parameter);
+}
+
+bool GradientGathering::keep_early(HostParameter& parameter) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!early_) {
+      return false;
+    }
+  }
+  return keep(parameter);
+}
+
 bool GradientGathering::keep(HostParameter& parameter) {
   const std::lock_guard lock(mutex_);
-  if (!active_ || !may_stay(parameter)) {
+  if (!active_ || !(early_ || may_stay(parameter))) {
     return false;
   }
   if (std::find(kept_.begin(), kept_.end(), &parameter) == kept_.end()) {
@@ -38,6 +62,13 @@ bool GradientGathering::keep(HostParameter& parameter) {
 }
 
 at::Tensor GradientGathering::take(HostParameter& parameter) {
+  const auto known =
+      std::find_if(carried_.begin(), carried_.end(), [&](const auto& carried) { return carried.first == &parameter; });
+  if (known != carried_.end()) {
+    at::Tensor gradient = std::move(known->second);
+    carried_.erase(known);
+    return gradient;
+  }
   const std::lock_guard lock(mutex_);
   if (std::erase(kept_, &parameter) == 0) {
     return {};
@@ -51,16 +82,28 @@ at::Tensor GradientGathering::take(HostParameter& parameter) {
 
 std::vector<HostParameter*> GradientGathering::take_all() {
   const std::lock_guard lock(mutex_);
-  active_ = false;
+  active_ = early_ = false;
   return std::exchange(kept_, {});
 }
 
-Bytes GradientGathering::end(GradientSink& sink) {
+void GradientGathering::carry() {
+  for (HostParameter* parameter : take_all()) {
+    carried_.emplace_back(parameter, std::exchange(gradient_of(*parameter), at::Tensor()));
+  }
+}
+
+void GradientGathering::drop_carried() noexcept { carried_.clear(); }
+
+Bytes GradientGathering::end(const HandOver& hand_over) {
   Bytes bytes = 0;
+  for (auto& [parameter, gradient] : std::exchange(carried_, {})) {
+    bytes += static_cast<Bytes>(gradient.nbytes());
+    hand_over(*parameter, std::move(gradient));
+  }
   for (HostParameter* parameter : take_all()) {
     if (at::Tensor gradient = std::exchange(gradient_of(*parameter), at::Tensor()); gradient.defined()) {
       bytes += static_cast<Bytes>(gradient.nbytes());
-      sink.accept(*parameter, std::move(gradient));
+      hand_over(*parameter, std::move(gradient));
     }
   }
   return bytes;

@@ -60,7 +60,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
   bool stays() {
     const ReleaseGilIfHeld released;
     try {
-      return homes_.keep_gradient(parameter_) || gathering_.keep(parameter_);
+      return gathering_.keep_early(parameter_) || homes_.keep_gradient(parameter_) || gathering_.keep(parameter_);
     } catch (const Error&) {
       rethrow_for_torch({});
     }

@@ -138,6 +138,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void stay_in(const BlockList& blocks, PassKind kind);
   /// Lets go of the low-precision copies of the blocks stayed in: the next microbatch makes its own.
   void drop_copies();
+  /// Backwards inside a forward's stay, until the next one: what they accumulate is kept on the device for the first
+  /// stay of the backward. It is dropped with a forward that fails, and by drop_early().
+  void begin_early() { gathering_.begin_early(); }
+  bool may_accumulate_early(const at::Tensor& leaf) const;
+  void drop_early() noexcept { gathering_.drop_carried(); }
   /// Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
   void run_hooks() { sink_->run_hooks(/*failed=*/false); }
 
@@ -231,6 +236,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Of a block whose home is the device: its slot is never stale.
   static void note_versions(const BlockBacking& backing);
   void restore_charge(WindowToken& token, bool failed);
+  /// A gradient that has stayed on the device goes to its home.
+  void hand_over(HostParameter& parameter, at::Tensor gradient);
   void reopen_gradients() noexcept;
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.

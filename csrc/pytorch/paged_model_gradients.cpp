@@ -24,7 +24,10 @@ std::vector<bool> PagedModel::settle_gradients(std::int32_t block) {
 }
 
 void PagedModel::hand_over_gradient(std::int32_t block, std::size_t index, at::Tensor gradient) {
-  HostParameter& parameter = *backings_[static_cast<std::size_t>(block)]->parameters().at(index);
+  hand_over(*backings_[static_cast<std::size_t>(block)]->parameters().at(index), std::move(gradient));
+}
+
+void PagedModel::hand_over(HostParameter& parameter, at::Tensor gradient) {
   if (!homes_.put_gradient(parameter, gradient)) {
     sink_->accept(parameter, std::move(gradient));
   }

@@ -17,7 +17,13 @@ BlockList without(const BlockList& blocks, const BlockList& others) {
 }  // namespace
 
 void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
-  const Bytes leaving = gathering_.end(*sink_);
+  Bytes leaving = 0;
+  if (kind == PassKind::kBackward) {
+    leaving = gathering_.end(
+        [this](HostParameter& parameter, at::Tensor gradient) { hand_over(parameter, std::move(gradient)); });
+  } else {
+    gathering_.carry();
+  }
   sink_->norm().release();
   const BlockList before = stays();
   const BlockList left = without(before, blocks);
@@ -33,6 +39,12 @@ void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
   if (kind == PassKind::kBackward && !blocks.empty() && !options_.gradient_dtype) {
     gathering_.begin();
   }
+}
+
+bool PagedModel::may_accumulate_early(const at::Tensor& leaf) const {
+  const auto known = std::find_if(parameters_.begin(), parameters_.end(),
+                                  [&](const auto& parameter) { return parameter->face.is_same(leaf); });
+  return known != parameters_.end() && !options_.gradient_dtype && gathering_.would_keep(**known);
 }
 
 void PagedModel::drop_copies() {

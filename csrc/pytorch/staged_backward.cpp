@@ -1,6 +1,7 @@
 #include "csrc/pytorch/staged_backward.h"
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -77,18 +78,15 @@ std::size_t StagedBackward::Graph::piece_of(const Node& node) const {
   return after == marks.begin() ? 0 : static_cast<std::size_t>(after - marks.begin()) - 1;
 }
 
-StagedBackward::StagedBackward(const std::vector<at::Tensor>& losses, std::vector<std::vector<std::uint64_t>> marks,
-                               std::vector<Turn> turns)
-    : turns_(std::move(turns)) {
-  graphs_.resize(losses.size());
-  for (std::size_t i = 0; i < losses.size(); ++i) {
-    graphs_[i].marks = std::move(marks[i]);
-    graphs_[i].pieces.resize(graphs_[i].marks.size());
-    walk(i, losses[i]);
-    if (!refusal_.empty()) {
-      return;
-    }
-  }
+void StagedBackward::add(const at::Tensor& loss, std::vector<std::uint64_t> marks) {
+  Graph& graph = graphs_.emplace_back();
+  graph.marks = std::move(marks);
+  graph.pieces.resize(graph.marks.size());
+  walk(graphs_.size() - 1, loss);
+}
+
+void StagedBackward::plan(std::vector<Turn> turns) {
+  turns_ = std::move(turns);
   owners_.clear();
   hold_leaves();
 }
@@ -193,7 +191,7 @@ void StagedBackward::hold_leaves() {
   }
   for (const auto& [leaf, uses] : leaves) {
     latest_[leaf] = uses.latest;
-    if (!uses.in_order) {
+    if (!uses.in_order || held_early_.contains(leaf)) {
       hold(leaf, uses.due);
     }
   }
@@ -217,7 +215,9 @@ void StagedBackward::hold(const Input& leaf, const std::vector<std::size_t>& due
       continue;
     }
     for (const Place& place : places->second) {
-      redirect(graphs_[i], place);
+      if (place.node != nullptr) {
+        redirect(graphs_[i], place);
+      }
     }
     due_[due[i]].emplace_back(i, leaf);
   }
@@ -230,42 +230,75 @@ std::map<StagedBackward::Input, StagedBackward::Arrived>& StagedBackward::waitin
 
 // ---- turns ------------------------------------------------------------------------------------
 
-void StagedBackward::run(std::size_t turn) {
-  Graph& graph = graphs_[turns_[turn].microbatch];
-  Piece piece = std::move(graph.pieces[turns_[turn].piece]);
-  if (!piece.arrived.empty()) {
-    autograd::edge_list roots;
-    autograd::variable_list gradients;
-    const auto add = [&](Edge edge, at::Tensor gradient) {
-      roots.push_back(std::move(edge));
-      gradients.push_back(std::move(gradient));
-    };
-    for (auto& [input, arrived] : piece.arrived) {
-      add(std::move(arrived.edge), std::move(arrived.gradient));
+void StagedBackward::run_last_piece(const std::function<bool(const at::Tensor&)>& may_be_undone) {
+  Graph& graph = graphs_.back();
+  const std::size_t last = graph.pieces.size() - 1;
+  const auto here = [last](const Place& place) { return place.piece == last; };
+  for (auto known = graph.leaves.begin(); known != graph.leaves.end();) {
+    const Input leaf = known->first;
+    std::vector<Place>& places = known->second;
+    const auto* node = dynamic_cast<const autograd::AccumulateGrad*>(leaf.first);
+    if (!unfinished_.contains(leaf) && std::all_of(places.begin(), places.end(), here) && node != nullptr &&
+        may_be_undone(node->variable)) {
+      known = graph.leaves.erase(known);
+      continue;
     }
-    piece.arrived.clear();
-    for (const auto& [input, sink] : piece.sinks) {
-      auto& waiting = waiting_for(graph, input);
-      if (const auto before = waiting.find(input); before != waiting.end()) {
-        add(Edge(sink, 0), is_leaf(*input.first) ? from_host(std::move(before->second.gradient), *input.first)
-                                                 : std::move(before->second.gradient));
-        waiting.erase(before);
+    unfinished_.insert(leaf);
+    for (Place& place : places) {
+      if (here(place)) {
+        redirect(graph, place);
+        place.node = nullptr;
+        held_early_.insert(leaf);
       }
     }
-    execute(roots, gradients);
-    for (const auto& [input, node] : piece.sinks) {
-      if (auto& sink = static_cast<Sink&>(*node); sink.reached) {
-        waiting_for(graph, input)[input] = {
-            sink.target, is_leaf(*input.first) ? to_host(std::move(sink.received)) : std::move(sink.received)};
-      }
-    }
+    ++known;
   }
+  for (const NodePtr& node : graph.pieces[last].nodes) {
+    owners_.erase(node.get());  // another one may come to lie there
+  }
+  run_piece(graph, last);
+}
+
+void StagedBackward::run(std::size_t turn) {
+  run_piece(graphs_[turns_[turn].microbatch], turns_[turn].piece);
   if (const auto due = due_.find(turn); due != due_.end()) {
     for (const auto& [microbatch, leaf] : due->second) {
       if (auto held = graphs_[microbatch].held.extract(leaf)) {
         at::Tensor gradient = from_host(std::move(held.mapped().gradient), *leaf.first);
         execute({held.mapped().edge}, {std::move(gradient)});
       }
+    }
+  }
+}
+
+void StagedBackward::run_piece(Graph& graph, std::size_t index) {
+  Piece piece = std::exchange(graph.pieces[index], {});
+  if (piece.arrived.empty()) {
+    return;
+  }
+  autograd::edge_list roots;
+  autograd::variable_list gradients;
+  const auto add = [&](Edge edge, at::Tensor gradient) {
+    roots.push_back(std::move(edge));
+    gradients.push_back(std::move(gradient));
+  };
+  for (auto& [input, arrived] : piece.arrived) {
+    add(std::move(arrived.edge), std::move(arrived.gradient));
+  }
+  piece.arrived.clear();
+  for (const auto& [input, sink] : piece.sinks) {
+    auto& waiting = waiting_for(graph, input);
+    if (const auto before = waiting.find(input); before != waiting.end()) {
+      add(Edge(sink, 0), is_leaf(*input.first) ? from_host(std::move(before->second.gradient), *input.first)
+                                               : std::move(before->second.gradient));
+      waiting.erase(before);
+    }
+  }
+  execute(roots, gradients);
+  for (const auto& [input, node] : piece.sinks) {
+    if (auto& sink = static_cast<Sink&>(*node); sink.reached) {
+      waiting_for(graph, input)[input] = {
+          sink.target, is_leaf(*input.first) ? to_host(std::move(sink.received)) : std::move(sink.received)};
     }
   }
 }

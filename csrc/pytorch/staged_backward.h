@@ -10,6 +10,9 @@
 // parameter that several pieces of a microbatch use, or microbatches that took other paths) its gradient is held,
 // summed per microbatch, on the host, until its turn.
 //
+// A microbatch's last piece may be run before the others' graphs are there: its saved tensors, the largest of all, need
+// not wait for them. Of its gradients those that can be undone are accumulated, the others held until plan().
+//
 // The graphs are spent: what a piece saved is freed with it. Threads: one at a time, without the interpreter lock.
 #pragma once
 
@@ -19,7 +22,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -37,16 +42,21 @@ class StagedBackward {
     std::size_t piece = 0;
   };
 
-  /// `marks[i]` are the numbers at which the pieces of the graph behind `losses[i]` begin. `turns` has every piece
-  /// once, a microbatch's last piece first.
-  StagedBackward(const std::vector<at::Tensor>& losses, std::vector<std::vector<std::uint64_t>> marks,
-                 std::vector<Turn> turns);
+  StagedBackward() = default;
   StagedBackward(const StagedBackward&) = delete;
   StagedBackward& operator=(const StagedBackward&) = delete;
 
-  /// Why these graphs cannot be run in pieces; empty when they can. Then nothing else is to be called.
+  /// The next microbatch's graph, behind `loss`; `marks` are the numbers at which its pieces begin.
+  void add(const at::Tensor& loss, std::vector<std::uint64_t> marks);
+  /// Why these graphs cannot be run in pieces; empty when they can. Else nothing more is to be called.
   const std::string& refusal() const noexcept { return refusal_; }
-  /// Runs `turns[turn]`, and accumulates the gradients whose turn has come. Turns come in their order.
+  /// Runs the last piece of the microbatch that was added last; of all those before it, it has been run. A gradient is
+  /// accumulated now if the sums' order allows it and `may_be_undone` says so of its leaf.
+  void run_last_piece(const std::function<bool(const at::Tensor&)>& may_be_undone);
+  /// All are added. `turns` has every piece once, a microbatch's last piece first.
+  void plan(std::vector<Turn> turns);
+  /// Runs `turns[turn]` unless it has been run, and accumulates the gradients whose turn has come. Turns come in their
+  /// order.
   void run(std::size_t turn);
   /// Whether a node runs a backward of its own, which accumulates gradients when it comes to it.
   bool nested() const noexcept { return nested_; }
@@ -73,7 +83,7 @@ class StagedBackward {
     std::map<Input, Arrived> arrived;
   };
   struct Place {
-    Node* node = nullptr;
+    Node* node = nullptr;  // null: it has been run, and what it gave to the leaf is held
     std::size_t edge = 0;
     std::size_t piece = 0;
   };
@@ -89,12 +99,15 @@ class StagedBackward {
   /// Empty, or why an edge from `user` to `node` cannot be part of a microbatch's graph.
   std::string why_not(std::size_t microbatch, const Node& user, const Node& node, const Node& root) const;
   void redirect(Graph& graph, const Place& place);
+  void run_piece(Graph& graph, std::size_t index);
   void hold_leaves();
   void hold(const Input& leaf, const std::vector<std::size_t>& due);
   std::map<Input, Arrived>& waiting_for(Graph& graph, const Input& input);
 
   std::vector<Turn> turns_;
   std::vector<Graph> graphs_;
+  std::set<Input> unfinished_;  // leaves that a microbatch whose last piece was run has more to give to
+  std::set<Input> held_early_;
   std::unordered_map<const Node*, std::size_t> owners_;                    // microbatches, by node
   std::map<std::size_t, std::vector<std::pair<std::size_t, Input>>> due_;  // by turn: held leaves of microbatches
   std::map<Input, std::size_t> latest_;                                    // turns, by leaf

@@ -550,6 +550,7 @@ class PagedModel:
         device: torch.device = ...,
     ) -> None: ...
     def add_block(self, name: str, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]]) -> int: ...
+    def begin_early(self) -> bool: ...
     def begin_visit(
         self,
         visit: SiteVisit,
@@ -569,6 +570,7 @@ class PagedModel:
         scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     ) -> None: ...
     def drop_copies(self) -> None: ...
+    def drop_early(self) -> None: ...
     def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
     def enter(self, token: WindowToken, kind: PassKind) -> None: ...
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
@@ -699,24 +701,33 @@ class ThreadContext:
 
 class StagedBackward:
     """
-    Runs the graphs of several microbatches piece by piece, in the order of `turns`.
+    Runs the graphs of several microbatches piece by piece.
     """
-    def __init__(
+    def __init__(self) -> None: ...
+    def add(
+        self, loss: torch.Tensor, marks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]
+    ) -> None:
+        """
+        The next microbatch; marks: the sequence numbers that its pieces begin at.
+        """
+    def plan(
         self,
-        losses: collections.abc.Sequence[torch.Tensor],
-        marks: collections.abc.Sequence[collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]],
         turns: collections.abc.Sequence[
             tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
         ],
     ) -> None:
         """
-        marks: by microbatch, the sequence numbers its pieces begin at. turns: (microbatch, piece), all of them.
+        turns: (microbatch, piece), all of them.
         """
     def last_turns(self, leaves: collections.abc.Sequence[torch.Tensor]) -> list[int]:
         """
         By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
         """
     def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def run_last_piece(self, model: PagedModel) -> None:
+        """
+        Of the microbatch that was added last.
+        """
     @property
     def held(self) -> int: ...
     @property

@@ -3,6 +3,10 @@
 The fibers need not take the same way. The executor looks where they are parked, goes to the first of these sites, pins
 what it needs, and lets those that are parked there go on; that is a *stay*. The backward goes through the stays from
 the last to the first.
+
+Where all microbatches end in the same stay, each one's *last piece* (what comes after the last block was entered: the
+head, the loss) goes backward right after its forward, before the next microbatch makes activations as large. What that
+accumulates can be undone until all forwards have ended.
 """
 
 from __future__ import annotations
@@ -55,6 +59,7 @@ class Round(Generic[Result]):
         owner: the run.
         works: what each microbatch runs, in its fiber.
         seeds: of the random state that each begins with.
+        take_root: takes what a microbatch's backward starts from out of what its work returned.
         recomputation: makes the sites' calls; without it activations are kept.
     """
 
@@ -63,9 +68,11 @@ class Round(Generic[Result]):
         owner: RoundOwner,
         works: Sequence[Callable[[], Result]],
         seeds: Sequence[int],
+        take_root: Callable[[Result], Tensor],
         recomputation: Recomputation | None = None,
     ) -> None:
         self._owner = owner
+        self._take_root = take_root
         self._recomputation = recomputation
         self._attributes = Attributes(owner.model)
         self._caller = Surroundings(owner.device)
@@ -78,6 +85,11 @@ class Round(Generic[Result]):
             for index, work in enumerate(works)
         ]
         self._stays: list[Stay[Result]] = []
+        self._regions = [GraphExecGroup() for _ in works]
+        self._staged = _C.StagedBackward()
+        self._added = 0  # microbatches whose graphs it has
+        self._others: list[engine.BackwardParticipant] = []  # other models that these graphs run through
+        self._early = len(works) > 1 and (recomputation is None or recomputation.checked)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
@@ -121,6 +133,7 @@ class Round(Generic[Result]):
                 for fiber in fibers:
                     fiber.start()
                 stays = self._pass_sites(fibers, kind, repetition=repetition)
+                self._owner.core.stay_in([], kind)
             for fiber in fibers:
                 fiber.join()
             return stays
@@ -144,6 +157,10 @@ class Round(Generic[Result]):
             for fiber in group:
                 with self._turn_of(fiber, repetition=repetition):
                     fiber.go_on(blocks)
+                if fiber.ended and self._early and not repetition:
+                    together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._added
+                    self._early = together and self._run_last_piece(fiber)
+                    self._note_last_stay(fiber)
                 core.drop_copies()
             stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
         return stays
@@ -162,8 +179,8 @@ class Round(Generic[Result]):
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, losses: list[Tensor], averaging: Averaging | None = None) -> None:
-        """Runs the backward of every microbatch from its loss. The graphs are spent, and ``losses`` emptied.
+    def backward(self, averaging: Averaging | None = None) -> None:
+        """Runs the backward of every microbatch. The graphs are spent.
 
         Args:
             averaging: of the gradients, which are complete with this backward.
@@ -178,28 +195,51 @@ class Round(Generic[Result]):
             except BaseException:  # re-raised
                 self._attributes.undo()
                 raise
-        order = [(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces]
-        refusal = self._attributes.conflict
-        if not refusal:
-            staged = _C.StagedBackward(losses, [fiber.marks for fiber in self._fibers], order)
-            refusal = staged.refusal or (self._nested_sums() if staged.nested else "")
+        while self._added < len(self._fibers) and not self._staged.refusal:
+            self._add_graph(self._fibers[self._added])
+        refusal = self._attributes.conflict or self._staged.refusal
+        if not refusal and self._staged.nested:
+            refusal = self._nested_sums()
         if refusal:
             self._attributes.undo()
             raise Refused(refusal)
-        others = [known for known in engine.reached_by(losses) if known is not self._owner]
-        if any(other.replicas is not None for other in others):
+        if any(other.replicas is not None for other in self._others):
             raise StateError(
                 "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
                 "the loop in place of run.step, or offload that model with process_group=False"
             )
-        losses.clear()
+        self._staged.plan([(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces])
         try:
-            with engine.windows_of([self._owner, *others]):
-                self._run_pieces(staged, averaging)
+            with engine.windows_of([self._owner, *self._others]):
+                self._run_pieces(averaging)
             self._owner.backward_ended(accumulated=True)
         finally:
             self._attributes.finish()
             self._caller.restore()
+
+    def _add_graph(self, fiber: Fiber[Result]) -> None:
+        root = self._take_root(fiber.result)  # type: ignore[arg-type]
+        for known in engine.reached_by([root]):  # while the graph is whole
+            if known is not self._owner and known not in self._others:
+                self._others.append(known)
+        self._staged.add(root, fiber.marks)
+        self._added += 1
+
+    def _note_last_stay(self, fiber: Fiber[Result]) -> None:
+        """Where the next round's backward will follow at once if it goes as this one did."""
+        if self._recomputation is not None:
+            self._recomputation.last_stay = len(fiber.marks) if self._early else None
+
+    def _run_last_piece(self, fiber: Fiber[Result]) -> bool:
+        """Of a fiber that has just ended. False if it cannot be run before the others are there."""
+        self._add_graph(fiber)
+        if self._staged.refusal or self._staged.nested or self._others:
+            return False
+        if fiber.index == 0:
+            self._owner.core.begin_early()
+        with self._turn_of(fiber, repetition=True), self._regions[fiber.index]:
+            self._staged.run_last_piece(self._owner.core)
+        return True
 
     def _nested_sums(self) -> str:
         """Why backwards inside the backward would sum in another order than a loop; empty when they would not.
@@ -217,19 +257,18 @@ class Round(Generic[Result]):
                     return "blocks inside a reentrant checkpoint are called elsewhere, too, or not by all microbatches"
         return ""
 
-    def _run_pieces(self, staged: _C.StagedBackward, averaging: Averaging | None) -> None:
+    def _run_pieces(self, averaging: Averaging | None) -> None:
         core = self._owner.core
         if averaging is not None:
-            averaging.follow(staged, sum(len(stay.pieces) for stay in self._stays))
-        regions = [GraphExecGroup() for _ in self._fibers]
+            averaging.follow(self._staged, sum(len(stay.pieces) for stay in self._stays))
         turn = 0
         for stay in reversed(self._stays):
             if averaging is not None:
                 averaging.advance(turn)
             core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
             for fiber, _ in stay.pieces:
-                with self._turn_of(fiber, repetition=True), regions[fiber.index]:
-                    staged.run(turn)
+                with self._turn_of(fiber, repetition=True), self._regions[fiber.index]:
+                    self._staged.run(turn)
                     core.run_hooks()
                 core.drop_copies()
                 turn += 1

@@ -55,6 +55,7 @@ class Recomputation:
 
     Attributes:
         checked: whether every site has been seen to give the same again.
+        last_stay: the number of a fiber's stay that backward follows at once, so that nothing is recomputed there.
     """
 
     def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
@@ -67,11 +68,13 @@ class Recomputation:
         self._device = device
         self._noted: list[Repetition] = []
         self.checked = False
+        self.last_stay: int | None = None
 
     @not_traced
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: Call, args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``; with a graph, as a checkpoint."""
-        if number in self._kept or not torch.is_grad_enabled() or _saved_tensors_hooked(True) is not None:
+        at_the_end = len(fiber.marks) == self.last_stay
+        if number in self._kept or at_the_end or not torch.is_grad_enabled() or _saved_tensors_hooked(True) is not None:
             return call(args, kwargs)
         repeatable = RepeatableCall(site.module, call, args, kwargs)
         notes = not self.checked and fiber.index == 0

@@ -210,14 +210,17 @@ class Stepper:
     ) -> list[Outcome] | None:
         """None if blocks that were recomputed gave something else."""
         owner = self._owner
-        this = Round(owner, works, seeds, self._recomputation if decision.recompute else None)
+        this = Round(owner, works, seeds, _take_root, self._recomputation if decision.recompute else None)
         before = owner.activation_bytes()
-        outcomes = this.forward()
-        held = owner.activation_bytes() - before
-        if not this.repeats():
-            return None
-        last.begin()
-        this.backward(_roots_of(outcomes), last.averaging)
+        try:
+            outcomes = this.forward()
+            held = owner.activation_bytes() - before
+            if not this.repeats():
+                return None
+            last.begin()
+            this.backward(last.averaging)
+        finally:
+            owner.core.drop_early()
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
         self._choice.learn(decision, held=held, peak=peak)
@@ -236,7 +239,7 @@ class Stepper:
                 outcomes.append(work())
                 if len(outcomes) == len(works):
                     last.begin()
-                _roots_of(outcomes[-1:])[0].backward()  # type: ignore[no-untyped-call]
+                _take_root(outcomes[-1]).backward()  # type: ignore[no-untyped-call]
                 self.fallbacks += 1
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -267,12 +270,12 @@ class Stepper:
         return norm, skipped
 
 
-def _roots_of(outcomes: Sequence[Outcome]) -> list[Tensor]:
-    """What the backwards start from. Nothing else refers to the graphs any more."""
-    roots = [outcome.root for outcome in outcomes if outcome.root is not None]
-    for outcome in outcomes:
-        outcome.root = None
-    return roots
+def _take_root(outcome: Outcome) -> Tensor:
+    """What the backward starts from. Nothing else refers to the graph any more."""
+    root, outcome.root = outcome.root, None
+    if root is None:
+        raise StateError("the backward of this microbatch has run")
+    return root
 
 
 def draw_seeds(count: int) -> list[int]:
