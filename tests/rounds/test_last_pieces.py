@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import _C, Checks
+from hydra_ext.runtime.rounds.executor import Round
 from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
 from support.zoo import Batch, Family
 
@@ -173,6 +174,30 @@ def test_an_error_after_the_last_block_leaves_gradients_as_they_were(before: boo
         model.zero_grad()
         seen = train_rounds(run, model, LAYERED.loss, batches, PLAN, steps=2, round_size=4, recompute=False)
         assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+    assert differences(seen, train_loop(LAYERED.make(0), LAYERED.loss, batches, PLAN, steps=2)) == []
+
+
+def test_an_interrupt_between_forward_and_backward_leaves_nothing_for_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = LAYERED.make(0)
+    batches = LAYERED.batches(1, 8)
+    optimizer = build_optimizer(model, PLAN)
+    checks = Checks(poison_hosts=True)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=list(model.layers), checks=checks) as run:
+        backward = Round.backward
+        monkeypatch.setattr(Round, "backward", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(batches[:4], lambda b: LAYERED.loss(model, b), round_size=4, recompute=False)
+        monkeypatch.setattr(Round, "backward", backward)
+        assert_nothing_left(run)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        seen = train_rounds(run, model, LAYERED.loss, batches, PLAN, steps=2, round_size=4, recompute=False)
+        assert (run.report().refusals, run.report().fallbacks) == (0, 0)
     assert differences(seen, train_loop(LAYERED.make(0), LAYERED.loss, batches, PLAN, steps=2)) == []
 
 
