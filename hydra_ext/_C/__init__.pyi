@@ -550,7 +550,7 @@ class PagedModel:
         device: torch.device = ...,
     ) -> None: ...
     def add_block(self, name: str, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]]) -> int: ...
-    def begin_early(self) -> bool: ...
+    def begin_early(self) -> None: ...
     def begin_visit(
         self,
         visit: SiteVisit,
@@ -710,6 +710,10 @@ class StagedBackward:
         """
         The next microbatch; marks: the sequence numbers that its pieces begin at.
         """
+    def last_turns(self, leaves: collections.abc.Sequence[torch.Tensor]) -> list[int]:
+        """
+        By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
+        """
     def plan(
         self,
         turns: collections.abc.Sequence[
@@ -718,10 +722,6 @@ class StagedBackward:
     ) -> None:
         """
         turns: (microbatch, piece), all of them.
-        """
-    def last_turns(self, leaves: collections.abc.Sequence[torch.Tensor]) -> list[int]:
-        """
-        By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
         """
     def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def run_last_piece(self, model: PagedModel) -> None:
