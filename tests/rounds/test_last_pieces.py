@@ -180,7 +180,7 @@ def test_an_error_after_the_last_block_leaves_gradients_as_they_were(before: boo
 def test_an_interrupt_between_forward_and_backward_leaves_nothing_for_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stop(_: object) -> None:
+    def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     model = LAYERED.make(0)
