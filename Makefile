@@ -44,7 +44,7 @@ help:
 	@echo "test        everything that needs no GPU: pytest, C++ tests (plain, ASan, TSan), lint, CUDA compile check, wheel"
 	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, and other-key; SHARD=2 runs one of them"
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
-	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one"
+	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
 
 # ---- the environment ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ gpu-test: $(BUILD)/.built $(VENV)/.deps-test
 
 gpu-bench: $(BUILD)/.built
 	cd tests && $(PYTHON) ../tools/check_gpu.py
-	cd benchmarks && $(PYTHON) gpu.py
+	cd benchmarks && $(PYTHON) $(if $(CELL),gpu_step.py $(CELL),gpu.py)
 
 # ---- style, stubs, wheel --------------------------------------------------------------------------------------------
 lint: $(VENV)/.deps-dev
