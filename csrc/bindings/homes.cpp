@@ -33,8 +33,11 @@ void bind_homes(py::module_& module) {
       .def("bring_home", py::overload_cast<>(&PagedModel::bring_home), Released())
       .def("update_at_home", &PagedModel::update_at_home, py::arg("update"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
-      .def_property_readonly("settled_blocks", [](PagedModel& model) { return model.homes().blocks(); })
-      .def_property_readonly("home_statistics", [](PagedModel& model) { return model.homes().statistics(); });
+      .def_property_readonly("settled_blocks",
+                             py::cpp_function([](PagedModel& model) { return model.homes().blocks(); }, Released()))
+      .def_property_readonly(
+          "home_statistics",
+          py::cpp_function([](PagedModel& model) { return model.homes().statistics(); }, Released()));
   module.def("at_home", &all_at_home, py::arg("tensors"), "Whether the device is the home of all these host tensors.");
   module.def("scale_gradient", &scale_gradient, py::arg("gradient"), py::arg("factor"), Released(),
              "In place, wherever the gradient's home is.");

@@ -43,6 +43,7 @@ void Pager::unsettle(std::int32_t index) noexcept {
   const std::lock_guard lock(mutex_);
   Block& block = *blocks_[static_cast<std::size_t>(index)];
   block.settled = false;
+  block.dirty = false;  // the bytes are home
   block.beside = 0;
 }
 

@@ -170,8 +170,6 @@ void DeviceHomes::release_locked(Home& home) noexcept {
   }
 }
 
-// ---- gradients --------------------------------------------------------------------------------
-
 bool DeviceHomes::keep_gradient(HostParameter& parameter) {
   const std::lock_guard lock(mutex_);
   Member* const member = member_locked(parameter);
@@ -284,9 +282,12 @@ void DeviceHomes::bring_home_locked(std::int32_t block) {
   move(backend_.to_host(), std::move(segments), home->updated);
   for (std::size_t i = 0; i < home->members.size(); ++i) {
     Member& member = home->members[i];
+    const bool replaced = !member.parameter->withheld();
     give_back(member.weights);
     member.parameter->withheld_data = nullptr;
-    member.parameter->note_seen();
+    if (!replaced) {
+      member.parameter->note_seen();
+    }
     if (member.gradient) {
       if (regions[i]) {
         withheld_of(member.gradient)->memory = data_pointer_into(regions[i], 0);
@@ -327,8 +328,6 @@ bool DeviceHomes::give_one_up() {
   return true;
 }
 
-// ---- arithmetic there -------------------------------------------------------------------------
-
 void DeviceHomes::update(std::int32_t block, const StepPlan& plan, ThreadPool& pool, float scale) {
   pager_.acquire(block, AcquireReason::kHook);
   const Acquired acquired(pager_, block);
@@ -342,6 +341,7 @@ void DeviceHomes::update(std::int32_t block, const StepPlan& plan, ThreadPool& p
     plan.run(pool, scale);
   }
   for (const Member& member : home->members) {
+    member.parameter->changed_since_seen();
     member.parameter->note_seen();
     backend_.note_write(home->slot + member.parameter->page->offset, member.parameter->face_bytes());
   }

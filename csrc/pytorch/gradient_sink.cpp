@@ -129,7 +129,8 @@ void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& grad
         arrival(sum);
       }
     };
-    submit(parameter, std::move(job), first);
+    // Of a sum that lacks a piece nothing is left.
+    submit(parameter, std::move(job), first || length < count);
   }
 }
 

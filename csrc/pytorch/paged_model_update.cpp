@@ -15,6 +15,9 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   for (BlockUpdate& update : updates) {
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
       parameter->withheld_data = parameter->host_data();
+      if (parameter->version() != parameter->version_seen) {
+        parameter->face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
+      }
     }
     for (const at::Tensor& tensor : update.tensors) {
       withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
@@ -107,6 +110,9 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
                "a block moves to the device during the model's forward or backward, or after its context");
   finish_update(block);
   const std::lock_guard gate(gate_);
+  if (homes_.holds(block)) {
+    return true;
+  }
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
   std::string mismatches;
   bool stale = false;

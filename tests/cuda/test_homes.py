@@ -11,10 +11,16 @@ import torch
 from torch import nn
 
 from hydra_ext import optim
+from hydra_ext.runtime import homes
 from support.gpu import offloaded
 
 MIB = 2**20
 STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(homes, "switched_on", True)
 
 
 def stack(dtype: torch.dtype) -> nn.Module:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import _C, Checks, optim
 from hydra_ext.optim import threads
-from hydra_ext.runtime import homes
 from support.benches import Outcome, assert_same
 from support.native import WIDTH, stack, state
 
@@ -56,12 +55,6 @@ class Sharing(nn.Module):
         else:
             self._kept.append(self._kept[-1])
         return self.layers(x) * self._kept[-1]
-
-
-@pytest.fixture(autouse=True)
-def _no_homes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There gradients do not leave."""
-    monkeypatch.setattr(homes, "STEPS_TO_SEE", 2**20)
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

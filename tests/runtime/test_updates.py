@@ -154,6 +154,27 @@ def test_the_context_ends_with_the_step_that_is_under_way() -> None:
     model[3].weight.detach().numpy()  # outside the context a step is taken at once
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_backward_through_a_graph_from_before_the_step_raises(inside: bool) -> None:
+    model = stack()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def work() -> None:
+        for _ in range(2):
+            first, second = model(BATCHES[0]).sum(), model(BATCHES[1]).sum()
+            first.backward()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                second.backward()
+            optimizer.zero_grad()
+
+    if not inside:
+        work()
+        return
+    with offloaded(model, optimizer):
+        work()
+
+
 def test_nothing_is_allocated_for_a_step_once_all_have_been_seen() -> None:
     model = stack()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
