@@ -175,12 +175,14 @@ def leave(rank: int) -> tuple[int, int, bool]:
     with offloaded(model, optimizer) as run:
         for step in range(job.steps):
             take_any_step(run, job, rank, step, Recorder(model, optimizer))
+    replicas = run.replicas
     del run
     gc.collect()
     after = len(os.listdir("/proc/self/task"))
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
+    assert replicas is not None  # it is there, and holds nothing
     return before, after, group() is not None
 
 
