@@ -112,7 +112,7 @@ class Report:
             lines.append(
                 f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time"
             )
-        if self.homes or self.deferred_updates:
+        if self.homes:
             lines.append(
                 f"homes    {len(self.homes)} blocks on the device ({', '.join(self.homes) or 'none'}), "
                 f"{_mib(self.homes_bytes)}; no others: {self.homes_reason or 'there are none'}"

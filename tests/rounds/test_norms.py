@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -243,6 +244,15 @@ def test_a_step_that_failed_leaves_no_sums_behind() -> None:
 # ---- what voids a sum -----------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def summed_as_they_left(model: nn.Module) -> Iterator[hydra_ext.Run]:
+    """After one backward."""
+    with hydra_ext.offload(model, budget=ROOMY, checks=Checks(poison_hosts=True)) as run:
+        run.core.leaving_norm.begin(threads.pool(None))
+        loss_of(model, BATCHES[0]).backward()
+        yield run
+
+
 def replace(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad = parameter.grad.clone()
@@ -257,10 +267,8 @@ def turn(parameter: Tensor) -> None:
 def test_a_gradient_that_is_not_what_arrived_has_no_sum(change: Callable[[Tensor], None]) -> None:
     model = stack()
     parameters = list(model.parameters())
-    with hydra_ext.offload(model, budget=ROOMY, checks=Checks(poison_hosts=True)) as run:
+    with summed_as_they_left(model) as run:
         norm = run.core.leaving_norm
-        norm.begin(threads.pool(None))
-        loss_of(model, BATCHES[0]).backward()
         change(parameters[4])
         known = norm.take(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -273,10 +281,8 @@ def test_a_gradient_that_is_not_what_arrived_has_no_sum(change: Callable[[Tensor
 def test_sums_can_be_voided_by_who_writes_unseen() -> None:
     model = stack()
     parameters = list(model.parameters())
-    with hydra_ext.offload(model, budget=ROOMY, checks=Checks(poison_hosts=True)) as run:
+    with summed_as_they_left(model) as run:
         norm = run.core.leaving_norm
-        norm.begin(threads.pool(None))
-        loss_of(model, BATCHES[0]).backward()
         norm.forget()
         loss_of(model[3:], BATCHES[0].to(run.device)).backward()
         assert [known is None for known in norm.take(parameters)] == [True] * 6 + [False] * 6
