@@ -86,7 +86,7 @@ def ours(layout: Layout, elements: int, threads: int) -> tuple[dict[str, Run], R
     runs: dict[str, Run] = {"step": optimizer.step}
     for instructions in layout.of_traffic:
         if instructions in _C.supported_instruction_sets():
-            plan = _C.StepPlan(instructions)
+            plan = _C.TensorPlan(instructions)
             moments = {"first_moment": state["exp_avg"], "second_moment": state["exp_avg_sq"]}
             plan.add(step, weights, gradient, master=master, **moments, seed=1)
             runs[instructions.name] = functools.partial(plan.run, pool)

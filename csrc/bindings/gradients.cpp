@@ -31,10 +31,11 @@ struct Uncharged {
 void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class) {
   model_class
       .def("take_gathered", &take_gathered, py::arg("block"),
-           "What was gathered on the device and is all there is of a block's gradients, by parameter.")
+           "What was gathered on the device and is all there is of a block's gradients, or copies of what is at home "
+           "there, by parameter.")
       .def("settle_gradients", &PagedModel::settle_gradients, Released(), py::arg("block"),
            "Nothing is to be added to the block's gradients in this window. Returns which of them have changed.")
-      .def("hand_over_gradient", &PagedModel::hand_over_gradient, Released(), py::arg("block"), py::arg("index"),
+      .def("return_gathered", &PagedModel::return_gathered, Released(), py::arg("block"), py::arg("index"),
            py::arg("gradient"))
       .def("moved_hosts", &PagedModel::moved_hosts)
       .def_property_readonly("in_backward", &PagedModel::in_backward);

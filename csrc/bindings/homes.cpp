@@ -13,11 +13,6 @@ namespace {
 using Released = py::call_guard<py::gil_scoped_release>;
 using ModelClass = py::class_<PagedModel, std::shared_ptr<PagedModel>>;
 
-bool all_at_home(const std::vector<at::Tensor>& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [](const at::Tensor& tensor) { return home_data(tensor) != nullptr; });
-}
-
 }  // namespace
 
 void bind_homes(py::module_& module) {
@@ -38,7 +33,6 @@ void bind_homes(py::module_& module) {
       .def_property_readonly(
           "home_statistics",
           py::cpp_function([](PagedModel& model) { return model.homes().statistics(); }, Released()));
-  module.def("at_home", &all_at_home, py::arg("tensors"), "Whether the device is the home of all these host tensors.");
   module.def("scale_gradient", &scale_gradient, py::arg("gradient"), py::arg("factor"), Released(),
              "In place, wherever the gradient's home is.");
 }

@@ -3,8 +3,7 @@
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/optim/norm.h"
-#include "csrc/optim/step_plan.h"
-#include "csrc/pytorch/native_steps.h"
+#include "csrc/pytorch/tensor_plan.h"
 
 namespace py = pybind11;
 
@@ -46,21 +45,23 @@ void bind_optim(py::module_& module) {
       .def(py::init<int>(), py::arg("threads"))
       .def_property_readonly("threads", &ThreadPool::threads);
   bind_steps(module);
-  py::class_<StepPlan>(module, "StepPlan",
-                       "The updates of one optimizer step. Keeps no tensor alive: its caller does, until it has run.")
+  py::class_<TensorPlan>(module, "TensorPlan", "The updates of one optimizer step.")
       .def(py::init([](std::optional<InstructionSet> instructions) {
-             return StepPlan(instructions.value_or(best_instruction_set()));
+             return TensorPlan(instructions.value_or(best_instruction_set()));
            }),
            py::arg("instructions") = std::nullopt)
-      .def("add", &add_update, py::arg("step"), py::arg("weights"), py::arg("gradient"), py::kw_only(),
-           py::arg("master") = std::nullopt, py::arg("first_moment") = std::nullopt,
-           py::arg("second_moment") = std::nullopt, py::arg("seed") = 0)
-      .def("clear", &StepPlan::clear)
-      .def("__len__", &StepPlan::size)
-      .def_property_readonly("traffic_bytes", &StepPlan::traffic_bytes, "What running it reads and writes.")
-      .def("run", &StepPlan::run, py::arg("pool"), py::arg("scale") = 1.0F, Released())
-      .def("run_range", &StepPlan::run_range, py::arg("parameter"), py::arg("begin"), py::arg("end"),
-           py::arg("scale") = 1.0F, Released());
+      .def(
+          "add",
+          [](TensorPlan& plan, const std::variant<AdamStep, SgdStep>& step, at::Tensor weights, at::Tensor gradient,
+             OptionalTensor master, OptionalTensor first_moment, OptionalTensor second_moment, std::uint32_t seed) {
+            plan.add({step, std::move(weights), std::move(gradient), std::move(master), std::move(first_moment),
+                      std::move(second_moment), seed});
+          },
+          py::arg("step"), py::arg("weights"), py::arg("gradient"), py::kw_only(), py::arg("master") = std::nullopt,
+          py::arg("first_moment") = std::nullopt, py::arg("second_moment") = std::nullopt, py::arg("seed") = 0)
+      .def(
+          "run", [](const TensorPlan& plan, ThreadPool& pool, float scale) { plan.on_host().run(pool, scale); },
+          py::arg("pool"), py::arg("scale") = 1.0F, Released(), "On the host.");
   module.def(
       "sums_of_squares",
       [](const std::vector<at::Tensor>& tensors, ThreadPool& pool, std::optional<InstructionSet> instructions) {

@@ -35,7 +35,7 @@ void bind_values(py::module_& module) {
           py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
   py::class_<BlockUpdate>(module, "BlockUpdate", "One block's part of an optimizer step.")
-      .def(py::init<std::int32_t, StepPlan, std::vector<at::Tensor>>(), py::arg("block"), py::arg("plan"),
+      .def(py::init<std::int32_t, TensorPlan, std::vector<at::Tensor>>(), py::arg("block"), py::arg("plan"),
            py::arg("tensors"));
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
 }

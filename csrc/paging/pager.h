@@ -53,6 +53,13 @@ struct PagerStatistics {
   double drain_wait_seconds = 0.0;  // the end of a pass waited for loads under way
 };
 
+/// What there is to know for who reads a slot.
+struct SlotContents {
+  void* memory = nullptr;
+  std::vector<FencePtr> uses;  // compute of other threads that may still write it
+  std::int64_t writes = 0;     // calls of mark_dirty() so far
+};
+
 class Pager {
  public:
   /// `slots` hands out slot memory under `ledger`'s limit; both, and `backend`, have to outlive the pager.
@@ -95,11 +102,12 @@ class Pager {
   /// The block is acquired and keeps its slot, whose bytes are the truth, until unsettle(). Plans leave it and `beside`
   /// more bytes of the device to it.
   void settle(std::int32_t block, Bytes beside);
-  void unsettle(std::int32_t block) noexcept;
+  /// Its bytes are home, as contents_of() told them, and whatever has been written since is not.
+  void unsettle(std::int32_t block, std::int64_t writes) noexcept;
   /// The settled block that is needed last; -1 when there is none.
   std::int32_t last_needed_settled() const;
   /// Of a block that is settled, or acquired.
-  void* slot_of(std::int32_t block) const;
+  SlotContents contents_of(std::int32_t block) const;
 
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);
@@ -110,6 +118,8 @@ class Pager {
   /// slot. False when there is nothing left to take. `may_wait` false: never blocks, takes only what no lane
   /// and no other thread holds.
   bool evict_one(bool may_wait);
+  /// Whether evict_one(false) would find a block to take now.
+  bool could_evict() const;
   /// For good: forgets all pins, waits for the lanes, gives every slot back. Threads that are about to get a block
   /// give up with StateError.
   void close() noexcept;

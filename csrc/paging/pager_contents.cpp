@@ -39,11 +39,11 @@ void Pager::settle(std::int32_t index, Bytes beside) {
   block.beside = beside;
 }
 
-void Pager::unsettle(std::int32_t index) noexcept {
+void Pager::unsettle(std::int32_t index, std::int64_t writes) noexcept {
   const std::lock_guard lock(mutex_);
   Block& block = *blocks_[static_cast<std::size_t>(index)];
   block.settled = false;
-  block.dirty = false;  // the bytes are home
+  block.dirty = block.dirty && block.writes != writes;
   block.beside = 0;
 }
 
@@ -58,9 +58,10 @@ std::int32_t Pager::last_needed_settled() const {
   return last == nullptr ? -1 : last->index;
 }
 
-void* Pager::slot_of(std::int32_t block) const {
+SlotContents Pager::contents_of(std::int32_t index) const {
   const std::lock_guard lock(mutex_);
-  return at(block).slot;
+  const Block& block = at(index);
+  return {block.slot, block.last_uses, block.writes};
 }
 
 void Pager::mark_dirty(std::int32_t index) {

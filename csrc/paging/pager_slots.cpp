@@ -280,6 +280,11 @@ bool Pager::evict_one(bool may_wait) {
   }
 }
 
+bool Pager::could_evict() const {
+  const std::lock_guard lock(mutex_);
+  return victim_locked(false) != nullptr;
+}
+
 void Pager::close() noexcept {
   if (!home_.here()) {
     return;

@@ -49,6 +49,11 @@ std::function<Bytes()> CudaBackend::activation_meter() {
   return [this] { return cuda_slots_.take_activation_peak(); };
 }
 
+bool CudaBackend::crowded(Bytes budget) const {
+  const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device()));
+  return stats.allocated_bytes[kAll].current > budget - budget / kReliefHeadroomDivisor;
+}
+
 void CudaBackend::run(const StepPlan& plan, float scale) {
   const CudaDeviceGuard guard(device());
   const cudaStream_t stream = current_stream_of(device());
@@ -66,9 +71,9 @@ void CudaBackend::sums_of_squares(std::span<const NormInput> inputs, std::span<d
   }
   std::vector<double> parts(chunks);
   if (chunks > 0) {
-    const auto bytes = static_cast<Bytes>(chunks * sizeof(double));
-    const auto release = [this, bytes](void* memory) { cuda_slots_.release(memory, bytes); };
-    const std::unique_ptr<void, decltype(release)> memory(cuda_slots_.allocate(bytes), release);
+    const auto release = [](void* memory) { allocator::raw_delete(memory); };
+    const std::unique_ptr<void, decltype(release)> memory(
+        allocator::raw_alloc_with_stream(chunks * sizeof(double), stream), release);
     auto* next = static_cast<double*>(memory.get());
     for (const NormInput& input : inputs) {
       HYDRA_CUDA(launch_chunk_sums(input, next, stream));

@@ -26,6 +26,7 @@ class CudaBackend final : public CudaDevice, public DeviceMath {
 
   std::shared_ptr<void> serve(MemoryClient client) override;
   std::function<Bytes()> activation_meter() override;
+  bool crowded(Bytes budget) const override;
   CudaMemory memory() const;
   /// On the calling thread's current stream.
   void run(const StepPlan& plan, float scale) override;

@@ -1,24 +1,28 @@
 // Blocks whose home is the device: weights, gradients and optimizer state stay there and are updated there; nothing of
 // them moves.
 //
-// The block's slot holds the weights and is the truth, memory beside it the optimizer's state, the faces' `.grad` the
-// gradients. The host tensors that the user knows (parameters, `.grad`, state) have no bytes meanwhile: an operation
-// on one of them brings the whole block home to the host, where it is an ordinary block again. So nobody sees which
-// home a block has but by the time it takes.
+// The block's slot holds the weights and is the truth; the optimizer's state and the gradients lie beside it. The host
+// tensors that the user knows (parameters, `.grad`, state) have no bytes meanwhile: an operation on one of them brings
+// the whole block home to the host, where it is an ordinary block again. So nobody sees which home a block has but by
+// the time it takes. That may happen at any moment, in the middle of a backward or of a step, and in any thread: nobody
+// but this class keeps an address of what is at home here.
 //
-// Threads: any; one mutex. Calls that wait for a lane are made without the interpreter lock. Lane errors are thrown,
-// and the block stays where it was.
+// Threads: any; one mutex, under which no memory is asked for that homes may have to make room for, and no tensor ends.
+// Calls that wait for a lane are made without the interpreter lock. Lane errors are thrown, and the block stays where
+// it was.
 #pragma once
 
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "csrc/memory/limited_resource.h"
 #include "csrc/optim/device_math.h"
 #include "csrc/paging/pager.h"
 #include "csrc/pytorch/block_backing.h"
+#include "csrc/pytorch/tensor_plan.h"
 #include "csrc/pytorch/withheld.h"
 
 namespace hydra {
@@ -29,8 +33,8 @@ struct HomeStatistics {
   Bytes moved_bytes = 0;      // both ways
 };
 
-/// In place, with the bits of tensor.mul_(factor) in Python.
-void multiply_as_python_does(const at::Tensor& tensor, double factor);
+/// A number that multiplies tensors as it would in Python.
+at::Tensor python_number(double value);
 
 class DeviceHomes {
  public:
@@ -46,34 +50,41 @@ class DeviceHomes {
   void bring_home();
   /// For room: the block that is needed last. False when there is none.
   bool give_one_up();
+  /// What is at home on the device is lost; its host tensors say so from now on.
+  void abandon() noexcept;
 
+  bool any() const;
   bool holds(std::int32_t block) const;
   std::vector<std::int32_t> blocks() const;
-  /// The gradient that the face of `parameter` has got stays there. False if it has to go to the host; then the
-  /// parameter's block has gone there, too.
-  bool keep_gradient(HostParameter& parameter);
-  /// The gradient at home of this parameter, to be changed in place; undefined when there is none.
-  at::Tensor gradient(HostParameter& parameter);
-  /// It becomes this one. False when the device is not the home of the parameter.
-  bool put_gradient(HostParameter& parameter, const at::Tensor& gradient);
+
+  /// A part of the parameter's gradient, from the device, is added to what is there. False if it has to go to the host;
+  /// then the parameter's block has gone there before.
+  bool keep_gradient(HostParameter& parameter, const at::Tensor& part);
+  /// The gradient at home of this parameter; undefined when there is none. It is not to be written to, and may not be
+  /// the parameter's any more when this has returned.
+  at::Tensor gradient(const HostParameter& parameter);
+  /// It becomes this one. False when the parameter has none that is at home.
+  bool replace_gradient(const HostParameter& parameter, const at::Tensor& gradient);
+  /// In place, as mul_(). False when the bytes of this `.grad` are not at home on the device.
+  bool multiply_gradient(const at::Tensor& host, double factor);
+  /// Of those of these host tensors that are gradients at home; see norm.h.
+  std::vector<std::optional<double>> sums_of_squares(const std::vector<at::Tensor>& hosts, ThreadPool& pool);
   /// Before a window opens: gradients that nobody knows any more are freed, and blocks that somebody has given host
   /// tensors are brought home.
   void review();
 
-  /// Runs a block's part of an optimizer step, whose plan was made of home_data(), on the device; in threads of `pool`
-  /// where the device's memory is the host's.
-  void update(std::int32_t block, const StepPlan& plan, ThreadPool& pool, float scale);
-  /// The arithmetic of a device whose memory is not the host's; else null.
-  DeviceMath* math() const noexcept { return math_; }
-  /// In place, as mul_(). False when the bytes of this `.grad` are not at home on the device.
-  bool multiply_gradient(const at::Tensor& host, double factor);
+  /// Runs a block's part of an optimizer step on the device; in threads of `pool` where the device's memory is the
+  /// host's. False, and nothing has happened, unless all tensors of the plan are at home there.
+  bool update(std::int32_t block, const TensorPlan& plan, ThreadPool& pool, float scale);
   HomeStatistics statistics() const;
 
  private:
   struct Member {
     HostParameter* parameter = nullptr;
     WithheldTensor weights;
-    c10::Storage gradient;  // of the host's `.grad`, as long as the face's stands for it
+    at::Tensor gradient;  // on the device
+    c10::Storage shown;   // of the host's `.grad` that stands for it
+    FencePtr written;     // the gradient's last write
   };
   struct State {
     WithheldTensor tensor;
@@ -87,18 +98,28 @@ class DeviceHomes {
     Bytes memory_bytes = 0;
     FencePtr updated;  // the last update, on whatever stream it ran
   };
+  /// What has left, and ends when the lock is gone.
+  struct Departed {
+    std::vector<std::unique_ptr<Home>> homes;
+    std::vector<at::Tensor> gradients;
+    std::vector<c10::Storage> storages;
+  };
+  struct Return;
 
   Home* find_locked(std::int32_t block) const;
   /// Null when the device is not the home of the parameter.
   Member* member_locked(const HostParameter& parameter) const;
-  void bring_home_locked(std::int32_t block);
-  bool reviewed_locked(Home& home);
+  /// Null unless this is the `.grad` of a parameter at home, and stands for a gradient there.
+  Member* shown_by_locked(const at::Tensor& host) const;
+  void bring_home_locked(std::int32_t block, Departed& departed);
+  Return plan_return_locked(std::int32_t block, Home& home) const;
+  bool reviewed_locked(Home& home, Departed& departed);
   /// Moves the bytes and waits. Throws the lane's error.
-  void move(Lane& lane, std::vector<Segment> segments, FencePtr after = nullptr);
+  void move(Lane& lane, std::vector<Segment> segments, std::vector<FencePtr> after);
   void release_locked(Home& home) noexcept;
 
   DeviceBackend& backend_;
-  DeviceMath* math_;
+  DeviceMath* math_;  // of a device whose memory is not the host's; else null
   Pager& pager_;
   Resource& memory_;
   std::shared_ptr<HostArena> arena_;

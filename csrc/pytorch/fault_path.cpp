@@ -148,7 +148,7 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
       if (const Page* page = page_of(tensor)) {
         refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
-      } else if (const Withheld* withheld = withheld_of(tensor)) {
+      } else if (const WithheldPtr withheld = withheld_of(tensor)) {
         bring_to_host(*withheld, op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);

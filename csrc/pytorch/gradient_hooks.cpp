@@ -37,35 +37,27 @@ class HandOver final : public autograd::PostAccumulateGradHook {
 
   void operator()(const autograd::Variable& face) override {
     note_arrival(parameter_);
-    if (stays()) {
-      return;
-    }
-    at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
-    at::Tensor gradient = std::move(slot);
-    slot = at::Tensor();
-    if (gradient.defined()) {
-      const ReleaseGilIfHeld released;
-      try {
-        sink_.accept(parameter_, std::move(gradient));
-        if (!active_()) {
-          sink_.drain();
-        }
-      } catch (const Error&) {
-        rethrow_for_torch({});
-      }
-    }
-  }
-
- private:
-  bool stays() {
     const ReleaseGilIfHeld released;
     try {
-      return gathering_.keep_early(parameter_) || homes_.keep_gradient(parameter_) || gathering_.keep(parameter_);
+      at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
+      const bool settled = homes_.holds(parameter_.page->block);
+      if (!slot.defined() || (settled ? gathering_.keep_early(parameter_) : gathering_.keep(parameter_))) {
+        return;
+      }
+      at::Tensor gradient = std::exchange(slot, at::Tensor());
+      if (homes_.keep_gradient(parameter_, gradient)) {
+        return;
+      }
+      sink_.accept(parameter_, std::move(gradient));
+      if (!active_()) {
+        sink_.drain();
+      }
     } catch (const Error&) {
       rethrow_for_torch({});
     }
   }
 
+ private:
   HostParameter& parameter_;
   GradientSink& sink_;
   GradientGathering& gathering_;

@@ -136,6 +136,7 @@ void PagedModel::close() {
     homes_.bring_home();
   } catch (...) {  // re-raised at the end
     lost = std::current_exception();
+    homes_.abandon();
   }
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();

@@ -27,6 +27,7 @@
 #include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
+#include "csrc/pytorch/tensor_plan.h"
 #include "csrc/pytorch/window.h"
 #include "csrc/pytorch/withheld.h"
 
@@ -59,7 +60,7 @@ struct WindowToken {
 /// One block's part of an optimizer step, and the tensors that it reads and writes.
 struct BlockUpdate {
   std::int32_t block = -1;
-  StepPlan plan;
+  TensorPlan plan;
   std::vector<at::Tensor> tensors;
 };
 
@@ -146,15 +147,15 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
   void run_hooks() { sink_->run_hooks(/*failed=*/false); }
 
-  /// Takes what was gathered of a block's gradients and is all there is of them, by parameter, or what is at home on
-  /// the device, which stays there; undefined elsewhere.
+  /// Takes what was gathered of a block's gradients and is all there is of them, by parameter, or copies what is at
+  /// home on the device; undefined elsewhere.
   std::vector<at::Tensor> take_gathered(std::int32_t block);
   /// Nothing is to be added to the block's gradients any more in this window: that throws from now on. Returns which
   /// of them backward has brought, wholly or in part, since they were last settled; the others are as they were.
   /// Blocks until those on their way are home.
   std::vector<bool> settle_gradients(std::int32_t block);
-  /// A gradient from take_gathered(), as it is to be, goes the way of the others.
-  void hand_over_gradient(std::int32_t block, std::size_t index, at::Tensor gradient);
+  /// What take_gathered() gave has become this, which is the whole gradient from now on.
+  void return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient);
   /// Names of parameters that somebody has written to since the window opened, or last was open; empty if none.
   std::string moved_hosts() const;
   /// Whether some thread is inside a backward.
@@ -187,7 +188,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until these host tensors, or all, have their bytes: updated, and at home on the host.
   void bring_home(std::int32_t block);
   void bring_home();
-  /// Runs a block's part of an optimizer step on the device, its home.
+  /// Runs a block's part of an optimizer step: on the device if that is its home, now on the host if it is not.
   void update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale);
   DeviceHomes& homes() noexcept { return homes_; }
 
@@ -234,7 +235,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// False: what it found is added to `mismatches`.
   bool synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches);
   /// Of a block whose home is the device: its slot is never stale.
-  static void note_versions(const BlockBacking& backing);
+  void synchronise_home(const BlockBacking& backing);
+  /// The face is trained if the host is.
+  void follow_training(HostParameter& parameter);
+  /// On a device whose allocator cannot wait for room, homes make it in time.
+  void keep_headroom();
   void restore_charge(WindowToken& token, bool failed);
   /// A gradient that has stayed on the device goes to its home.
   void hand_over(HostParameter& parameter, at::Tensor gradient);

@@ -10,6 +10,10 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
   finish_update();
+  std::vector<StepPlan> plans;
+  for (const BlockUpdate& update : updates) {
+    plans.push_back(update.plan.on_host());
+  }
   std::vector<DeferredUpdate::Part> parts;
   const std::lock_guard lock(update_mutex_);
   for (BlockUpdate& update : updates) {
@@ -22,7 +26,7 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
     for (const at::Tensor& tensor : update.tensors) {
       withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
     }
-    parts.push_back({update.block, std::move(update.plan)});
+    parts.push_back({update.block, std::move(plans[parts.size()])});
   }
   trainable_stale_ = true;
   ++deferred_updates_;
@@ -142,15 +146,18 @@ void PagedModel::bring_home() {
 void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
-  homes_.update(update.block, update.plan, pool, scale);
+  if (!homes_.update(update.block, update.plan, pool, scale)) {
+    bring_home(update.block);
+    update.plan.on_host().run(pool, scale);
+  }
 }
 
 void scale_gradient(const at::Tensor& gradient, double factor) {
-  const Withheld* const withheld = withheld_of(gradient);
-  const std::shared_ptr<PagedModel> model = withheld != nullptr ? withheld->owner.lock() : nullptr;
+  const WithheldPtr withheld = withheld_of(gradient);
+  const std::shared_ptr<PagedModel> model = withheld ? withheld->owner.lock() : nullptr;
   if (!model || !model->homes().multiply_gradient(gradient, factor)) {
     const at::NoGradGuard no_grad;
-    multiply_as_python_does(gradient, factor);
+    gradient.mul_(python_number(factor));
   }
 }
 

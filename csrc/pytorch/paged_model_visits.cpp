@@ -2,6 +2,7 @@
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/error_bridge.h"
+#include "csrc/pytorch/gil.h"
 #include "csrc/pytorch/paged_model.h"
 
 namespace py = pybind11;
@@ -78,6 +79,7 @@ void PagedModel::note_memory() noexcept {
 void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
   std::size_t arrived = 0;
   try {
+    keep_headroom();
     for (; arrived < blocks.size(); ++arrived) {
       latest_block_ = blocks[arrived];
       pager_->arrive(blocks[arrived]);
@@ -87,6 +89,12 @@ void PagedModel::arrive(const BlockList& blocks, PassKind kind) {
   } catch (...) {  // re-raised: all or none
     leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
     rethrow_for_torch(explain());
+  }
+}
+
+void PagedModel::keep_headroom() {
+  const ReleaseGilIfHeld released;
+  while (homes_.any() && backend_->crowded(options_.budget) && !pager_->could_evict() && homes_.give_one_up()) {
   }
 }
 

@@ -68,6 +68,7 @@ void PagedModel::open_window(PassKind kind) {
       settle_update();
     }
     homes_.review();
+    keep_headroom();
     synchronise_hosts();
     if (options_.poison_hosts) {
       for (BlockBacking* backing : backings_) {
@@ -109,6 +110,15 @@ bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, boo
     return false;
   }
   const bool trained = parameter.face.requires_grad() || parameter.host.requires_grad();
+  follow_training(parameter);
+  if (!parameter.changed_since_seen() && !all_stale && !(trainable_stale && trained)) {
+    return false;
+  }
+  parameter.note_seen();
+  return true;
+}
+
+void PagedModel::follow_training(HostParameter& parameter) {
   parameter.trained_seen = parameter.host.requires_grad();
   if (parameter.face.requires_grad() != parameter.trained_seen) {
     parameter.face.set_requires_grad(parameter.trained_seen);
@@ -116,11 +126,6 @@ bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, boo
   if (parameter.trained_seen && !parameter.diversion) {
     parameter.diversion = divert_host_gradients(parameter, *sink_, [this] { return window_open(); });
   }
-  if (!parameter.changed_since_seen() && !all_stale && !(trainable_stale && trained)) {
-    return false;
-  }
-  parameter.note_seen();
-  return true;
 }
 
 void PagedModel::synchronise_hosts() {
@@ -130,7 +135,7 @@ void PagedModel::synchronise_hosts() {
   for (std::size_t block = 0; block < backings_.size(); ++block) {
     bool stale = false;
     if (homes_.holds(static_cast<std::int32_t>(block))) {
-      note_versions(*backings_[block]);
+      synchronise_home(*backings_[block]);
       continue;
     }
     for (HostParameter* parameter : backings_[block]->parameters()) {
@@ -149,8 +154,9 @@ void PagedModel::synchronise_hosts() {
                    ". Leave the context, change them, and enter it again");
 }
 
-void PagedModel::note_versions(const BlockBacking& backing) {
+void PagedModel::synchronise_home(const BlockBacking& backing) {
   for (HostParameter* parameter : backing.parameters()) {
+    follow_training(*parameter);
     parameter->changed_since_seen();  // the face's version follows
     parameter->note_seen();
   }
@@ -274,8 +280,8 @@ void PagedModel::close_window(bool failed) {
 void PagedModel::collect_assigned_gradients() {
   for (const auto& parameter : parameters_) {
     at::Tensor& assigned = parameter->face.unsafeGetTensorImpl()->mutable_grad();
-    if (assigned.defined() && !homes_.keep_gradient(*parameter)) {
-      sink_->accept(*parameter, std::exchange(assigned, {}));
+    if (assigned.defined()) {
+      hand_over(*parameter, std::exchange(assigned, {}));
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <mutex>
 #include <utility>
 
 #include "csrc/pytorch/fault_key.h"
@@ -11,28 +12,21 @@ namespace hydra {
 
 namespace {
 
-using WithheldPtr = c10::intrusive_ptr<Withheld>;
+/// Guards what storages point to while it changes. Deliberately never destroyed: tensors may outlive statics.
+std::mutex& changing() {
+  static auto* const mutex = std::make_unique<std::mutex>().release();
+  return *mutex;
+}
 
 void release_withheld(void* context) { auto withheld = WithheldPtr::reclaim(static_cast<Withheld*>(context)); }
 
-Withheld* withheld_of(c10::StorageImpl& storage) noexcept {
+Withheld* context_of(c10::StorageImpl& storage) noexcept {
   auto& pointer = storage._mutable_data_ptr_no_checks();
   return pointer.get_deleter() == &release_withheld ? static_cast<Withheld*>(pointer.get_context()) : nullptr;
 }
 
-}  // namespace
-
-Withheld* withheld_of(const at::Tensor& tensor) noexcept {
-  if (!tensor.defined() || !tensor.unsafeGetTensorImpl()->has_storage()) {
-    return nullptr;
-  }
-  return withheld_of(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-}
-
-namespace {
-
 /// The storage's bytes become `context`'s to give back.
-void take_away(c10::StorageImpl& storage, WithheldPtr context) {
+void take_away_locked(c10::StorageImpl& storage, WithheldPtr context) {
   const bool at_home = context->at_home != nullptr;
   context->memory = storage.set_data_ptr(c10::DataPtr());
   storage.set_data_ptr_noswap({nullptr, context.release(), &release_withheld, c10::Device(c10::kCPU)});
@@ -53,33 +47,53 @@ WithheldPtr make_context(const std::weak_ptr<PagedModel>& owner, std::int32_t bl
 
 }  // namespace
 
+WithheldPtr withheld_of(const c10::Storage& storage) {
+  const std::lock_guard lock(changing());
+  Withheld* const context = context_of(*storage.unsafeGetStorageImpl());
+  return context == nullptr ? WithheldPtr() : WithheldPtr::reclaim_copy(context);
+}
+
+WithheldPtr withheld_of(const at::Tensor& tensor) {
+  const bool stored = tensor.defined() && tensor.unsafeGetTensorImpl()->has_storage();
+  return stored ? withheld_of(tensor.unsafeGetTensorImpl()->unsafe_storage()) : WithheldPtr();
+}
+
 at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
                          std::byte* at_home) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), c10::SymInt(like.nbytes()),
                                                        c10::DataPtr(), /*allocator=*/nullptr, /*resizable=*/false);
-  take_away(*storage, make_context(owner, block, at_home));
+  {
+    const std::lock_guard lock(changing());
+    take_away_locked(*storage, make_context(owner, block, at_home));
+  }
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU).add(kFaultKey), like.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   return tensor;
 }
 
-void* home_data(const at::Tensor& tensor) noexcept {
-  const Withheld* const withheld = withheld_of(tensor);
-  if (withheld == nullptr || withheld->at_home == nullptr) {
+bool shows(const at::Tensor& tensor, const c10::Storage& storage) noexcept {
+  return storage && tensor.defined() && tensor.unsafeGetTensorImpl()->has_storage() &&
+         tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+}
+
+void* home_data(const at::Tensor& tensor) {
+  const WithheldPtr withheld = withheld_of(tensor);
+  if (!withheld || withheld->at_home == nullptr) {
     return nullptr;
   }
   return withheld->at_home + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
 }
 
-Withheld* withheld_of(const c10::Storage& storage) noexcept { return withheld_of(*storage.unsafeGetStorageImpl()); }
-
 WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
                         std::byte* at_home) {
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   c10::StorageImpl* const implementation = storage.unsafeGetStorageImpl();
-  if (withheld_of(*implementation) == nullptr) {
-    take_away(*implementation, make_context(owner, block, at_home));
+  {
+    const std::lock_guard lock(changing());
+    if (context_of(*implementation) == nullptr) {
+      take_away_locked(*implementation, make_context(owner, block, at_home));
+    }
   }
   add_fault_key(*tensor.unsafeGetTensorImpl());
   return {tensor, storage};
@@ -87,12 +101,27 @@ WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel
 
 void give_back(const WithheldTensor& withheld) noexcept {
   c10::StorageImpl* const implementation = withheld.storage.unsafeGetStorageImpl();
-  if (Withheld* const context = withheld_of(*implementation)) {
-    implementation->clear_data_ptr_access_error_msg_();
-    implementation->set_data_ptr_noswap(std::exchange(context->memory, c10::DataPtr()));
+  c10::DataPtr away;  // ends without the lock
+  {
+    const std::lock_guard lock(changing());
+    if (Withheld* const context = context_of(*implementation)) {
+      implementation->clear_data_ptr_access_error_msg_();
+      away = implementation->set_data_ptr(std::exchange(context->memory, c10::DataPtr()));
+    }
   }
   if (withheld.tensor.defined()) {
     remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
+  }
+}
+
+void give_up(const WithheldTensor& withheld) noexcept {
+  c10::StorageImpl* const implementation = withheld.storage.unsafeGetStorageImpl();
+  const std::lock_guard lock(changing());
+  if (Withheld* const context = context_of(*implementation)) {
+    context->at_home = nullptr;
+    implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        "hydra_ext: this tensor's bytes are lost: they could not be brought from the device when its offload context "
+        "ended");
   }
 }
 

@@ -4,7 +4,7 @@
 // A withheld tensor carries the fault key, so that an operation on it waits; raw access (numpy, data_ptr, saving)
 // raises. Storage, tensor, version and aliases stay what they are: only the data pointer is away, in the storage's
 // own place for it.
-// Threads: withhold() and give_back() by one thread at a time for one tensor; withheld_of() from anywhere.
+// Threads: any. withhold() and give_back() by one thread at a time for one tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,14 +20,16 @@ class PagedModel;
 
 struct Withheld final : c10::intrusive_ptr_target {
   std::weak_ptr<PagedModel> owner;
-  std::int32_t block = -1;       // whose update it waits for
+  std::int32_t block = -1;       // whose tensor it is
   c10::DataPtr memory;           // the storage's own; may be null where the home is the device
   std::byte* at_home = nullptr;  // the bytes on the device, where the home is that
 };
 
-/// What withholds a tensor's, or a storage's, bytes, or null.
-Withheld* withheld_of(const at::Tensor& tensor) noexcept;
-Withheld* withheld_of(const c10::Storage& storage) noexcept;
+using WithheldPtr = c10::intrusive_ptr<Withheld>;
+
+/// What withholds a tensor's, or a storage's, bytes, or null. Another thread may give them back at any time.
+WithheldPtr withheld_of(const at::Tensor& tensor);
+WithheldPtr withheld_of(const c10::Storage& storage);
 
 /// A tensor, and the storage that it had: somebody may give it another meanwhile (`.data = ...`).
 struct WithheldTensor {
@@ -42,8 +44,12 @@ WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel
 /// A host tensor that lies as `like` does and never had bytes of its own; the first give_back() gives it `memory`.
 at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
                          std::byte* at_home);
+/// Whether the tensor, which may be undefined, has this storage.
+bool shows(const at::Tensor& tensor, const c10::Storage& storage) noexcept;
 /// The tensor's bytes on the device, if their home is there; else null.
-void* home_data(const at::Tensor& tensor) noexcept;
+void* home_data(const at::Tensor& tensor);
 void give_back(const WithheldTensor& withheld) noexcept;
+/// The bytes are lost: it stays withheld for ever, and says so.
+void give_up(const WithheldTensor& withheld) noexcept;
 
 }  // namespace hydra

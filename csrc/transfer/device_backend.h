@@ -59,6 +59,8 @@ class DeviceBackend {
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
   /// Counts what others than slots() took at most since its last call. Empty where the ledger sees every byte.
   virtual std::function<Bytes()> activation_meter() { return {}; }
+  /// Whether allocations of others are about to miss under this budget, where its client cannot be waited for then.
+  virtual bool crowded(Bytes /*budget*/) const { return false; }
   /// What optimizer steps on the host may read and write in a second; 0 for as much as the host can.
   virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
   /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.

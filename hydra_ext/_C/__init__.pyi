@@ -36,13 +36,12 @@ __all__: list[str] = [
     "SimulatedDevice",
     "SiteVisit",
     "StagedBackward",
-    "StepPlan",
+    "TensorPlan",
     "ThreadContext",
     "ThreadPool",
     "Uncharged",
     "WindowToken",
     "Windows",
-    "at_home",
     "clip_factor",
     "human_bytes",
     "is_face",
@@ -443,12 +442,11 @@ class SgdStep:
         first: bool,
     ) -> None: ...
 
-class StepPlan:
+class TensorPlan:
     """
-    The updates of one optimizer step. Keeps no tensor alive: its caller does, until it has run.
+    The updates of one optimizer step.
     """
     def __init__(self, instructions: InstructionSet | None = None) -> None: ...
-    def __len__(self) -> int: ...
     def add(
         self,
         step: AdamStep | SgdStep,
@@ -460,19 +458,9 @@ class StepPlan:
         second_moment: torch.Tensor | None = None,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
-    def clear(self) -> None: ...
-    def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None: ...
-    def run_range(
-        self,
-        parameter: typing.SupportsInt | typing.SupportsIndex,
-        begin: typing.SupportsInt | typing.SupportsIndex,
-        end: typing.SupportsInt | typing.SupportsIndex,
-        scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-    ) -> None: ...
-    @property
-    def traffic_bytes(self) -> int:
+    def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         """
-        What running it reads and writes.
+        On the host.
         """
 
 class GradientStatistics:
@@ -528,7 +516,7 @@ class BlockUpdate:
     def __init__(
         self,
         block: typing.SupportsInt | typing.SupportsIndex,
-        plan: StepPlan,
+        plan: TensorPlan,
         tensors: collections.abc.Sequence[torch.Tensor],
     ) -> None: ...
 
@@ -576,12 +564,6 @@ class PagedModel:
     def exit(self, token: WindowToken, *, failed: bool) -> None: ...
     def faces(self) -> list[torch.Tensor]: ...
     def finish_update(self) -> None: ...
-    def hand_over_gradient(
-        self,
-        block: typing.SupportsInt | typing.SupportsIndex,
-        index: typing.SupportsInt | typing.SupportsIndex,
-        gradient: torch.Tensor,
-    ) -> None: ...
     def moved_hosts(self) -> str: ...
     def note_optimizer_step(self) -> None: ...
     def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
@@ -590,6 +572,12 @@ class PagedModel:
         What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.
         """
     def refresh(self) -> None: ...
+    def return_gathered(
+        self,
+        block: typing.SupportsInt | typing.SupportsIndex,
+        index: typing.SupportsInt | typing.SupportsIndex,
+        gradient: torch.Tensor,
+    ) -> None: ...
     @typing.overload
     def returns(self, token: WindowToken, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
     @typing.overload
@@ -611,7 +599,7 @@ class PagedModel:
     ) -> None: ...
     def take_gathered(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[torch.Tensor | None]:
         """
-        What was gathered on the device and is all there is of a block's gradients, by parameter.
+        What was gathered on the device and is all there is of a block's gradients, or copies of what is at home there, by parameter.
         """
     def timeline(self) -> list[MemorySample]: ...
     def update_at_home(
@@ -742,11 +730,6 @@ class HomeStatistics:
     def returned(self) -> int: ...
     @property
     def settled(self) -> int: ...
-
-def at_home(tensors: collections.abc.Sequence[torch.Tensor]) -> bool:
-    """
-    Whether the device is the home of all these host tensors.
-    """
 
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex

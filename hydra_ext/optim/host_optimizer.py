@@ -28,7 +28,7 @@ class PreparedStep:
         gradients: theirs, as the plan reads them.
     """
 
-    plan: _C.StepPlan = field(default_factory=_C.StepPlan)
+    plan: _C.TensorPlan = field(default_factory=_C.TensorPlan)
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 

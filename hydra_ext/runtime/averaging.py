@@ -50,7 +50,7 @@ class _Share:
         index: of the parameter, in its block.
         mark: of the parameter.
         buffer: what this rank adds, and the sum afterwards; lies as the parameter does.
-        from_device: it was taken from the device, and is to leave it yet.
+        from_device: it was taken from the device, and is to go back to it or to leave it.
     """
 
     index: int
@@ -260,7 +260,7 @@ class Averaging:
     def _deliver(self, block: int, share: _Share) -> None:
         mean = share.buffer.div_(self._replicas.size)
         if share.from_device:
-            self._core.hand_over_gradient(block, share.index, mean)
+            self._core.return_gathered(block, share.index, mean)
         elif share.parameter.grad is None:
             share.parameter.grad = mean
         elif share.parameter.grad is not mean:
@@ -268,10 +268,8 @@ class Averaging:
 
 
 def _share(index: int, parameter: nn.Parameter, gathered: Tensor | None, arrived: bool) -> _Share:
-    if gathered is not None and arrived:
-        return _Share(index, parameter, _ARRIVED, gathered, from_device=True)
-    if gathered is not None:  # it has its home there, and may have to stay as it is
-        return _Share(index, parameter, _UNCHANGED, gathered.clone(), from_device=True)
+    if gathered is not None:
+        return _Share(index, parameter, _ARRIVED if arrived else _UNCHANGED, gathered, from_device=True)
     gradient = parameter.grad
     if gradient is None:
         return _Share(index, parameter, _NONE, _zeros_like(parameter))

@@ -8,17 +8,18 @@ host when room is needed, when an operation outside the model uses one of its te
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
+from hydra_ext.errors import TransferError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 
-# Off: what may bring a block home in the middle of a backward, a reduction over ranks or the preparation of a step is
-# not proved to lose nothing yet. Tests switch it on.
-switched_on = False
+logger = logging.getLogger(__name__)
+
 STEPS_TO_SEE = 2
 _LONGEST_WAIT = 1024
 _LONG_STAY = 8  # of as many waits: the wait before counts no more
@@ -51,7 +52,7 @@ class Homes:
         self._optimizer = optimizer
         self._budget = budget
         self._in_flight = in_flight
-        self._refusal = refusal if switched_on else "homes on the device are not switched on"
+        self._refusal = refusal
         self._stepped: set[Tensor] = set()
         self._steps = 0
         self._settled: dict[int, int] = {}  # and the step they did so
@@ -62,12 +63,9 @@ class Homes:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def expect_step(self, gradients: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Blocks whose part of the coming step cannot be worked out on the device come to the host."""
+        """Blocks whose state the coming step makes come to the host before anything is changed."""
         for block in self._core.settled_blocks:
-            members = gradients.get(block, ())
-            known = all(parameter in self._stepped for parameter, _ in members)
-            tensors = [tensor for pair in members for tensor in (*pair, *self._state_of(pair[0]))]
-            if not known or not _C.at_home(tensors):
+            if any(parameter not in self._stepped for parameter, _ in gradients.get(block, ())):
                 self._core.bring_home(block)
         for members in gradients.values():
             self._stepped.update(parameter for parameter, _ in members)
@@ -88,19 +86,35 @@ class Homes:
             self.reason = self._why_not(block, left)
             if self.reason:
                 return
-            if not self._core.settle(block, self._state_of_block(block)):
-                self.reason = f"'{self._blocks[block].name}' shares memory with other tensors, or found no room"
+            self.reason = self._settle(block)
+            if self.reason:
                 return
             self._settled[block] = self._steps
             left -= self._cost(block)
+
+    def _settle(self, block: int) -> str:
+        """Why not; empty when the device is the block's home now."""
+        name = self._blocks[block].name
+        try:
+            settled = self._core.settle(block, self._state_of_block(block))
+        except TransferError as error:
+            self._postpone()
+            logger.warning("'%s' stays on the host: %s", name, error)
+            return f"'{name}' could not be moved ({error}); the next try is after step {self._next_try}"
+        return "" if settled else f"'{name}' shares memory with other tensors, or found no room"
+
+    def _postpone(self) -> None:
+        self._wait = min(max(2 * self._wait, 1), _LONGEST_WAIT)
+        self._next_try = self._steps + self._wait
 
     def _note_returned(self) -> None:
         returned = set(self._settled) - set(self._core.settled_blocks)
         if not returned:
             return
         stayed = self._steps - max(self._settled.pop(block) for block in returned)
-        self._wait = 1 if stayed >= _LONG_STAY * self._wait else min(2 * self._wait, _LONGEST_WAIT)
-        self._next_try = self._steps + self._wait
+        if stayed >= _LONG_STAY * self._wait:
+            self._wait = 0
+        self._postpone()
         name = self._blocks[max(returned)].name
         self.reason = (
             f"'{name}' came back, for want of room or because its tensors were used on the host; the next try is after "

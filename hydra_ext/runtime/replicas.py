@@ -77,7 +77,7 @@ class Replicas:
         self.reduced_bytes = 0
         self.waited_seconds = 0.0
         self.passes = 0
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         config = dist.get_backend_config(group)
         backends = dict(entry.split(":") for entry in config.split(","))
         direct = backends.get(device.type, "gloo") != "gloo"  # gloo's way from a GPU is slower than ours
@@ -90,6 +90,10 @@ class Replicas:
         self.takes_gathered = self.gradient_device == device
         self._message_device = torch.device("cpu") if "cpu" in backends else device
         logger.info("gradients are averaged over %d ranks (%s); this is rank %d", self.size, config, self.rank)
+
+    def leave(self) -> None:
+        """The others are not heard any more; what is counted stays. The group is let go, so that it can end."""
+        self._group = None
 
     # ---- reductions -------------------------------------------------------------------------------------------------
 
@@ -152,7 +156,9 @@ class Replicas:
                 continue
             values = tensor.detach().contiguous()
             own = values.reshape(-1).view(torch.uint8)
-            sent = own.to(self._message_device, copy=self.rank != 0)
+            # A copy on rank 0, too: a thread of the backend's may hold it for a while yet, and memory that others hold
+            # stays out of the arena.
+            sent = own.to(self._message_device, copy=True)
             dist.broadcast(sent, group=self._group, group_src=0)
             received = sent.to(own.device)
             if self.rank != 0 and not torch.equal(received, own):

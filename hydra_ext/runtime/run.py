@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +157,8 @@ class Run:
         if self.replicas is None:
             yield None
             return
+        if self._closed:
+            raise StateError("the offload context of this model has ended")
         if not self._averages:
             raise StateError("run.step() averages gradients over the ranks: call it outside run.no_sync()")
         averaging = Averaging(self.replicas, self.core, self.layout, place)
@@ -256,31 +258,39 @@ class Run:
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._casts,
+                refusal=self._casts or self._averaged_on_host(),
             )
             self.updates = Updates(self.core, self.layout, optimizer, self._homes)
         engine.join(self)
 
+    def _averaged_on_host(self) -> str:
+        on_host = self.replicas is not None and not self.replicas.takes_gathered
+        return "gradients are averaged over the ranks on the host" if on_host else ""
+
     def close(self) -> None:
-        """Undoes :meth:`open` and ends the core. Idempotent."""
+        """Undoes :meth:`open` and ends the core, all of it whatever fails on the way. Idempotent."""
         if self._closed:
             return
         self._closed = True
         engine.leave(self)
-        if self.updates is not None:
-            self.updates.close()
-        for handle in self._optimizer_handles:
-            handle.remove()
-        sites.remove(self.layout.sites)
-        if root.is_swapped(self.model):
-            root.restore(self.model)
-        _C.suspend_charging()
-        try:
-            while not self.core.wait_for_others(milliseconds=100):
-                pass  # in turns, for the sake of interrupts
-        finally:
-            self.core.close()
-            self._place.close()
+        with ExitStack() as stack:  # the last one first
+            if self.replicas is not None:
+                stack.callback(self.replicas.leave)
+            stack.callback(self._place.close)
+            stack.callback(self.core.close)
+            stack.callback(self._wait_for_others)
+            stack.callback(_C.suspend_charging)
+            if root.is_swapped(self.model):
+                stack.callback(root.restore, self.model)
+            stack.callback(sites.remove, self.layout.sites)
+            for handle in self._optimizer_handles:
+                stack.callback(handle.remove)
+            if self.updates is not None:
+                stack.callback(self.updates.close)
+
+    def _wait_for_others(self) -> None:
+        while not self.core.wait_for_others(milliseconds=100):
+            pass  # in turns, for the sake of interrupts
 
     def _before_optimizer_step(self) -> None:
         _C.suspend_charging()

@@ -45,9 +45,11 @@ class Updates:
         optimizer.runner = self
 
     def close(self) -> None:
-        self.sync()
-        if self._optimizer.runner is self:  # it may serve another context, too
-            self._optimizer.runner = None
+        try:
+            self.sync()
+        finally:
+            if self._optimizer.runner is self:  # it may serve another context, too
+                self._optimizer.runner = None
 
     def sync(self) -> None:
         """Returns when no step is under way, and all tensors have their bytes on the host."""

@@ -55,10 +55,10 @@ class SettledTest : public ::testing::Test {
 TEST_F(SettledTest, ASettledBlockKeepsItsSlotWhateverElseIsFetched) {
   pass();
   settle(1, 0);
-  void* const slot = pager_.slot_of(1);
+  void* const slot = pager_.contents_of(1).memory;
   pass();
   pass();
-  EXPECT_EQ(pager_.slot_of(1), slot);
+  EXPECT_EQ(pager_.contents_of(1).memory, slot);
   EXPECT_TRUE(blocks_[1]->readable());
   EXPECT_EQ(pager_.pins(), 0);
 }
@@ -82,7 +82,7 @@ TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
     ++asked;
     const std::int32_t block = pager_.last_needed_settled();
     if (block >= 0) {
-      pager_.unsettle(block);
+      pager_.unsettle(block, pager_.contents_of(block).writes);
     }
     return block >= 0;
   });

@@ -11,16 +11,10 @@ import torch
 from torch import nn
 
 from hydra_ext import optim
-from hydra_ext.runtime import homes
 from support.gpu import offloaded
 
 MIB = 2**20
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "switched_on", True)
 
 
 def stack(dtype: torch.dtype) -> nn.Module:
@@ -81,3 +75,28 @@ def test_an_update_on_the_gpu_gives_the_bits_of_one_on_the_host(name: str, dtype
         assert torch.equal(a, b)
         for key, value in ours.state[a].items():
             assert torch.equal(value, theirs.state[b][key]), key
+
+
+def test_blocks_leave_the_gpu_for_activations_that_grow() -> None:
+    """torch's allocator cannot wait for them, so they go while there is some room yet."""
+    plain, model = stack(torch.float32), stack(torch.float32)
+    theirs, ours = OPTIMIZERS["adamw"](plain.parameters()), OPTIMIZERS["adamw"](model.parameters())
+    few, many = torch.randn(4, 32, 1024), torch.randn(2, 2048, 1024)
+    expected = [
+        *train_with_updates_on_the_host(plain, theirs, few, 1e-2),
+        *train_with_updates_on_the_host(plain, theirs, many, 1e-2),
+    ]
+    seen = []
+    with offloaded(model, ours, budget=160 * MIB) as run:
+        for batch in [*few, *many]:
+            loss = model(batch).pow(2).mean()
+            loss.backward()
+            seen += [loss.detach().cpu(), optim.clip_grad_norm_(model.parameters(), 1e-2)]
+            ours.step()
+            ours.zero_grad()
+        assert run.core.home_statistics.settled > 0
+        assert run.core.home_statistics.returned > 0
+    for a, b in zip(seen, expected, strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a, b)

@@ -70,7 +70,7 @@ def test_a_hundred_steps_stay_as_near_to_fp64_as_torch_does(rule: str) -> None:
 
 @pytest.mark.parametrize("instructions", _C.supported_instruction_sets(), ids=lambda chosen: chosen.name)
 def test_a_plan_gives_the_same_whatever_instructions_and_threads(instructions: _C.InstructionSet) -> None:
-    def run(plan: _C.StepPlan, pool: _C.ThreadPool) -> list[torch.Tensor]:
+    def run(plan: _C.TensorPlan, pool: _C.ThreadPool) -> list[torch.Tensor]:
         weights, first, second = (parameter((100_003,), torch.bfloat16, seed).detach() for seed in range(3))
         lower = torch.arange(100_003).remainder(65_536).sub(32_768).to(torch.int16)
         step = _C.AdamStep(
@@ -82,9 +82,9 @@ def test_a_plan_gives_the_same_whatever_instructions_and_threads(instructions: _
         plan.run(pool, 0.7)
         return [weights, lower, first, second]
 
-    expected = run(_C.StepPlan(_C.InstructionSet.PORTABLE), _C.ThreadPool(1))
+    expected = run(_C.TensorPlan(_C.InstructionSet.PORTABLE), _C.ThreadPool(1))
     for threads in (1, 2, 3):
-        got = run(_C.StepPlan(instructions), _C.ThreadPool(threads))
+        got = run(_C.TensorPlan(instructions), _C.ThreadPool(threads))
         assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import _C, Checks, optim
 from hydra_ext.optim import threads
+from hydra_ext.runtime import homes
 from support.benches import Outcome, assert_same
 from support.native import WIDTH, stack, state
 
@@ -21,6 +22,12 @@ MICROBATCHES = 4
 ROOMY = 2**24
 BATCHES = list(torch.randn(STEPS * MICROBATCHES, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
 Prepare = Callable[[nn.Module], object]
+
+
+@pytest.fixture(autouse=True)
+def _no_homes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There gradients do not leave."""
+    monkeypatch.setattr(homes, "STEPS_TO_SEE", 2**20)
 
 
 class Ways(nn.Module):

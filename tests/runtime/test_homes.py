@@ -13,7 +13,6 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import _C, Checks, Run, SimulatedDevice, optim
-from hydra_ext.runtime import homes
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, WIDTH, stack, state, train
 
@@ -21,11 +20,6 @@ ROOMY = 2**20
 BLOCK = 512 * (-(-WIDTH * WIDTH * 4 // 512) + 1)  # a slot of the fp32 stack: weight and bias
 GRADIENTS = 4 * (WIDTH * WIDTH + WIDTH)
 MOMENTS = 2 * BLOCK
-
-
-@pytest.fixture(autouse=True)
-def _switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(homes, "switched_on", True)
 
 
 @contextmanager

@@ -1,0 +1,21 @@
+// A block that was acquired, for the length of a scope.
+#pragma once
+
+#include "csrc/paging/pager.h"
+
+namespace hydra {
+
+class AcquiredBlock {
+ public:
+  /// Acquired by a hook, before.
+  AcquiredBlock(Pager& pager, std::int32_t block) noexcept : pager_(pager), block_(block) {}
+  ~AcquiredBlock() { pager_.release(block_, AcquireReason::kHook); }
+  AcquiredBlock(const AcquiredBlock&) = delete;
+  AcquiredBlock& operator=(const AcquiredBlock&) = delete;
+
+ private:
+  Pager& pager_;
+  const std::int32_t block_;
+};
+
+}  // namespace hydra

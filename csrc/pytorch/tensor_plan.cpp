@@ -1,0 +1,148 @@
+#include "csrc/pytorch/tensor_plan.h"
+
+#include <array>
+#include <utility>
+
+#include "csrc/base/errors.h"
+#include "csrc/pytorch/number_format.h"
+#include "csrc/pytorch/paged_model.h"
+
+namespace hydra {
+
+namespace {
+
+NumberFormat format_of(const at::Tensor& tensor) {
+  const std::optional<NumberFormat> format = number_format(tensor.scalar_type());
+  HYDRA_EXPECT(format.has_value(), StateError,
+               std::string("numbers of type ") + at::toString(tensor.scalar_type()) +
+                   "; float32, bfloat16 and float16 can be worked with");
+  return *format;
+}
+
+void expect_dense(const at::Tensor& tensor) {
+  HYDRA_EXPECT(tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
+               StateError, "a tensor that is not dense memory of the host");
+}
+
+void expect_like(const at::Tensor& weights, const at::Tensor& tensor) {
+  expect_dense(tensor);
+  HYDRA_EXPECT(tensor.sizes() == weights.sizes() && tensor.strides() == weights.strides(), StateError,
+               "a tensor that does not lie in memory as the weights do");
+}
+
+/// All but the addresses.
+ParameterUpdate formats_of(const TensorUpdate& update) {
+  ParameterUpdate plain{.step = update.step};
+  plain.count = update.weights.numel();
+  plain.weight_format = format_of(update.weights);
+  plain.gradient_format = format_of(update.gradient);
+  if (update.master) {
+    const bool split = update.master->scalar_type() == at::kShort;
+    HYDRA_EXPECT(split || update.master->scalar_type() == at::kFloat, StateError, "a master neither float32 nor int16");
+    plain.layout = split ? WeightLayout::kSplit : WeightLayout::kMaster;
+  }
+  if (update.first_moment) {
+    plain.moment_format = format_of(*update.first_moment);
+    HYDRA_EXPECT(!update.second_moment || format_of(*update.second_moment) == plain.moment_format, StateError,
+                 "two moments of different types");
+  }
+  plain.seed = update.seed;
+  return plain;
+}
+
+/// False when a tensor has no address.
+bool add_addresses(ParameterUpdate& plain, const TensorUpdate& update, const TensorPlan::AddressOf& address_of) {
+  bool all = true;
+  const auto found = [&](const OptionalTensor& tensor) -> void* {
+    if (!tensor) {
+      return nullptr;
+    }
+    void* const address = address_of(*tensor);
+    all = all && (address != nullptr || tensor->numel() == 0);
+    return address;
+  };
+  plain.weights = found(update.weights);
+  plain.gradient = found(update.gradient);
+  plain.master = found(update.master);
+  plain.first_moment = found(update.first_moment);
+  plain.second_moment = found(update.second_moment);
+  return all;
+}
+
+}  // namespace
+
+void TensorPlan::add(TensorUpdate update) {
+  expect_dense(update.weights);
+  for (const OptionalTensor& tensor :
+       {OptionalTensor(update.gradient), update.master, update.first_moment, update.second_moment}) {
+    if (tensor) {
+      expect_like(update.weights, *tensor);
+    }
+  }
+  // What is missing is told now, whatever the addresses will be.
+  ParameterUpdate plain = formats_of(update);
+  add_addresses(plain, update, [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl(); });
+  StepPlan(instructions_).add(plain);
+  updates_.push_back(std::move(update));
+}
+
+std::optional<StepPlan> TensorPlan::at(const AddressOf& address_of) const {
+  StepPlan plan(instructions_);
+  for (const TensorUpdate& update : updates_) {
+    ParameterUpdate plain = formats_of(update);
+    if (!add_addresses(plain, update, address_of)) {
+      return std::nullopt;
+    }
+    plan.add(plain);
+  }
+  return plan;
+}
+
+StepPlan TensorPlan::on_host() const {
+  return *at([](const at::Tensor& tensor) { return tensor.mutable_data_ptr(); });
+}
+
+NormInput norm_input(const at::Tensor& tensor, const void* data) {
+  expect_dense(tensor);
+  return {.data = data, .format = format_of(tensor), .count = tensor.numel()};
+}
+
+std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPool& pool, InstructionSet instructions) {
+  std::vector<std::optional<double>> sums(tensors.size());
+  std::map<std::shared_ptr<PagedModel>, std::vector<std::size_t>> elsewhere;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const WithheldPtr withheld = withheld_of(tensors[i]);
+    if (const auto model = withheld ? withheld->owner.lock() : nullptr) {
+      elsewhere[model].push_back(i);
+    }
+  }
+  for (const auto& [model, places] : elsewhere) {
+    std::vector<at::Tensor> there;
+    for (const std::size_t place : places) {
+      there.push_back(tensors[place]);
+    }
+    const auto found = model->homes().sums_of_squares(there, pool);
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      sums[places[i]] = found[i];
+      if (const WithheldPtr withheld = found[i] ? nullptr : withheld_of(there[i])) {
+        model->finish_update(withheld->block);
+      }
+    }
+  }
+  std::vector<NormInput> on_host;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!sums[i]) {
+      on_host.push_back(norm_input(tensors[i], tensors[i].const_data_ptr()));
+    }
+  }
+  std::vector<double> found(on_host.size());
+  sums_of_squares(on_host, found, pool, instructions);
+  std::vector<double> all;
+  auto next = found.begin();
+  for (const std::optional<double>& sum : sums) {
+    all.push_back(sum ? *sum : *next++);
+  }
+  return all;
+}
+
+}  // namespace hydra
