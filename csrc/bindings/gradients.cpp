@@ -15,6 +15,7 @@ namespace {
 using Released = py::call_guard<py::gil_scoped_release>;
 
 std::vector<std::optional<at::Tensor>> take_gathered(PagedModel& model, std::int32_t block) {
+  const py::gil_scoped_release released;
   std::vector<std::optional<at::Tensor>> gradients;
   for (at::Tensor& gradient : model.take_gathered(block)) {
     gradients.push_back(gradient.defined() ? std::optional(std::move(gradient)) : std::nullopt);

@@ -57,7 +57,7 @@ struct PagerStatistics {
 struct SlotContents {
   void* memory = nullptr;
   std::vector<FencePtr> uses;  // compute of other threads that may still write it
-  std::int64_t writes = 0;     // calls of mark_dirty() so far
+  std::int64_t writes = 0;     // calls of mark_dirty() so far; -1 while one may be under way
 };
 
 class Pager {
@@ -102,8 +102,9 @@ class Pager {
   /// The block is acquired and keeps its slot, whose bytes are the truth, until unsettle(). Plans leave it and `beside`
   /// more bytes of the device to it.
   void settle(std::int32_t block, Bytes beside);
-  /// Its bytes are home, as contents_of() told them, and whatever has been written since is not.
-  void unsettle(std::int32_t block, std::int64_t writes) noexcept;
+  /// Its bytes are home, as contents_of() told them. False, and nothing has changed, if they have been written since:
+  /// they are to be read again. While compute is at it they are not; then the block is dirty.
+  [[nodiscard]] bool unsettle(std::int32_t block, std::int64_t writes) noexcept;
   /// The settled block that is needed last; -1 when there is none.
   std::int32_t last_needed_settled() const;
   /// Of a block that is settled, or acquired.

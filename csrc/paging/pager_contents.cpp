@@ -39,12 +39,17 @@ void Pager::settle(std::int32_t index, Bytes beside) {
   block.beside = beside;
 }
 
-void Pager::unsettle(std::int32_t index, std::int64_t writes) noexcept {
+bool Pager::unsettle(std::int32_t index, std::int64_t writes) noexcept {
   const std::lock_guard lock(mutex_);
   Block& block = *blocks_[static_cast<std::size_t>(index)];
+  const bool written = block.dirty && block.writes != writes;
+  if (written && block.pins == 0) {
+    return false;  // no window's end would bring it home
+  }
   block.settled = false;
-  block.dirty = block.dirty && block.writes != writes;
+  block.dirty = written;
   block.beside = 0;
+  return true;
 }
 
 std::int32_t Pager::last_needed_settled() const {
@@ -61,7 +66,8 @@ std::int32_t Pager::last_needed_settled() const {
 SlotContents Pager::contents_of(std::int32_t index) const {
   const std::lock_guard lock(mutex_);
   const Block& block = at(index);
-  return {block.slot, block.last_uses, block.writes};
+  // A write is noted before it is made, by who has pinned the block.
+  return {block.slot, block.last_uses, block.pins > 0 ? -1 : block.writes};
 }
 
 void Pager::mark_dirty(std::int32_t index) {

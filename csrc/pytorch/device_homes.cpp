@@ -17,18 +17,19 @@ std::byte* withheld_memory(const WithheldTensor& withheld) {
   return static_cast<std::byte*>(withheld_of(withheld.storage)->memory.get());
 }
 
-bool is_whole(const at::Tensor& tensor) {
+/// Nobody else may know the bytes, an array of numpy's say: it would not see them change any more.
+bool is_alone(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && !withheld_of(tensor) && tensor.storage_offset() == 0 &&
-         tensor.nbytes() == tensor.storage().nbytes();
+         tensor.nbytes() == tensor.storage().nbytes() && tensor.storage().use_count() == 1;
 }
 
 bool can_settle(const BlockBacking& backing, const std::vector<at::Tensor>& state) {
   const auto& parameters = backing.parameters();
   return std::all_of(parameters.begin(), parameters.end(),
                      [](const HostParameter* parameter) {
-                       return parameter->adopted && parameter->same_dtype() && is_whole(parameter->host);
+                       return parameter->adopted && parameter->same_dtype() && is_alone(parameter->host);
                      }) &&
-         std::all_of(state.begin(), state.end(), is_whole);
+         std::all_of(state.begin(), state.end(), is_alone);
 }
 
 }  // namespace
@@ -122,7 +123,7 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
     pager_.settle(block, home->memory_bytes + gradients);
     home->slot = static_cast<std::byte*>(pager_.contents_of(block).memory);
     for (HostParameter* parameter : backing.parameters()) {
-      parameter->withheld_data = parameter->host_data();
+      parameter->note_withheld();
       home->members.push_back(
           {parameter, withhold(parameter->host, owner, block, home->slot + parameter->page->offset), {}, {}, {}});
     }
@@ -176,27 +177,30 @@ void DeviceHomes::bring_home_locked(std::int32_t block, Departed& departed) {
   if (home == nullptr) {
     return;
   }
-  Return planned = plan_return_locked(block, *home);
-  move(backend_.to_host(), std::move(planned.segments), std::move(planned.after));
+  Return planned;
+  do {
+    planned = plan_return_locked(block, *home);
+    move(backend_.to_host(), std::move(planned.segments), std::move(planned.after));
+  } while (!pager_.unsettle(block, planned.writes));
   for (std::size_t i = 0; i < home->members.size(); ++i) {
     const Member& member = home->members[i];
     const bool replaced = !member.parameter->withheld();
+    member.parameter->changed_since_seen();  // the face's version follows
     give_back(member.weights);
-    member.parameter->withheld_data = nullptr;
+    member.parameter->note_given_back();
     if (!replaced) {
       member.parameter->note_seen();
     }
     if (planned.gradients[i]) {
       withheld_of(member.shown)->memory = data_pointer_into(planned.gradients[i], 0);
-      const at::Tensor& host = gradient_of(member.parameter->host);
-      give_back({shows(host, member.shown) ? host : at::Tensor(), member.shown});
+      // `.grad` itself is its owner's to look at. It keeps the fault key, which finds nothing to wait for.
+      give_back({at::Tensor(), member.shown});
     }
   }
   for (const State& state : home->states) {
     give_back(state.tensor);
   }
   release_locked(*home);
-  pager_.unsettle(block, planned.writes);
   departed.homes.push_back(std::move(homes_[static_cast<std::size_t>(block)]));
   ++statistics_.returned;
 }
@@ -236,7 +240,7 @@ void DeviceHomes::abandon() noexcept {
     }
     for (const Member& member : home->members) {
       give_up(member.weights);
-      member.parameter->withheld_data = nullptr;
+      member.parameter->note_given_back();
       if (member.shown) {
         give_up({at::Tensor(), member.shown});
       }

@@ -145,11 +145,10 @@ std::vector<std::optional<double>> DeviceHomes::sums_of_squares(const std::vecto
 bool DeviceHomes::reviewed_locked(Home& home, Departed& departed) {
   for (Member& member : home.members) {
     const HostParameter& parameter = *member.parameter;
-    const at::Tensor& host = gradient_of(parameter.host);
-    if (!parameter.withheld() || (host.defined() && !shows(host, member.shown))) {
+    if (!parameter.withheld() || !parameter.mismatch().empty()) {
       return false;  // somebody gave it other bytes, on the host
     }
-    if (host.defined() || !member.shown) {
+    if (!member.shown || shows(gradient_of(parameter.host), member.shown)) {
       continue;
     }
     if (member.shown.use_count() > 1) {

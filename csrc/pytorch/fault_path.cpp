@@ -134,7 +134,11 @@ void bring_to_host(const Withheld& withheld, const c10::OperatorHandle& op) {
               " uses a host parameter, its gradient or its optimizer state inside forward or backward, while ",
               "Checks(poison_hosts=True) forbids it");
   const ReleaseGilIfHeld released;
-  model->bring_home(withheld.block);
+  try {
+    model->bring_home(withheld.block);
+  } catch (const Error&) {
+    rethrow_for_torch(model->explain());
+  }
 }
 
 void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

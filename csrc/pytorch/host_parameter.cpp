@@ -46,13 +46,26 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool HostParameter::withheld() const { return withheld_data != nullptr && withheld_of(host) != nullptr; }
+bool HostParameter::withheld() const { return withheld_data != nullptr && shows(host, withheld_storage); }
+
+void HostParameter::note_withheld() {
+  withheld_data = host_data();
+  withheld_storage = host.storage();
+}
+
+void HostParameter::note_given_back() {
+  withheld_data = nullptr;
+  withheld_storage = {};
+}
 
 std::byte* HostParameter::host_data() const {
   if (withheld()) {
     return withheld_data;
   }
   auto* storage = host.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  if (storage->_mutable_data_ptr_no_checks().get() == nullptr) {
+    return nullptr;
+  }
   return static_cast<std::byte*>(storage->_mutable_data_ptr_no_checks().get()) +
          host.storage_offset() * static_cast<std::int64_t>(host.itemsize());
 }
@@ -83,8 +96,8 @@ bool HostParameter::changed_since_seen() {
     return false;
   }
   const std::byte* data = host_data();
-  const bool changed =
-      data != data_seen || fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
+  const bool changed = data == nullptr || data != data_seen ||
+                       fingerprint(data, static_cast<std::size_t>(host_bytes())) != fingerprint_seen;
   page->silent_writes += changed ? 1 : 0;
   return changed;
 }
@@ -95,7 +108,9 @@ void HostParameter::note_seen() {
     return;
   }
   data_seen = host_data();
-  fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
+  if (data_seen != nullptr) {
+    fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
+  }
 }
 
 at::Tensor HostParameter::gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena) {

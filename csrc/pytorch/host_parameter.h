@@ -31,8 +31,9 @@ struct HostParameter {
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 
-  /// The bytes that the host had when an optimizer step began to write them; null when none is under way.
+  // The bytes that the host had when they were withheld, and the storage they were of.
   std::byte* withheld_data = nullptr;
+  c10::Storage withheld_storage;
 
   // What the host was when its bytes were last known to be those of the face.
   std::uint32_t version_seen = 0;
@@ -46,9 +47,14 @@ struct HostParameter {
 
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
+  /// Null where somebody has given the host bytes that another tensor's withholding has taken away.
   std::byte* host_data() const;
-  /// Whether the host has no bytes now: a step is writing them, and nobody has given it others.
+  /// Whether the host has no bytes now: a step is writing them or the device is their home, and nobody has given it
+  /// others.
   bool withheld() const;
+  /// The host's bytes are about to be withheld, or have been given back.
+  void note_withheld();
+  void note_given_back();
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 
@@ -59,7 +65,7 @@ struct HostParameter {
   /// Empty when the host still is what the face was made for (dtype, shape, strides, device), else what differs.
   std::string mismatch() const;
   /// Whether the host's bytes changed since note_seen(); passes version bumps on to the face. Of bytes that are
-  /// withheld only the version is looked at, here and in note_seen().
+  /// withheld only the version is looked at, here and in note_seen(); those of others count as changed.
   bool changed_since_seen();
   void note_seen();
   /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if nobody else holds it,

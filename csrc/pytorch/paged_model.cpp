@@ -36,7 +36,11 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
   account_->open(
       [this] {
         const ReleaseGilIfHeld released;
-        return pager_->evict_one(/*may_wait=*/true);
+        try {
+          return pager_->evict_one(/*may_wait=*/true);
+        } catch (const Error&) {
+          rethrow_for_torch({});
+        }
       },
       [this] { return explain(); });
   service_ = backend_->serve({options.budget, [this] { return pager_->evict_one(/*may_wait=*/false); }});
@@ -47,7 +51,13 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
   }
 }
 
-PagedModel::~PagedModel() { close(); }
+PagedModel::~PagedModel() {
+  try {
+    close();
+  } catch (const std::exception& error) {  // nobody is left to tell
+    TORCH_WARN("hydra_ext: an offload context that was not left has lost bytes: ", error.what());
+  }
+}
 
 std::int32_t PagedModel::add_block(std::string name,
                                    const std::vector<std::pair<std::string, at::Tensor>>& parameters) {

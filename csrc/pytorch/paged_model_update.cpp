@@ -18,7 +18,7 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   const std::lock_guard lock(update_mutex_);
   for (BlockUpdate& update : updates) {
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
-      parameter->withheld_data = parameter->host_data();
+      parameter->note_withheld();
       if (parameter->version() != parameter->version_seen) {
         parameter->face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
       }
@@ -77,7 +77,7 @@ void PagedModel::give_back_locked(std::int32_t block) noexcept {
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
   backing.wait_before_fill(nullptr);
   for (HostParameter* parameter : backing.parameters()) {
-    parameter->withheld_data = nullptr;
+    parameter->note_given_back();
     parameter->note_seen();  // a slot that has older bytes is stale by trainable_stale_, or has been
   }
 }
@@ -114,6 +114,8 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
                "a block moves to the device during the model's forward or backward, or after its context");
   finish_update(block);
   const std::lock_guard gate(gate_);
+  HYDRA_EXPECT(!closed_ && !window_open(), StateError,
+               "a block moves to the device while another thread is inside the model");
   if (homes_.holds(block)) {
     return true;
   }
@@ -147,8 +149,8 @@ void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, flo
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
   if (!homes_.update(update.block, update.plan, pool, scale)) {
-    bring_home(update.block);
     update.plan.on_host().run(pool, scale);
+    trainable_stale_ = true;
   }
 }
 

@@ -104,6 +104,11 @@ std::string PagedModel::moved_hosts() const {
 }
 
 bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches) {
+  if (const WithheldPtr others = parameter.withheld() ? nullptr : withheld_of(parameter.host)) {
+    if (const std::shared_ptr<PagedModel> owner = others->owner.lock()) {
+      owner->bring_home(others->block);
+    }
+  }
   const std::string mismatch = parameter.mismatch();
   if (!mismatch.empty()) {
     append(mismatches, "; ", mismatch);

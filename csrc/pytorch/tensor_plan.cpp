@@ -50,6 +50,14 @@ ParameterUpdate formats_of(const TensorUpdate& update) {
   return plain;
 }
 
+void bring_to_host(const at::Tensor& tensor) {
+  if (const WithheldPtr withheld = withheld_of(tensor)) {
+    if (const std::shared_ptr<PagedModel> model = withheld->owner.lock()) {
+      model->bring_home(withheld->block);
+    }
+  }
+}
+
 /// False when a tensor has no address.
 bool add_addresses(ParameterUpdate& plain, const TensorUpdate& update, const TensorPlan::AddressOf& address_of) {
   bool all = true;
@@ -99,7 +107,12 @@ std::optional<StepPlan> TensorPlan::at(const AddressOf& address_of) const {
 }
 
 StepPlan TensorPlan::on_host() const {
-  return *at([](const at::Tensor& tensor) { return tensor.mutable_data_ptr(); });
+  const auto all = [this](const AddressOf& address_of) { return *at(address_of); };
+  all([](const at::Tensor& tensor) -> void* {
+    bring_to_host(tensor);
+    return tensor.unsafeGetTensorImpl();
+  });
+  return all([](const at::Tensor& tensor) { return tensor.mutable_data_ptr(); });
 }
 
 NormInput norm_input(const at::Tensor& tensor, const void* data) {
@@ -124,8 +137,8 @@ std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPo
     const auto found = model->homes().sums_of_squares(there, pool);
     for (std::size_t i = 0; i < places.size(); ++i) {
       sums[places[i]] = found[i];
-      if (const WithheldPtr withheld = found[i] ? nullptr : withheld_of(there[i])) {
-        model->finish_update(withheld->block);
+      if (!found[i]) {
+        bring_to_host(there[i]);
       }
     }
   }

@@ -37,7 +37,7 @@ class TensorPlan {
   explicit TensorPlan(InstructionSet instructions = best_instruction_set()) : instructions_(instructions) {}
 
   void add(TensorUpdate update);
-  /// Throws torch's error when a tensor's bytes are withheld.
+  /// Brings to the host what is withheld. Without the interpreter's lock.
   StepPlan on_host() const;
   /// None unless all tensors have an address.
   std::optional<StepPlan> at(const AddressOf& address_of) const;
@@ -50,7 +50,7 @@ class TensorPlan {
 /// What norm.h takes; throws unless the tensor is dense memory of the host, or has its home on a device.
 NormInput norm_input(const at::Tensor& tensor, const void* data);
 
-/// See norm.h; where a tensor's home is. Waits for tensors that a step is writing. Without the interpreter's lock.
+/// See norm.h; where a tensor's home is, or else on the host. Without the interpreter's lock.
 std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPool& pool, InstructionSet instructions);
 
 }  // namespace hydra

@@ -78,30 +78,33 @@ class Homes:
         self._note_returned()
         if self._steps < self._next_try:
             return
-        self.reason = ""
         left = self._left()
+        full, refused = "", ""
         for block in reversed(range(len(self._blocks))):
             if block in self._settled:
                 continue
-            self.reason = self._why_not(block, left)
-            if self.reason:
-                return
-            self.reason = self._settle(block)
-            if self.reason:
-                return
+            full = self._why_not(block, left)
+            if full:
+                break
+            reason = self._refused(block)
+            if reason:
+                refused = refused or reason
+                continue
             self._settled[block] = self._steps
             left -= self._cost(block)
+        self.reason = refused or full
+        if refused:
+            self._postpone()
 
-    def _settle(self, block: int) -> str:
-        """Why not; empty when the device is the block's home now."""
+    def _refused(self, block: int) -> str:
+        """The device becomes the block's home: empty, or why not."""
         name = self._blocks[block].name
         try:
             settled = self._core.settle(block, self._state_of_block(block))
         except TransferError as error:
-            self._postpone()
             logger.warning("'%s' stays on the host: %s", name, error)
-            return f"'{name}' could not be moved ({error}); the next try is after step {self._next_try}"
-        return "" if settled else f"'{name}' shares memory with other tensors, or found no room"
+            return f"'{name}' could not be moved: {error}"
+        return "" if settled else f"somebody else knows memory of '{name}', or there was no room for it"
 
     def _postpone(self) -> None:
         self._wait = min(max(2 * self._wait, 1), _LONGEST_WAIT)

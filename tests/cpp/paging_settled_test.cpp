@@ -82,7 +82,7 @@ TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
     ++asked;
     const std::int32_t block = pager_.last_needed_settled();
     if (block >= 0) {
-      pager_.unsettle(block, pager_.contents_of(block).writes);
+      EXPECT_TRUE(pager_.unsettle(block, pager_.contents_of(block).writes));
     }
     return block >= 0;
   });

@@ -3,9 +3,7 @@ lost, and the bits are those of the plain loop."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,82 +12,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hydra_ext
-from hydra_ext import _C, Checks, Run, SimulatedDevice, optim
+from hydra_ext import _C, Run, optim
 from hydra_ext.errors import TransferError
+from support.at_home import ROOMY, Made, Work, at_home, compare, in_another_thread, loop, make, offloaded
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
-
-ROOMY = 2**20
-Made = tuple[nn.Sequential, torch.optim.Optimizer]
-Work = Callable[[nn.Sequential, torch.optim.Optimizer], Outcome]
-
-
-def make(dtype: torch.dtype = torch.float32, **options: Any) -> Made:
-    model = stack(dtype)
-    return model, optim.AdamW(model.parameters(), lr=1e-2, **options)
-
-
-def offloaded(made: Made, **device: Any) -> hydra_ext.offload:
-    model, optimizer = made
-    return hydra_ext.offload(
-        model,
-        optimizer,
-        budget=ROOMY,
-        blocks=list(model.children()),
-        device=SimulatedDevice(**device),
-        checks=Checks(poison_hosts=False),
-    )
-
-
-@contextmanager
-def at_home(made: Made, **device: Any) -> Iterator[Run]:
-    """After five steps all blocks are at home on the device."""
-    with offloaded(made, **device) as run:
-        train(*made)
-        assert len(run.report().homes) == LAYERS
-        yield run
-
-
-def compare(work: Work, *, make: Callable[[], Made] = make, returned: bool = True) -> None:
-    """What ``work`` sees, and leaves, is the plain loop's; and some block came back to the host, or none did."""
-    plain, ours = make(), make()
-    train(*plain)
-    expected = work(*plain)
-    with at_home(ours) as run:
-        assert_same(expected, work(*ours))
-        assert (run.core.home_statistics.returned > 0) is returned
-    assert_same(state(*plain), state(*ours))
-
-
-def loop(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], Any] = lambda: None) -> Outcome:
-    """Two microbatches a step; ``between`` comes before the step."""
-    seen: Outcome = []
-    for batch in BATCHES:
-        for microbatch in batch.to(next(model.parameters()).dtype).split(4):
-            loss = model(microbatch).pow(2).mean()
-            loss.backward()
-            seen.append(loss.detach().clone())
-        between()
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen
-
-
-def in_another_thread(read: Callable[[], Any]) -> None:
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            read()
-        except Exception as error:  # noqa: BLE001 - handed to the test
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert not failed
-
 
 # ---- between the preparation of a step and its end ------------------------------------------------------------------
 
@@ -219,6 +146,7 @@ def test_a_gradient_that_is_kept_while_more_of_it_comes_is_the_sum() -> None:
     compare(work)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_a_graph_of_gradients_is_made_on_the_host_with_what_was_at_home() -> None:
     def work(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Outcome:
         model(BATCHES[0]).pow(2).mean().backward()
@@ -227,8 +155,7 @@ def test_a_graph_of_gradients_is_made_on_the_host_with_what_was_at_home() -> Non
         optimizer.zero_grad()
         return seen
 
-    with pytest.warns(UserWarning, match="create_graph=True"):
-        compare(work)
+    compare(work)
 
 
 class Reading(TorchDispatchMode):

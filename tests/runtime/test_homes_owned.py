@@ -1,0 +1,227 @@
+"""Whatever is done with tensors whose home is the device is what it is with a plain model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_ext import _C, optim
+from hydra_ext.errors import ModelChanged, TransferError
+from support.at_home import ROOMY, Made, at_home, compare, in_another_thread, loop, make, offloaded
+from support.benches import Outcome, assert_same
+from support.native import BATCHES, LAYERS, state, train
+
+Optimizer = torch.optim.Optimizer
+
+
+# ---- other bytes ----------------------------------------------------------------------------------------------------
+
+
+def swap_data(a: nn.Parameter, b: nn.Parameter) -> None:
+    a.data, b.data = b.data, a.data
+
+
+DATA: dict[str, Callable[[nn.Sequential], Any]] = {
+    "swapped between blocks": lambda model: swap_data(model[2].weight, model[4].weight),
+    "another block's": lambda model: setattr(model[2].weight, "data", model[3].weight.data),
+    "another's of the block": lambda model: setattr(model[2].bias, "data", model[2].weight.data[0]),
+    "its own": lambda model: setattr(model[2].weight, "data", model[2].weight.data),
+    "a copy": lambda model: setattr(model[2].weight, "data", model[2].weight.data * 2),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_may_be_given_to_a_parameter_at_home(name: str) -> None:
+    def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
+        DATA[name](model)
+        return loop(model, optimizer) if name != "another block's" else [model(batch).sum() for batch in BATCHES]
+
+    compare(work, returned=name != "its own")
+
+
+def test_other_strides_are_told_as_ever() -> None:
+    made = model, _ = make()
+    with at_home(made):
+        model[2].weight.data = model[2].weight.data.t()
+        with pytest.raises(ModelChanged, match="other strides"):
+            model(BATCHES[0])
+        model[2].weight.data = model[2].weight.data.t()
+        model(BATCHES[0])
+
+
+def test_a_block_whose_memory_somebody_knows_stays_on_the_host() -> None:
+    """An array of numpy's would not see it change any more."""
+    plain, ours = make(), make()
+    train(*plain)
+    train(*plain)
+    arrays = [made[0][3].weight.detach().numpy() for made in (plain, ours)]
+    with offloaded(ours) as run:
+        train(*ours)
+        run.sync()
+        assert (arrays[0] == plain[0][3].weight.detach().numpy()).all()
+        train(*ours)
+        run.sync()
+        assert (arrays[0] == arrays[1]).all()
+        train(*ours)
+        assert run.report().homes == tuple(str(layer) for layer in range(LAYERS) if layer != 3)
+        assert "knows memory of '3'" in run.report().homes_reason
+    train(*plain)
+    assert_same(state(*plain), state(*ours))
+
+
+class Shrinking(nn.Linear):
+    """Writes its weight in every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+class Disturbing(TorchDispatchMode):
+    """Lets another thread read a weight just before a write to its device parameter."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+        self.writes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar):
+            self.writes += 1
+            in_another_thread(lambda: self._weight.detach().sum())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_write_of_the_forwards_is_not_lost_on_a_block_that_comes_home_meanwhile() -> None:
+    def make_shrinking() -> Made:
+        made = make()
+        made[0][3].__class__ = Shrinking
+        return made
+
+    def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
+        weight = model[3].weight
+        mode = Disturbing(weight)
+        with mode:
+            loss = model(BATCHES[0]).pow(2).mean()
+        assert mode.writes == 1
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [weight.detach().clone()]
+
+    compare(work, make=make_shrinking)
+
+
+# ---- gradients of others --------------------------------------------------------------------------------------------
+
+
+def swap_gradients(model: nn.Sequential) -> None:
+    model[2].weight.grad, model[4].weight.grad = model[4].weight.grad, model[2].weight.grad
+
+
+def share_gradient(model: nn.Sequential) -> None:
+    model[2].weight.grad = model[4].weight.grad
+
+
+@pytest.mark.parametrize("elsewhere", [None, 2, 4])
+@pytest.mark.parametrize("change", [swap_gradients, share_gradient])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_may_be_given_to_other_parameters(
+    change: Callable[[nn.Sequential], None], elsewhere: int | None, clip: bool
+) -> None:
+    """``elsewhere``: the block that has come to the host before."""
+
+    def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
+        seen: Outcome = []
+        for batch in BATCHES:
+            if elsewhere is not None:
+                model[elsewhere].weight.sum()
+            model(batch).pow(2).mean().backward()
+            change(model)
+            if clip:
+                seen.append(optim.clip_grad_norm_(model.parameters(), 1e-3))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*seen, *loop(model, optimizer)]
+
+    compare(work, returned=None)
+
+
+def test_blocks_stay_at_home_whether_gradients_are_cleared_before_or_after_forward() -> None:
+    made = model, optimizer = make()
+    with offloaded(made) as run:
+        for batch in BATCHES.repeat(2, 1, 1):
+            loss = model(batch).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert len(run.report().homes) == LAYERS
+        assert run.core.home_statistics.returned == 0
+
+
+def test_a_graph_from_before_a_step_is_known_to_be_so_when_blocks_come_home_in_between() -> None:
+    def work(model: nn.Sequential, optimizer: Any) -> Outcome:
+        loss = model(BATCHES[0]).pow(2).mean()
+        loss.backward(retain_graph=True)
+        finish = optimizer.finish
+
+        def disturbed(part: Any) -> None:
+            finish(part)
+            in_another_thread(lambda: [layer.weight.sum() for layer in model])
+
+        with mock.patch.object(optimizer, "finish", disturbed):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        return []
+
+    compare(work)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[nn.Sequential, Optimizer], Any]] = {
+    "an operation": lambda model, _: model[3].weight.sum(),
+    "an operation on all": lambda model, _: torch._foreach_norm([layer.weight for layer in model]),
+    "an operation on state": lambda model, optimizer: optimizer.state[model[3].weight]["exp_avg"].sum(),
+    "an allocation in backward": lambda model, _: fill_in_backward(model),
+}
+
+
+def fill_in_backward(model: nn.Sequential) -> None:
+    handle = model[2].register_full_backward_pre_hook(lambda *_: torch.ones(ROOMY // 5).sum() and None)
+    try:
+        model(BATCHES[0]).pow(2).mean().backward()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_fails_to_come_home_is_a_transfer_error_and_comes_the_next_time(name: str) -> None:
+    faults = _C.testing.FaultScript()
+
+    def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
+        to_host = _C.testing.Operation.TO_HOST
+        if faults.count(to_host) > 0:
+            faults.fail(to_host, faults.count(to_host) + 1)
+            with pytest.raises(TransferError):
+                USES[name](model, optimizer)
+            optimizer.zero_grad()
+        USES[name](model, optimizer)
+        optimizer.zero_grad()
+        return loop(model, optimizer)
+
+    plain, ours = make(), make()
+    train(*plain)
+    expected = work(*plain)
+    with at_home(ours, faults=faults):
+        assert_same(expected, work(*ours))
+    assert_same(state(*plain), state(*ours))
