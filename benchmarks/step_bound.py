@@ -30,6 +30,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from measure import Series, verdict
@@ -39,7 +40,8 @@ import hydra_ext
 from hydra_ext import _C
 from hydra_ext.optim import AdamW
 
-FULL, TINY = Size(layers=32, width=448, tokens=64), Size(layers=12, width=128, tokens=64)
+# Many blocks, since the first one's update and fetch, and the last gradients' way out, are hidden behind nothing.
+FULL, TINY = Size(layers=48, width=384, tokens=256), Size(layers=12, width=128, tokens=64)
 MICROBATCHES = 4
 MAX_NORM = 1.0
 BLOCKS_OF_ROOM = 5
@@ -47,19 +49,21 @@ BLOCKS_OF_ROOM = 5
 
 @dataclass(frozen=True)
 class Case:
-    """What the resources take, as shares of compute; and the goal, as a share of the bound."""
+    """What the resources take, as shares of compute; the goal, as a share of the bound; and the tokens of a microbatch,
+    as a share of the size's: where compute has time to spare its amount matters little."""
 
     name: str
     to_device: float
     to_host: float
     optimizer: float
     goal: float = 0.95
+    tokens: float = 1.0
 
 
 CASES = (
     Case("compute twice the rest", to_device=0.5, to_host=0.25, optimizer=0.5),
-    Case("link to the device twice the rest", to_device=2.0, to_host=0.5, optimizer=1 / 3),
-    Case("optimizer twice the rest", to_device=1.0, to_host=0.5, optimizer=2.0),
+    Case("link to the device twice the rest", to_device=2.0, to_host=0.5, optimizer=1 / 3, tokens=0.25),
+    Case("optimizer twice the rest", to_device=1.0, to_host=0.5, optimizer=2.0, tokens=0.25),
     # Gradients have backward to leave in, two thirds of compute.
     Case("balance", to_device=1.0, to_host=2 / 3, optimizer=1.0, goal=0.90),
 )
@@ -103,6 +107,15 @@ class Speeds:
     to_device: float
     to_host: float
     memory: float
+
+    @classmethod
+    def of(cls, case: Case, compute: float, amounts: Amounts) -> Speeds:
+        """Such that a step with these amounts takes the case's shares of so many seconds."""
+        return cls(
+            to_device=(amounts.forward_weights + amounts.backward_weights) / (case.to_device * compute),
+            to_host=amounts.gradients / (case.to_host * compute),
+            memory=amounts.update / (case.optimizer * compute),
+        )
 
 
 @dataclass(frozen=True)
@@ -201,40 +214,36 @@ class Bench:
         return Plain(copy.deepcopy(self.model), self.batches)
 
 
-def speeds_for(case: Case, bench: Bench) -> Speeds:
+def calibrate(bench: Bench) -> tuple[float, Amounts]:
+    """Seconds of compute, and what a step moves."""
     plain = bench.plain()
     compute = statistics.median(plain.run() for _ in range(5))
     with bench.offloaded(hydra_ext.SimulatedDevice(poison=False)) as unlimited:
         unlimited.run()
-        amounts = unlimited.amounts()
-    return Speeds(
-        to_device=(amounts.forward_weights + amounts.backward_weights) / (case.to_device * compute),
-        to_host=amounts.gradients / (case.to_host * compute),
-        memory=amounts.update / (case.optimizer * compute),
-    )
+        return compute, unlimited.amounts()
 
 
-def measure(case: Case, bench: Bench, rounds: int) -> None:
-    speeds, plain = speeds_for(case, bench), bench.plain()
+def measure(case: Case, bench: Bench, compute: float, amounts: Amounts, rounds: int) -> None:
+    speeds, plain = Speeds.of(case, compute, amounts), bench.plain()
     device = hydra_ext.SimulatedDevice(
         to_device_bytes_per_second=speeds.to_device,
         to_host_bytes_per_second=speeds.to_host,
         host_memory_bytes_per_second=speeds.memory,
         poison=False,
     )
-    series = Series({"plain": [], "offloaded": [], "plain again": []})
-    forwards = []
+    computes, forwards, steps = [], [], []
     with bench.offloaded(device) as offloaded:
         offloaded.run()
         plain.run()
-        for _ in range(rounds):
-            series.seconds["plain"].append(plain.run())
+        for _ in range(rounds):  # plain, step, plain, step, ..., plain
+            computes.append(plain.run())
             forwards.append(plain.forward_seconds)
-            series.seconds["offloaded"].append(offloaded.run())
-            series.seconds["plain again"].append(plain.run())
+            steps.append(offloaded.run())
+        computes.append(plain.run())
         amounts = offloaded.amounts()
         print(offloaded.report())
     print(f"(d) {case.name}: {amounts}, {speeds}")
+    series = Series({"plain": computes[:-1], "offloaded": steps, "plain again": computes[1:]})
     judge(case, series, forwards, amounts, speeds)
 
 
@@ -260,8 +269,11 @@ def judge(case: Case, series: Series, forwards: list[float], amounts: Amounts, s
 
 def main(*, tiny: bool, rounds: int) -> None:
     size = TINY if tiny else FULL
-    bench = Bench.make(size)
-    count = sum(parameter.numel() for parameter in bench.model.parameters())
-    print(f"(d) GPT-2 of {count / 1e6:.1f} M parameters, {MICROBATCHES} microbatches of {size.tokens} tokens")
-    for case in CASES:
-        measure(case, bench, rounds)
+    for tokens, cases in groupby(sorted(CASES, key=lambda case: case.tokens), key=lambda case: case.tokens):
+        bench = Bench.make(replace(size, tokens=int(size.tokens * tokens)))
+        count = sum(parameter.numel() for parameter in bench.model.parameters())
+        shape = tuple(bench.batches[0].shape)
+        print(f"(d) GPT-2 of {count / 1e6:.1f} M parameters, {MICROBATCHES} microbatches of {shape}")
+        compute, amounts = calibrate(bench)
+        for case in cases:
+            measure(case, bench, compute, amounts, rounds)
