@@ -106,5 +106,26 @@ TEST_F(SettledTest, OnlyAnAcquiredBlockCanSettle) {
   EXPECT_EQ(pager_.last_needed_settled(), -1);
 }
 
+TEST_F(SettledTest, WhatIsWrittenWhileABlockComesHomeIsNotTakenForHome) {
+  settle(1, 0);
+  pager_.mark_dirty(1);
+  const std::int64_t before = pager_.contents_of(1).writes;
+  pager_.mark_dirty(1);
+  EXPECT_FALSE(pager_.unsettle(1, before));
+  EXPECT_TRUE(pager_.unsettle(1, pager_.contents_of(1).writes));
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false)) << "clean, and so it can go";
+
+  settle(2, 0);
+  pager_.acquire(2, AcquireReason::kFault);
+  pager_.mark_dirty(2);  // before the write
+  const std::int64_t during = pager_.contents_of(2).writes;
+  EXPECT_TRUE(pager_.unsettle(2, during)) << "the end of the window brings it home";
+  pager_.release(2, AcquireReason::kFault);
+  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false)) << "dirty";
+  pager_.write_back_dirty();
+  EXPECT_EQ(pager_.statistics().write_backs, 1);
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false));
+}
+
 }  // namespace
 }  // namespace hydra::test

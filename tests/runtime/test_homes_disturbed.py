@@ -14,20 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext import _C, Run, optim
 from hydra_ext.errors import TransferError
-from support.at_home import ROOMY, Made, Work, at_home, compare, in_another_thread, loop, make, offloaded
+from support.at_home import ROOMY, Made, Shrinking, Work, at_home, compare, in_another_thread, loop, make, offloaded
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
 
 # ---- between the preparation of a step and its end ------------------------------------------------------------------
-
-
-class Shrinking(nn.Linear):
-    """Writes its weight in every forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.99)
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

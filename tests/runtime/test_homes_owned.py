@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext import _C, optim
 from hydra_ext.errors import ModelChanged, TransferError
-from support.at_home import ROOMY, Made, at_home, compare, in_another_thread, loop, make, offloaded
+from support.at_home import ROOMY, Made, Shrinking, at_home, compare, in_another_thread, loop, make, offloaded
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, LAYERS, state, train
 
@@ -73,15 +73,6 @@ def test_a_block_whose_memory_somebody_knows_stays_on_the_host() -> None:
         assert "knows memory of '3'" in run.report().homes_reason
     train(*plain)
     assert_same(state(*plain), state(*ours))
-
-
-class Shrinking(nn.Linear):
-    """Writes its weight in every forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.99)
-        return super().forward(x)
 
 
 class Disturbing(TorchDispatchMode):

@@ -20,6 +20,15 @@ Made = tuple[nn.Sequential, torch.optim.Optimizer]
 Work = Callable[[nn.Sequential, torch.optim.Optimizer], Outcome]
 
 
+class Shrinking(nn.Linear):
+    """Writes its weight in every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
 def make(dtype: torch.dtype = torch.float32, **options: Any) -> Made:
     model = stack(dtype)
     return model, optim.AdamW(model.parameters(), lr=1e-2, **options)
