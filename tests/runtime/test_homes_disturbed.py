@@ -10,11 +10,22 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext import _C, Run, optim
 from hydra_ext.errors import TransferError
-from support.at_home import ROOMY, Made, Shrinking, Work, at_home, compare, in_another_thread, loop, make, offloaded
+from support.at_home import (
+    ROOMY,
+    Made,
+    Reading,
+    Shrinking,
+    Work,
+    at_home,
+    compare,
+    in_another_thread,
+    loop,
+    make,
+    offloaded,
+)
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
 
@@ -149,26 +160,12 @@ def test_a_graph_of_gradients_is_made_on_the_host_with_what_was_at_home() -> Non
     compare(work)
 
 
-class Reading(TorchDispatchMode):
-    """Lets another thread read a weight at every operation."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self._weight = weight
-        self.read = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_another_thread(lambda: self._weight.detach().sum())
-        self.read += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_weight_may_be_read_between_any_two_operations() -> None:
     def work(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Outcome:
-        mode = Reading(next(iter(model[3].parameters())))
+        mode = Reading(model[3].weight)
         with mode:
             seen = loop(model, optimizer)
-        assert mode.read > 0
+        assert mode.reads > 0
         return seen
 
     compare(work)

@@ -9,11 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext import _C, optim
 from hydra_ext.errors import ModelChanged, TransferError
-from support.at_home import ROOMY, Made, Shrinking, at_home, compare, in_another_thread, loop, make, offloaded
+from support.at_home import ROOMY, Made, Reading, Shrinking, at_home, compare, in_another_thread, loop, make, offloaded
 from support.benches import Outcome, assert_same
 from support.native import BATCHES, LAYERS, state, train
 
@@ -75,21 +74,6 @@ def test_a_block_whose_memory_somebody_knows_stays_on_the_host() -> None:
     assert_same(state(*plain), state(*ours))
 
 
-class Disturbing(TorchDispatchMode):
-    """Lets another thread read a weight just before a write to its device parameter."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self._weight = weight
-        self.writes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar):
-            self.writes += 1
-            in_another_thread(lambda: self._weight.detach().sum())
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_write_of_the_forwards_is_not_lost_on_a_block_that_comes_home_meanwhile() -> None:
     def make_shrinking() -> Made:
         made = make()
@@ -98,10 +82,10 @@ def test_a_write_of_the_forwards_is_not_lost_on_a_block_that_comes_home_meanwhil
 
     def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
         weight = model[3].weight
-        mode = Disturbing(weight)
+        mode = Reading(weight, before=(torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar))
         with mode:
             loss = model(BATCHES[0]).pow(2).mean()
-        assert mode.writes == 1
+        assert mode.reads == 1
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

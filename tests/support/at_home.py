@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, optim
@@ -94,3 +95,19 @@ def in_another_thread(read: Callable[[], Any]) -> None:
     thread.start()
     thread.join()
     assert not failed
+
+
+class Reading(TorchDispatchMode):
+    """Lets another thread read a tensor before every operation, or before those given."""
+
+    def __init__(self, tensor: torch.Tensor, *, before: tuple[Any, ...] | None = None) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._before = before
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is None or func in self._before:
+            self.reads += 1
+            in_another_thread(lambda: self._tensor.detach().sum())
+        return func(*args, **(kwargs or {}))
