@@ -33,6 +33,12 @@ bool can_stay(const HostParameter& parameter, const at::Tensor& part) {
          part.strides() == parameter.face.strides() && !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
 }
 
+/// The calling thread has enqueued compute that writes this. What is reached when it has.
+FencePtr note_written(DeviceBackend& backend, const at::Tensor& gradient) {
+  backend.note_write(gradient.mutable_data_ptr(), static_cast<Bytes>(gradient.nbytes()));
+  return backend.record();
+}
+
 /// A tensor that shares its memory with nothing.
 at::Tensor alone(const at::Tensor& part) {
   const bool shared = part.layout() == at::kStrided && (part.storage().use_count() > 1 || part.storage_offset() != 0);
@@ -79,8 +85,7 @@ bool DeviceHomes::keep_gradient(HostParameter& parameter, const at::Tensor& part
     host = make_withheld(own, withheld_of(member->weights.storage)->owner, parameter.page->block, data);
     member->shown = host.storage();
   }
-  backend_.note_write(member->gradient.mutable_data_ptr(), static_cast<Bytes>(member->gradient.nbytes()));
-  member->written = backend_.record();
+  member->written = note_written(backend_, member->gradient);
   return true;
 }
 
@@ -100,7 +105,7 @@ bool DeviceHomes::replace_gradient(const HostParameter& parameter, const at::Ten
   const QuietScope quiet;
   member->gradient.copy_(gradient);
   host.unsafeGetTensorImpl()->bump_version();
-  member->written = backend_.record();
+  member->written = note_written(backend_, member->gradient);
   return true;
 }
 
@@ -114,7 +119,7 @@ bool DeviceHomes::multiply_gradient(const at::Tensor& host, double factor) {
   const QuietScope quiet;
   member->gradient.mul_(number);
   host.unsafeGetTensorImpl()->bump_version();
-  member->written = backend_.record();
+  member->written = note_written(backend_, member->gradient);
   return true;
 }
 

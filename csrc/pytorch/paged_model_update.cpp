@@ -10,11 +10,10 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
   finish_update();
-  std::vector<StepPlan> plans;
-  for (const BlockUpdate& update : updates) {
-    plans.push_back(update.plan.on_host());
-  }
   std::vector<DeferredUpdate::Part> parts;
+  for (const BlockUpdate& update : updates) {
+    parts.push_back({update.block, update.plan.on_host()});
+  }
   const std::lock_guard lock(update_mutex_);
   for (BlockUpdate& update : updates) {
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
@@ -26,7 +25,6 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
     for (const at::Tensor& tensor : update.tensors) {
       withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
     }
-    parts.push_back({update.block, std::move(plans[parts.size()])});
   }
   trainable_stale_ = true;
   ++deferred_updates_;

@@ -107,12 +107,10 @@ std::optional<StepPlan> TensorPlan::at(const AddressOf& address_of) const {
 }
 
 StepPlan TensorPlan::on_host() const {
-  const auto all = [this](const AddressOf& address_of) { return *at(address_of); };
-  all([](const at::Tensor& tensor) -> void* {
-    bring_to_host(tensor);
-    return tensor.unsafeGetTensorImpl();
+  return *at([](const at::Tensor& tensor) {
+    bring_to_host(tensor);  // which moves nothing that is there already
+    return tensor.mutable_data_ptr();
   });
-  return all([](const at::Tensor& tensor) { return tensor.mutable_data_ptr(); });
 }
 
 NormInput norm_input(const at::Tensor& tensor, const void* data) {
