@@ -21,10 +21,6 @@ class Ranges {
     counts_.push_back(count);
     ends_.push_back(size() + (count + length_ - 1) / length_);
   }
-  void clear() noexcept {
-    counts_.clear();
-    ends_.clear();
-  }
 
   std::int64_t size() const noexcept { return ends_.empty() ? 0 : ends_.back(); }
   /// One past the last range of an item.

@@ -33,11 +33,6 @@ void StepPlan::add(const ParameterUpdate& update) {
   ranges_.add(update.count);
 }
 
-void StepPlan::clear() noexcept {
-  updates_.clear();
-  ranges_.clear();
-}
-
 std::int64_t StepPlan::traffic_bytes() const noexcept {
   std::int64_t sum = 0;
   for (const ParameterUpdate& update : updates_) {

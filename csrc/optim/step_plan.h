@@ -20,8 +20,6 @@ class StepPlan {
 
   /// Throws StateError unless every array that rule and layout need is there, and no other.
   void add(const ParameterUpdate& update);
-  /// Empty again; its own memory is kept for the next step.
-  void clear() noexcept;
 
   std::size_t size() const noexcept { return updates_.size(); }
   const std::vector<ParameterUpdate>& updates() const noexcept { return updates_; }

@@ -120,16 +120,6 @@ TEST(StepPlan, KnowsTheBytesItReadsAndWrites) {
   EXPECT_EQ(bytes_each("plain0000"), 8 + 4);           // none
 }
 
-TEST(StepPlan, IsEmptyOnceCleared) {
-  Parameters parameters;
-  StepPlan plan = parameters.plan();
-  plan.clear();
-  ThreadPool pool(2);
-  plan.run(pool, 1.0F);
-  EXPECT_EQ(plan.size(), 0U);
-  EXPECT_EQ(parameters.differences(Parameters{}), 0);
-}
-
 TEST(RoundingSeed, DiffersBetweenNeighbours) {
   EXPECT_NE(rounding_seed(1, 0), rounding_seed(2, 0));
   EXPECT_NE(rounding_seed(1, 0), rounding_seed(1, 1));
