@@ -1,0 +1,1 @@
+"""One model over many ranks: stages, versions of weights, schedules run over torch.distributed."""
