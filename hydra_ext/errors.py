@@ -51,6 +51,10 @@ class ModelChanged(HydraError, RuntimeError):
     """The model's parameters or modules are no longer what the context was entered with."""
 
 
+class InvalidSchedule(HydraError, ValueError):
+    """A pipeline schedule that cannot be made, read or run; the message names line and token, or rank and action."""
+
+
 class StateError(HydraError, RuntimeError):
     """A call that the present state does not allow, for example after the context has ended."""
 

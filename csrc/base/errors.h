@@ -39,6 +39,12 @@ class ModelChanged : public Error {
   using Error::Error;
 };
 
+/// A pipeline schedule that cannot be made, read or run.
+class InvalidSchedule : public Error {
+ public:
+  using Error::Error;
+};
+
 /// A device parameter was needed while absent and the fault path is off.
 class PageFaultError : public Error {
  public:

@@ -32,6 +32,8 @@ void translate(std::exception_ptr error) {
     raise("hydra_ext.errors", "PageFaultError", known.what());
   } catch (const ModelChanged& known) {
     raise("hydra_ext.errors", "ModelChanged", known.what());
+  } catch (const InvalidSchedule& known) {
+    raise("hydra_ext.errors", "InvalidSchedule", known.what());
   } catch (const StateError& known) {
     raise("hydra_ext.errors", "StateError", known.what());
   } catch (const c10::Error& known) {

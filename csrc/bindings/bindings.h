@@ -14,6 +14,7 @@ void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_schedule(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class);

@@ -1,12 +1,14 @@
 #include "csrc/bindings/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "The native core of hydra_ext: memory, transfer, paging, optimizers, and what ties them to torch.";
+  module.doc() =
+      "The native core of hydra_ext: memory, transfer, paging, optimizers, schedules, and what ties them to torch.";
   hydra::bind_base(module);
   hydra::bind_memory(module);
   hydra::bind_transfer(module);
   hydra::bind_paging(module);
   hydra::bind_optim(module);
+  hydra::bind_schedule(module);
   hydra::bind_values(module);
   hydra::bind_pytorch(module);
   hydra::bind_tensors(module);

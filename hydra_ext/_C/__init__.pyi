@@ -1,5 +1,5 @@
 """
-The native core of hydra_ext: memory, transfer, paging, optimizers, and what ties them to torch.
+The native core of hydra_ext: memory, transfer, paging, optimizers, schedules, and what ties them to torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import typing
 from . import testing
 
 __all__: list[str] = [
+    "Action",
+    "ActionKind",
     "Activity",
     "ActivityKind",
     "ActivityLog",
@@ -32,6 +34,8 @@ __all__: list[str] = [
     "PagedModel",
     "PagerStatistics",
     "PassKind",
+    "Schedule",
+    "ScheduleStream",
     "SgdStep",
     "SimulatedDevice",
     "SiteVisit",
@@ -45,6 +49,7 @@ __all__: list[str] = [
     "clip_factor",
     "human_bytes",
     "is_face",
+    "make_schedule",
     "norm_of_sums",
     "on_simulated_device",
     "random_states",
@@ -463,6 +468,127 @@ class TensorPlan:
         On the host.
         """
 
+class ActionKind:
+    """
+    Members:
+
+      FORWARD
+
+      BACKWARD
+
+      REDUCE
+
+      UPDATE
+
+      SEND_ACTIVATION
+
+      RECEIVE_ACTIVATION
+
+      SEND_GRADIENT
+
+      RECEIVE_GRADIENT
+    """
+
+    BACKWARD: typing.ClassVar[ActionKind]
+    FORWARD: typing.ClassVar[ActionKind]
+    RECEIVE_ACTIVATION: typing.ClassVar[ActionKind]
+    RECEIVE_GRADIENT: typing.ClassVar[ActionKind]
+    REDUCE: typing.ClassVar[ActionKind]
+    SEND_ACTIVATION: typing.ClassVar[ActionKind]
+    SEND_GRADIENT: typing.ClassVar[ActionKind]
+    UPDATE: typing.ClassVar[ActionKind]
+    __members__: typing.ClassVar[dict[str, ActionKind]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class Action:
+    """
+    One entry of a schedule; immutable.
+    """
+    def __eq__(self, arg0: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __init__(
+        self,
+        kind: ActionKind,
+        *,
+        stage: typing.SupportsInt | typing.SupportsIndex,
+        batch: typing.SupportsInt | typing.SupportsIndex,
+        microbatch: typing.SupportsInt | typing.SupportsIndex = 0,
+    ) -> None: ...
+    def __repr__(self) -> str: ...
+    @property
+    def batch(self) -> int:
+        """
+        From the start of training; in a body, from the batch of the step.
+        """
+    @property
+    def kind(self) -> ActionKind: ...
+    @property
+    def microbatch(self) -> int:
+        """
+        0 for REDUCE and UPDATE, which are of a whole batch.
+        """
+    @property
+    def stage(self) -> int: ...
+    @property
+    def token(self) -> str:
+        """
+        Kind, stage and microbatch as a schedule's text has them.
+        """
+
+class ScheduleStream:
+    """
+    What one rank does, step after step, in batches from the first on.
+    """
+    def drain(self) -> list[Action]: ...
+    def next_batch(self, microbatches: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
+    @property
+    def batches(self) -> int: ...
+
+class Schedule:
+    """
+    What every rank does in one step; immutable.
+    """
+
+    __hash__: typing.ClassVar[None] = None
+    def __eq__(self, arg0: typing.Any) -> bool: ...
+    def body(self, rank: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
+    def buffers(self, stage: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def rank_of(self, stage: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def stages_of(self, rank: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
+    def stream(self, rank: typing.SupportsInt | typing.SupportsIndex) -> ScheduleStream: ...
+    def unroll(self, batches: typing.SupportsInt | typing.SupportsIndex) -> list[list[Action]]: ...
+    def version_of(
+        self, stage: typing.SupportsInt | typing.SupportsIndex, batch: typing.SupportsInt | typing.SupportsIndex
+    ) -> int: ...
+    def with_communication(self) -> Schedule: ...
+    @property
+    def communicates(self) -> bool: ...
+    @property
+    def flushes(self) -> bool: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def recipe(self) -> str | None: ...
+    @property
+    def rule(self) -> str: ...
+    @property
+    def stages(self) -> int: ...
+
 class GradientStatistics:
     @property
     def bytes(self) -> int: ...
@@ -744,6 +870,14 @@ def is_face(tensor: torch.Tensor) -> bool:
     Whether the tensor is a device parameter or a view of one.
     """
 
+def make_schedule(
+    kind: str,
+    *,
+    stages: typing.SupportsInt | typing.SupportsIndex,
+    ranks: typing.SupportsInt | typing.SupportsIndex,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    vertical_sync: bool,
+) -> Schedule: ...
 def norm_of_sums(sums: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """

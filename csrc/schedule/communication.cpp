@@ -1,0 +1,77 @@
+#include "csrc/schedule/communication.h"
+
+#include <utility>
+
+namespace hydra::schedule {
+
+namespace {
+
+/// `stage` if it is there, and on another rank than `other`.
+int elsewhere(const Schedule& schedule, int stage, int other) {
+  const bool there = stage >= 0 && stage < schedule.stages();
+  return there && schedule.rank_of(stage) != schedule.rank_of(other) ? stage : kNoStage;
+}
+
+/// Up the stages for values, down for gradients.
+int direction(const Action& compute) { return compute.kind == ActionKind::kForward ? 1 : -1; }
+
+Action of_kind(Action action, ActionKind kind) {
+  action.kind = kind;
+  return action;
+}
+
+}  // namespace
+
+int received_from(const Schedule& schedule, const Action& compute) {
+  return elsewhere(schedule, compute.stage - direction(compute), compute.stage);
+}
+
+int sent_to(const Schedule& schedule, const Action& compute) {
+  return elsewhere(schedule, compute.stage + direction(compute), compute.stage);
+}
+
+Actions add_communication(const Schedule& schedule, const Actions& actions) {
+  Actions added;
+  const auto receive = [&](const Action& compute) {
+    if (received_from(schedule, compute) != kNoStage) {
+      const bool forward = compute.kind == ActionKind::kForward;
+      added.push_back(of_kind(compute, forward ? ActionKind::kReceiveActivation : ActionKind::kReceiveGradient));
+    }
+  };
+  std::size_t next = 0;  // of the forwards and backwards, the first whose receive is not there yet
+  const auto receive_next = [&] {
+    while (next < actions.size() && !is_compute(actions[next].kind)) {
+      ++next;
+    }
+    if (next < actions.size()) {
+      receive(actions[next++]);
+    }
+  };
+  receive_next();
+  for (const Action& action : actions) {
+    if (!is_compute(action.kind)) {
+      added.push_back(action);
+      continue;
+    }
+    receive_next();
+    added.push_back(action);
+    if (sent_to(schedule, action) != kNoStage) {
+      const bool forward = action.kind == ActionKind::kForward;
+      added.push_back(of_kind(action, forward ? ActionKind::kSendActivation : ActionKind::kSendGradient));
+    }
+  }
+  return added;
+}
+
+Schedule add_communication(const Schedule& schedule) {
+  if (schedule.communicates()) {
+    return schedule;
+  }
+  std::vector<Actions> bodies;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    bodies.push_back(add_communication(schedule, schedule.body(rank)));
+  }
+  return Schedule(schedule.stages(), schedule.microbatches(), schedule.rule(), std::move(bodies));
+}
+
+}  // namespace hydra::schedule

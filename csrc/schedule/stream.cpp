@@ -1,0 +1,77 @@
+#include "csrc/schedule/stream.h"
+
+#include <string>
+
+#include "csrc/base/errors.h"
+#include "csrc/schedule/communication.h"
+
+namespace hydra::schedule {
+
+namespace {
+
+Actions communicating(const Schedule& schedule, Actions actions) {
+  return schedule.communicates() ? actions : add_communication(schedule, actions);
+}
+
+void append(Actions& all, const Actions& more) { all.insert(all.end(), more.begin(), more.end()); }
+
+}  // namespace
+
+void BodyReader::read(std::int64_t step, std::int64_t end, Actions& actions) const {
+  for (Action action : schedule_.body(rank_)) {
+    action.batch += step;
+    if (action.batch >= first_ && action.batch < end) {
+      actions.push_back(action);
+    }
+  }
+}
+
+Actions BodyReader::next_batch(int microbatches) {
+  HYDRA_EXPECT(microbatches == schedule_.microbatches(), InvalidSchedule,
+               "a batch of " + std::to_string(microbatches) + " microbatches for a schedule that is written for " +
+                   std::to_string(schedule_.microbatches()) + "; every batch has to have as many");
+  Actions actions;
+  read(batches_, batches_ + 1, actions);
+  ++batches_;
+  return actions;
+}
+
+Actions BodyReader::drain() {
+  Actions actions;
+  for (std::int64_t step = batches_; step < batches_ + schedule_.steps_behind(); ++step) {
+    read(step, batches_, actions);
+  }
+  first_ = batches_;
+  return actions;
+}
+
+Stream::Stream(const Schedule& schedule, int rank) : schedule_(schedule), reader_(schedule, rank) {
+  schedule.body(rank);  // throws for a rank that is not there
+  if (schedule.recipe()) {
+    generator_.emplace(*schedule.recipe(), rank);
+  }
+}
+
+Actions Stream::next_batch(int microbatches) {
+  return communicating(schedule_, generator_ ? generator_->next_batch(microbatches) : reader_.next_batch(microbatches));
+}
+
+Actions Stream::drain() { return communicating(schedule_, generator_ ? generator_->drain() : reader_.drain()); }
+
+std::int64_t Stream::batches() const noexcept { return generator_ ? generator_->batches() : reader_.batches(); }
+
+std::vector<Actions> unroll(const Schedule& schedule, int batches) {
+  HYDRA_EXPECT(batches >= 1, InvalidSchedule, std::to_string(batches) + " batches were asked for; give at least 1");
+  std::vector<Actions> ranks;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    BodyReader reader(schedule, rank);
+    Actions& actions = ranks.emplace_back();
+    for (int batch = 0; batch < batches; ++batch) {
+      append(actions, communicating(schedule, reader.next_batch(schedule.microbatches())));
+    }
+    append(actions, communicating(schedule, reader.drain()));
+  }
+  return ranks;
+}
+
+}  // namespace hydra::schedule

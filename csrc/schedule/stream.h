@@ -1,0 +1,53 @@
+// What one rank does, step after step, with batches counted from the start of training: computes, reductions, updates,
+// sends and receives. Owned by one thread.
+#pragma once
+
+#include <optional>
+
+#include "csrc/schedule/generator.h"
+#include "csrc/schedule/schedule.h"
+
+namespace hydra::schedule {
+
+/// The bodies one after the other, without what is of no batch.
+class BodyReader {
+ public:
+  BodyReader(const Schedule& schedule, int rank) : schedule_(schedule), rank_(rank) {}
+
+  /// Throws InvalidSchedule unless the bodies are for that many microbatches.
+  Actions next_batch(int microbatches);
+  Actions drain();
+  std::int64_t batches() const noexcept { return batches_; }
+
+ private:
+  void read(std::int64_t step, std::int64_t end, Actions& actions) const;
+
+  Schedule schedule_;
+  int rank_;
+  std::int64_t first_ = 0;  // after the last drain
+  std::int64_t batches_ = 0;
+};
+
+class Stream {
+ public:
+  Stream(const Schedule& schedule, int rank);
+
+  /// The step of the next batch. Built-in schedules that flush, and 2bw with one stage a rank, take batches of any
+  /// size; any other throws InvalidSchedule, having changed nothing, unless it is the size it was made for.
+  Actions next_batch(int microbatches);
+  /// What is left of the batches so far, updates included; nothing where the schedule flushes. The next batch fills
+  /// the pipeline anew, and uses the version that it would use without the drain.
+  Actions drain();
+  /// So far: the number of the next one.
+  std::int64_t batches() const noexcept;
+
+ private:
+  Schedule schedule_;
+  std::optional<Generator> generator_;  // of a built-in schedule
+  BodyReader reader_;                   // of any other
+};
+
+/// What the ranks do in `batches` steps and a drain, from the bodies alone.
+std::vector<Actions> unroll(const Schedule& schedule, int batches);
+
+}  // namespace hydra::schedule
