@@ -1,0 +1,57 @@
+"""Losses and metrics on their way from the rank that computes them to the others of its line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from hydra_ext.pipeline.chain import assemble, take_apart
+from hydra_ext.pipeline.links import Inbox, Outbox
+from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.output import PipelineOutput
+
+
+class Announcements:
+    """One rank's view: it announces, or it listens."""
+
+    def __init__(self, inbox: Inbox | None, outboxes: Sequence[Outbox]) -> None:
+        self._inbox = inbox
+        self._outboxes = outboxes
+        self._waiting: WeakValueDictionary[int, PipelineOutput] = WeakValueDictionary()
+        self._expected: list[int] = []
+
+    def announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
+        """Of one step, by the rank that has them."""
+        stacked = torch.stack(list(losses))
+        if self._outboxes:
+            tensors, structure = take_apart(tuple(metrics), "the metrics that fn returned")
+            message = Message(output.batch, -1, len(losses), (stacked, *tensors), structure=structure)
+            for outbox in self._outboxes:
+                outbox.put(message)
+        output.resolve(stacked, tuple(metrics))
+
+    def expect(self, output: PipelineOutput) -> None:
+        """Of one step, by a rank that listens. Which nobody refers to is not kept."""
+        if self._inbox is None:
+            return
+        self._inbox.expect()
+        self._expected.append(output.batch)
+        self._waiting[output.batch] = output
+        output.wait_with(self._wait)
+        while self._inbox.arrived:
+            self._take(self._inbox)
+
+    def _wait(self, output: PipelineOutput) -> None:
+        while self._inbox is not None and not output.resolved:
+            self._take(self._inbox)
+
+    def _take(self, inbox: Inbox) -> None:
+        message = inbox.take()
+        losses, *tensors = (tensor for tensor in message.tensors if tensor is not None)
+        output = self._waiting.get(self._expected.pop(0))
+        if output is not None:
+            output.resolve(losses, assemble(tensors, message.structure))

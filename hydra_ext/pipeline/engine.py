@@ -1,0 +1,271 @@
+"""Puts a rank's part of the pipeline together, and runs its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
+from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
+from hydra_ext.pipeline.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.parts import Part, Parts
+from hydra_ext.pipeline.recompute import RecomputedStage
+from hydra_ext.pipeline.stage_program import event_seed
+from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.update import settings_of, writes_elsewhere
+from hydra_ext.pipeline.versions import StageWeights
+from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+from hydra_ext.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Engine:
+    """One rank's part, from its first step to its end. All ranks make one at the same time.
+
+    Attributes:
+        stages: on this rank.
+        batches: how many have been admitted.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        make_optimizer: MakeOptimizer,
+        schedule: Schedule,
+        topology: Topology,
+        watch: Watch,
+        device: torch.device,
+        *,
+        seed: int | None,
+        recompute: bool,
+    ) -> None:
+        self.batches = 0
+        self._parts = parts
+        self._schedule = schedule
+        self._topology = topology
+        self._watch = watch
+        self._device = device
+        self._links = Links(topology.rank, device, watch)
+        self._stream = schedule.stream(topology.place)
+        self.stages = [self._own_stage(part, make_optimizer, recompute=recompute) for part in parts.own]
+        self._connect()
+        self.announcements, self._announcers = self._connect_announcements()
+        self._partners = self._meet(seed)
+        self._reducer = Reducer(self._partners, watch, topology.rank)
+        self._executor = Executor(schedule, self.stages, self._reducer, watch, device)
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        microbatches: Sequence[Any],
+        fn: Callable[..., Any],
+        *,
+        max_norm: float | None,
+        seeds: Sequence[int] | None,
+    ) -> tuple[Batch, list[Update]]:
+        """All of this rank's actions of one step."""
+        number = self.batches
+        if seeds is None:
+            seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
+        settings = {s.index: settings_of(s.optimizer) for s in self.stages if s.optimizer is not None}
+        batch = Batch(number, microbatches, fn, seeds, len(microbatches), max_norm, settings)
+        for stage in self.stages:
+            stage.weights.check_own()
+        actions = self._stream.next_batch(len(microbatches))
+        self.batches += 1
+        self._executor.admit(batch)
+        self._executor.run(actions)
+        for stage in self.stages:
+            if stage.optimizer is not None:
+                # The update of this step may come in a later one; schedulers would warn that there was none before
+                # their first step.
+                stage.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return batch, self._executor.take_updates()
+
+    def drain(self) -> list[Update]:
+        """What is under way is finished: the modules' parameters are the newest weights."""
+        self._executor.run(self._stream.drain())
+        return self._executor.take_updates()
+
+    def refresh(self) -> None:
+        for stage in self.stages:
+            stage.weights.refresh()
+
+    def seed_of(self, batch: int, microbatch: int) -> int:
+        """What the random numbers of a microbatch come from."""
+        return event_seed(event_seed(event_seed(self._seed, self._topology.replica), batch), microbatch)
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
+
+    def close(self, timeout: float) -> None:
+        """All ranks have to."""
+        self._reducer.close(timeout)
+        self._links.close(timeout)
+
+    # ---- putting it together ----------------------------------------------------------------------------------------
+
+    def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, *, recompute: bool) -> OwnStage:
+        alive = self._schedule.versions[part.stage]
+        if alive > 1:
+            _refuse_hooks(part)
+        optimizer = make_optimizer([parameter for _, parameter in part.parameters]) if part.trained else None
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise UnsupportedModel(
+                f"the optimizer's factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+            )
+        weights = StageWeights(part.trained, part.modules, alive=alive, native=writes_elsewhere(optimizer))
+        program = RecomputedStage(part.program, part.modules) if recompute else part.program
+        return OwnStage(part.stage, program, weights, optimizer)
+
+    def _connect(self) -> None:
+        """One link for each direction of each hop between ranks, in every line."""
+        by_index = {stage.index: stage for stage in self.stages}
+        for replica in range(self._topology.replicas):
+            for stage in range(self._schedule.stages - 1):
+                here = self._topology.rank_of(self._schedule.stage_rank(stage), replica)
+                there = self._topology.rank_of(self._schedule.stage_rank(stage + 1), replica)
+                if here == there:
+                    continue
+                forward = self._links.connect(here, there, f"activations of stage {stage}")
+                back = self._links.connect(there, here, f"gradients for stage {stage}")
+                if isinstance(forward, Outbox) and isinstance(back, Inbox):
+                    by_index[stage].outbox, by_index[stage].gradient_inbox = forward, back
+                elif isinstance(forward, Inbox) and isinstance(back, Outbox):
+                    by_index[stage + 1].inbox, by_index[stage + 1].gradient_outbox = forward, back
+
+    def _connect_announcements(self) -> tuple[Inbox | None, list[Outbox]]:
+        """From the rank of each line that computes the losses to the others of the line."""
+        inbox, outboxes = None, []
+        place = self._schedule.stage_rank(self._schedule.stages - 1)
+        for replica in range(self._topology.replicas):
+            source = self._topology.rank_of(place, replica)
+            for target in self._topology.line(replica):
+                end = None if target == source else self._links.connect(source, target, "losses")
+                if isinstance(end, Outbox):
+                    outboxes.append(end)
+                elif end is not None:
+                    inbox = end
+        return inbox, outboxes
+
+    @property
+    def computes_losses(self) -> bool:
+        return self._topology.place == self._schedule.stage_rank(self._schedule.stages - 1)
+
+    @property
+    def announcers(self) -> list[Outbox]:
+        return self._announcers
+
+    def _meet(self, seed: int | None) -> Partners:
+        topology = self._topology
+        line, copies = None, None
+        if topology.places > 1:
+            lines = [self._links.group(topology.line(replica), "gloo") for replica in range(topology.replicas)]
+            line = lines[topology.replica]
+        if topology.replicas > 1:
+            groups = [self._links.group(topology.copies(place), None) for place in range(topology.places)]
+            copies = groups[topology.place]
+            self._begin_alike(copies)
+        self._seed = _common_seed(seed, topology)
+        return Partners(copies, line, self._orders(line), self._shared_weights())
+
+    @torch.no_grad()
+    def _begin_alike(self, copies: dist.ProcessGroup | None) -> None:
+        """All replicas begin with the first one's weights and buffers."""
+        for part in self._parts.own:
+            buffers = [buffer for module in part.modules for buffer in module.buffers()]
+            for tensor in [*(parameter for _, parameter in part.parameters), *buffers]:
+                value = tensor.contiguous()
+                dist.broadcast(value, group_src=0, group=copies)
+                tensor.copy_(value)
+
+    def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
+        """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
+        those that an earlier stage has."""
+        counts = torch.zeros(self._schedule.stages, dtype=torch.int64)
+        for part in self._parts.own:
+            counts[part.stage] = len(part.trained)
+        if line is not None:
+            dist.all_reduce(counts, group=line)
+        first = [0, *counts.cumsum(0).tolist()]
+        repeated = self._repeated(line, first[-1], first)
+        orders = []
+        for place in range(self._topology.places):
+            numbers = [
+                -1 if number in repeated else number
+                for stage in self._schedule.stages_of(place)
+                for number in range(first[stage], first[stage + 1])
+            ]
+            orders.append(tuple(numbers))
+        return tuple(orders)
+
+    def _repeated(self, line: dist.ProcessGroup | None, total: int, first: Sequence[int]) -> set[int]:
+        """Numbers of parameters that are a shared weight's but not its first stage's."""
+        marks = torch.zeros(total, dtype=torch.uint8)
+        for weight in self._parts.shared:
+            for stage, index in weight.items():
+                if index is not None and stage != min(weight):
+                    marks[first[stage] + index] = 1
+        if line is not None:
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=line)
+        return {int(number) for number in marks.nonzero()}
+
+    def _shared_weights(self) -> tuple[SharedWeight, ...]:
+        weights = []
+        made: dict[tuple[int, ...], list[dist.ProcessGroup | None]] = {}
+        for weight in self._parts.shared:
+            places = tuple(sorted({self._schedule.stage_rank(stage) for stage in weight}))
+            if len(places) > 1 and places not in made:
+                ranks = [[self._topology.rank_of(place, r) for place in places] for r in range(self._topology.replicas)]
+                made[places] = [self._links.group(each, None) for each in ranks]
+            if self._topology.place not in places:
+                continue
+            group = made[places][self._topology.replica] if len(places) > 1 else None
+            holders = tuple(
+                Holder(stage, places.index(self._schedule.stage_rank(stage)), weight[stage])
+                for stage in sorted(weight, reverse=True)
+            )
+            weights.append(SharedWeight(group, holders))
+        return tuple(weights)
+
+
+def _common_seed(seed: int | None, topology: Topology) -> int:
+    """The first rank's."""
+    value = torch.tensor([torch.initial_seed() if seed is None else seed], dtype=torch.uint64).view(torch.int64)
+    if topology.world > 1:
+        dist.broadcast(value, src=0)
+    return int(value.item()) & (2**63 - 1)
+
+
+def _refuse_hooks(part: Part) -> None:
+    for name, parameter in part.trained:
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModel(
+                f"'{name}' has hooks, which this schedule's versions of the weights would not run: remove them, or use "
+                "schedule='1f1b'"
+            )
+
+
+def failure_of(error: BaseException, topology: Topology, where: str) -> Failure:
+    """What the other ranks are told."""
+    return Failure(topology.rank, where, describe_error(error))
+
+
+def check_losses(losses: Sequence[Tensor], count: int) -> None:
+    """
+    Raises:
+        StateError: the schedule has not run a forward of every microbatch in this step.
+    """
+    if len(losses) != count:
+        raise StateError(f"the schedule ran {len(losses)} of {count} forwards of the last stage in this step")

@@ -1,0 +1,306 @@
+"""Runs one rank's actions: the schedule says which, in what order; nothing is decided here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_ext.errors import StateError
+from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
+from hydra_ext.pipeline.links import Inbox, Outbox
+from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+from hydra_ext.pipeline.update import OptimizerStep, Settings
+from hydra_ext.pipeline.versions import StageWeights
+from hydra_ext.pipeline.watch import Watch
+from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.schedule import Action, ActionKind, Schedule
+
+_TIMINGS = 20_000
+
+_NAMES = {
+    ActionKind.FORWARD: "in the forward of",
+    ActionKind.BACKWARD: "in the backward of",
+    ActionKind.REDUCE: "after the last backward of",
+    ActionKind.UPDATE: "in the update with",
+    ActionKind.SEND_ACTIVATION: "after the forward of",
+    ActionKind.RECEIVE_ACTIVATION: "before the forward of",
+    ActionKind.SEND_GRADIENT: "after the backward of",
+    ActionKind.RECEIVE_GRADIENT: "before the backward of",
+}
+
+
+@dataclass
+class Batch:
+    """One step's work.
+
+    Attributes:
+        number: counted from 0.
+        settings: of each of the rank's optimizers when the step was called, by stage: that of its update, which may
+            come later.
+        losses: by microbatch, where the last stage is this rank's.
+        metrics: likewise.
+    """
+
+    number: int
+    microbatches: Sequence[Any]
+    fn: Callable[..., Any]
+    seeds: Sequence[int]
+    divisor: int
+    max_norm: float | None
+    settings: dict[int, Settings]
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class OwnStage:
+    """A stage on this rank.
+
+    Attributes:
+        optimizer: None where nothing of the stage is trained.
+        inbox, outbox: activations from the stage before, and to the next; None at the ends, and where that stage is
+            on this rank too.
+        gradient_inbox, gradient_outbox: likewise, of gradients, from the next stage and to the one before.
+    """
+
+    index: int
+    program: StageProgram
+    weights: StageWeights
+    optimizer: torch.optim.Optimizer | None
+    inbox: Inbox | None = None
+    outbox: Outbox | None = None
+    gradient_inbox: Inbox | None = None
+    gradient_outbox: Outbox | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update that was made.
+
+    Attributes:
+        batch: whose gradients it used.
+        norm: of the gradients; None without clipping.
+        skipped: nothing was changed, since the norm is not finite.
+    """
+
+    batch: int
+    norm: float | None
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One action, in seconds of ``time.perf_counter``; ``waited`` of them for what had to arrive."""
+
+    action: Action
+    start: float
+    end: float
+    waited: float
+
+
+class Executor:
+    """One rank's part of the pipeline.
+
+    Attributes:
+        updates: made since they were last taken.
+        timings: of the actions since they were last taken; bounded.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[OwnStage],
+        reducer: Reducer | None,
+        watch: Watch,
+        device: torch.device,
+    ) -> None:
+        self.updates: list[Update] = []
+        self.timings: deque[Timing] = deque(maxlen=_TIMINGS)
+        self._schedule = schedule
+        self._stages = {stage.index: stage for stage in stages}
+        self._reducer = reducer
+        self._watch = watch
+        self._device = device
+        self._batches: dict[int, Batch] = {}
+        self._passes: dict[tuple[int, int, int], StagePass] = {}
+        self._leaving: dict[tuple[int, int, int], Message] = {}
+        self._returning: dict[tuple[int, int, int], Message] = {}
+        self._reduced: dict[int, list[StageGradients]] = {}
+        self._gradients: dict[int, BatchGradients] = {}
+        self._at: Action | None = None
+        self._waited = 0.0
+        self._run_kind: dict[ActionKind, Callable[[Action, OwnStage], None]] = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.REDUCE: self._reduce,
+            ActionKind.UPDATE: self._update,
+            ActionKind.SEND_ACTIVATION: self._send_activation,
+            ActionKind.RECEIVE_ACTIVATION: self._expect_activation,
+            ActionKind.SEND_GRADIENT: self._send_gradient,
+            ActionKind.RECEIVE_GRADIENT: self._expect_gradient,
+        }
+
+    # ---- for the pipeline -------------------------------------------------------------------------------------------
+
+    def admit(self, batch: Batch) -> None:
+        """Its actions come from now on."""
+        self._batches[batch.number] = batch
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Afterwards the modules have the user's own parameters, and the caller's random state is as it was."""
+        caller = Surroundings(self._device)
+        try:
+            for action in actions:
+                self._at = action
+                self._watch.moved()
+                self._waited = 0.0
+                start = time.perf_counter()
+                self._run_kind[action.kind](action, self._stages[action.stage])
+                self.timings.append(Timing(action, start, time.perf_counter(), self._waited))
+            self._at = None
+        finally:
+            caller.restore()
+            for stage in self._stages.values():
+                stage.weights.hide()
+
+    def describe(self) -> str:
+        """Where this rank is, for the others; from any thread."""
+        action = self._at
+        if action is None:
+            return "between two steps"
+        what = f"batch {action.batch}"
+        if action.kind not in (ActionKind.REDUCE, ActionKind.UPDATE):
+            what = f"microbatch {action.microbatch} of {what}"
+        return f"{_NAMES[action.kind]} {what} in stage {action.stage}"
+
+    def take_updates(self) -> list[Update]:
+        """Those made since the last call."""
+        made, self.updates = self.updates, []
+        return made
+
+    def forget(self) -> None:
+        """After an error: graphs and messages are dropped."""
+        for kept in (self._batches, self._passes, self._leaving, self._returning, self._reduced, self._gradients):
+            kept.clear()
+
+    # ---- forward and backward ---------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, stage: OwnStage) -> None:
+        batch = self._batches[action.batch]
+        arriving = None
+        if stage.index > 0:
+            message = self._take(stage.inbox, self._leaving, action)
+            tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
+            arriving = Crossing(tensors, message.requires_grad, message.structure)
+        stage.weights.show(self._schedule.version_of(stage.index, action.batch))
+        done = stage.program.forward(
+            batch.fn,
+            batch.microbatches[action.microbatch],
+            arriving,
+            seed=batch.seeds[action.microbatch],
+            divisor=batch.divisor,
+        )
+        self._passes[stage.index, action.batch, action.microbatch] = done
+        if done.loss is not None:
+            batch.losses.append(done.loss)
+            batch.metrics.append(done.metrics)
+            return
+        if done.leaving is None:
+            raise StateError(f"stage {stage.index} has neither a loss nor anything to hand on")
+        leaving = done.leaving
+        tensors = leaving.tensors
+        if stage.outbox is None:  # the next stage is here, and may write to what it gets
+            tensors = tuple(tensor.clone() for tensor in tensors)
+        self._leaving[stage.index + 1, action.batch, action.microbatch] = Message(
+            action.batch, action.microbatch, self._count(action), tensors, leaving.requires_grad, leaving.structure
+        )
+
+    def _count(self, action: Action) -> int:
+        return len(self._batches[action.batch].microbatches)
+
+    def _backward(self, action: Action, stage: OwnStage) -> None:
+        gradients: tuple[Tensor | None, ...] = ()
+        if stage.index + 1 < self._schedule.stages:
+            gradients = self._take(stage.gradient_inbox, self._returning, action).tensors
+        stage.weights.show(self._schedule.version_of(stage.index, action.batch))
+        done = self._passes.pop((stage.index, action.batch, action.microbatch))
+        returning = done.backward(gradients)
+        if stage.index > 0:
+            message = Message(action.batch, action.microbatch, self._count(action), returning)
+            self._returning[stage.index - 1, action.batch, action.microbatch] = message
+
+    # ---- communication ----------------------------------------------------------------------------------------------
+
+    def _take(self, inbox: Inbox | None, here: dict[tuple[int, int, int], Message], action: Action) -> Message:
+        if inbox is None:
+            return here.pop((action.stage, action.batch, action.microbatch))
+        start = time.perf_counter()
+        message = inbox.take()
+        self._waited = time.perf_counter() - start
+        count = self._count(action)
+        if (message.batch, message.microbatch, message.count) != (action.batch, action.microbatch, count):
+            raise StateError(
+                f"the ranks do not make the same steps: stage {action.stage} is at microbatch {action.microbatch} of "
+                f"{count} in batch {action.batch}, and got number {message.microbatch} of {message.count} of batch "
+                f"{message.batch}. Give all ranks of a line the same microbatches"
+            )
+        return message
+
+    def _expect_activation(self, _: Action, stage: OwnStage) -> None:
+        if stage.inbox is not None:
+            stage.inbox.expect()
+
+    def _expect_gradient(self, _: Action, stage: OwnStage) -> None:
+        if stage.gradient_inbox is not None:
+            stage.gradient_inbox.expect()
+
+    def _send_activation(self, action: Action, stage: OwnStage) -> None:
+        if stage.outbox is not None:
+            stage.outbox.put(self._leaving.pop((stage.index + 1, action.batch, action.microbatch)))
+
+    def _send_gradient(self, action: Action, stage: OwnStage) -> None:
+        if stage.gradient_outbox is not None:
+            stage.gradient_outbox.put(self._returning.pop((stage.index - 1, action.batch, action.microbatch)))
+
+    # ---- updates ----------------------------------------------------------------------------------------------------
+
+    def _reduce(self, action: Action, stage: OwnStage) -> None:
+        version = self._schedule.version_of(stage.index, action.batch)
+        parameters = [parameter for _, parameter in stage.weights.parameters]
+        gradients = StageGradients(stage.index, parameters, stage.weights.take_gradients(version))
+        reduced = self._reduced.setdefault(action.batch, [])
+        reduced.append(gradients)
+        if len(reduced) < len(self._stages):
+            return
+        reduced.sort(key=lambda each: each.stage)
+        batch = BatchGradients(action.batch, self._reduced.pop(action.batch), self._batches[action.batch].max_norm)
+        self._gradients[action.batch] = batch
+        if self._reducer is None and batch.max_norm is None:
+            batch.done = True
+        elif self._reducer is not None:
+            self._reducer.start(batch)
+
+    def _update(self, action: Action, stage: OwnStage) -> None:
+        gradients = self._gradients[action.batch]
+        start = time.perf_counter()
+        self._watch.wait_for(lambda: gradients.done)
+        self._waited = time.perf_counter() - start
+        skipped = gradients.norm is not None and not math.isfinite(gradients.norm)
+        step = None
+        own = gradients.of(stage.index)
+        if stage.optimizer is not None and not skipped:
+            settings = self._batches[action.batch].settings[stage.index]
+            step = OptimizerStep(stage.optimizer, own, gradients.factor, settings)
+        stage.weights.update(action.batch + 1, step)
+        gradients.stages.remove(own)
+        if not gradients.stages:  # all of this rank's stages have been updated
+            del self._gradients[action.batch], self._batches[action.batch]
+            self.updates.append(Update(action.batch, gradients.norm, skipped))

@@ -1,0 +1,239 @@
+"""The gradients of one batch, from the end of its backward to the optimizer's step.
+
+In the background, batch by batch, every rank does this, in this order:
+
+1. weights that several stages use: the stages' gradients are added, that of the last stage first;
+2. replicas: the mean over the copies of a stage, added in the order of the ranks, so that it has the same bits on all
+   of them and with every backend; divided once, by their number;
+3. clipping: every rank of a line learns the sums of squares of all stages' gradients, by parameter. The norm is that
+   of :func:`hydra_ext.optim.clip_grad_norm_`, to the bit: the sums are added in the order of the model's parameters,
+   and a weight that several stages use counts once. (Of gradients on a GPU, or in fp64, torch adds the squares, in
+   fp64: the same on all ranks, but in an order of its own.)
+
+Nothing of the optimizer is touched before the norm is known, and all ranks decide alike whether it is finite.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.optim import threads
+from hydra_ext.optim.clip import combined
+from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_ABSENT = -1.0  # in place of a sum of squares
+
+
+@dataclass
+class StageGradients:
+    """One stage's gradients of one batch, in the order of the stage's parameters."""
+
+    stage: int
+    parameters: Sequence[nn.Parameter]
+    gradients: list[Tensor | None]
+
+
+@dataclass
+class BatchGradients:
+    """Those of all of a rank's stages.
+
+    Attributes:
+        max_norm: clip to it; None for no clipping, and no norm.
+        norm: of the whole model's gradients, once ``done``.
+        factor: what they are to be multiplied with, once ``done``.
+    """
+
+    batch: int
+    stages: list[StageGradients]
+    max_norm: float | None
+    norm: float | None = None
+    factor: float = 1.0
+    done: bool = False
+
+    def of(self, stage: int) -> StageGradients:
+        return next(each for each in self.stages if each.stage == stage)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A stage that holds a shared weight.
+
+    Attributes:
+        rank: of the process group of the weight; 0 without one.
+        index: of the weight among the stage's parameters, where the stage is this rank's own.
+    """
+
+    stage: int
+    rank: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A weight that several stages use, one of them on this rank. All ranks have them in the same order.
+
+    Attributes:
+        group: the ranks of the line that hold it; None if it is this one alone.
+        holders: from the last stage to the first.
+    """
+
+    group: dist.ProcessGroup | None
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True)
+class Partners:
+    """Who this rank reduces with.
+
+    Attributes:
+        copies: the ranks with copies of this rank's stages; None without replicas.
+        line: the ranks that hold the model together; None if it is this one alone.
+        orders: of every rank of the line, the place among the model's parameters of each of its stages' parameters,
+            stage after stage; -1 for one that another stage counts.
+        shared: of this rank.
+    """
+
+    copies: dist.ProcessGroup | None
+    line: dist.ProcessGroup | None
+    orders: tuple[tuple[int, ...], ...]
+    shared: tuple[SharedWeight, ...] = ()
+
+
+class Reducer:
+    """Reduces in a thread of its own."""
+
+    def __init__(self, partners: Partners, watch: Watch, rank: int) -> None:
+        self._partners = partners
+        self._watch = watch
+        self._rank = rank
+        self._queue: queue.SimpleQueue[BatchGradients | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hydra_ext gradients", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: BatchGradients) -> None:
+        """``done`` is set, and the watch's waiters are woken, when it has ended."""
+        self._queue.put(batch)
+
+    def close(self, timeout: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            try:
+                self._reduce(batch)
+            except RuntimeError as error:  # of torch.distributed: another rank has ended
+                self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", describe_error(error)))
+                return
+            with self._watch.changed:
+                batch.done = True
+                self._watch.changed.notify_all()
+            del batch
+
+    def _reduce(self, batch: BatchGradients) -> None:
+        for weight in self._partners.shared:
+            _add_up(weight, batch)
+        if self._partners.copies is not None:
+            for stage in batch.stages:
+                _average(stage, self._partners.copies)
+        if batch.max_norm is not None:
+            batch.norm, batch.factor = self._norm(batch, batch.max_norm)
+
+    def _norm(self, batch: BatchGradients, max_norm: float) -> tuple[float, float]:
+        own = [value for stage in batch.stages for value in square_sums(stage.parameters, stage.gradients)]
+        orders = self._partners.orders
+        gathered = [own]
+        if self._partners.line is not None:
+            longest = max(len(order) for order in orders)
+            sent = torch.tensor(own + [_ABSENT] * (longest - len(own)), dtype=torch.float64)
+            received = [torch.empty_like(sent) for _ in orders]
+            dist.all_gather(received, sent, group=self._partners.line)
+            gathered = [values.tolist() for values in received]
+        counted = sorted(
+            (place, value)
+            for order, values in zip(orders, gathered, strict=True)
+            for place, value in zip(order, values, strict=False)
+            if place >= 0 and value != _ABSENT
+        )
+        return combined([value for _, value in counted], max_norm)
+
+
+def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
+    """Of each gradient; ``-1`` where there is none."""
+    sums = [_ABSENT] * len(gradients)
+    native: dict[int, Tensor] = {}
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if gradient is None:
+            continue
+        if gradient.device.type == "cpu" and gradient.dtype in _NATIVE:
+            native[index] = as_parameter_lies(gradient, parameter)
+        else:
+            wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+            sums[index] = float(wide.abs().square().sum())
+    for index, value in zip(native, _C.sums_of_squares(list(native.values()), threads.pool(None)), strict=True):
+        sums[index] = value
+    return sums
+
+
+def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean over a group's ranks, added in their order: the same bits on every rank, whatever the backend.
+
+    Each rank adds up one part and gives it to all, so that every rank sends and receives about twice the tensor's
+    bytes, as in a ring.
+    """
+    size = dist.get_world_size(group)
+    flat = tensor.reshape(-1)
+    part = -(-flat.numel() // size)
+    sent = torch.zeros(part * size, dtype=flat.dtype, device=flat.device)
+    sent[: flat.numel()] = flat
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    total, *others = received.view(size, part).unbind()
+    for other in others:
+        total += other
+    total /= size
+    means = [torch.empty_like(total) for _ in range(size)]
+    dist.all_gather(means, total, group=group)
+    return torch.cat(means)[: flat.numel()].view_as(tensor)
+
+
+def _average(stage: StageGradients, group: dist.ProcessGroup) -> None:
+    marks = torch.tensor([gradient is not None for gradient in stage.gradients], dtype=torch.uint8)
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+    for index, there in enumerate(marks.tolist()):
+        if there:
+            gradient = stage.gradients[index]
+            parameter = stage.parameters[index]
+            stage.gradients[index] = ordered_mean(torch.zeros_like(parameter) if gradient is None else gradient, group)
+
+
+def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
+    """Every holder gets the sum."""
+    own = {holder.stage: holder.index for holder in weight.holders if holder.index is not None}
+    held = {stage: batch.of(stage).gradients[index] for stage, index in own.items()}
+    marks = torch.tensor([held.get(holder.stage) is not None for holder in weight.holders], dtype=torch.uint8)
+    if weight.group is not None:
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=weight.group)
+    like = next(batch.of(stage).parameters[index] for stage, index in own.items())
+    total: Tensor | None = None
+    for holder, there in zip(weight.holders, marks.tolist(), strict=True):
+        if not there:
+            continue
+        gradient = held.get(holder.stage)
+        part = torch.empty_like(like) if gradient is None else gradient.clone()
+        if weight.group is not None:
+            dist.broadcast(part, group_src=holder.rank, group=weight.group)
+        total = part if total is None else total.add_(part)
+    for stage, index in own.items():
+        batch.of(stage).gradients[index] = None if total is None else total.clone()

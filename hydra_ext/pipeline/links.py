@@ -1,0 +1,325 @@
+"""Directed links between two ranks: whole messages, in order, behind the computation.
+
+A link has a process group of its own, so that nothing on another link can come between its messages, and neither side
+waits for anything but the other. Its sender and its receiver are a thread each, which wait inside torch.distributed;
+who computes only hands messages over and takes them.
+
+A receiver listens for the next header at all times, and so notices when the other process ends. The tensors behind it
+are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
+
+gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
+takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext.pipeline import messages
+from hydra_ext.pipeline.messages import END, HEADER_WORDS, Header, Message
+from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+
+logger = logging.getLogger(__name__)
+
+_FOREVER = timedelta(days=30)  # a user may do other things between two steps; who does not answer is the watch's affair
+_CPU = torch.device("cpu")
+_issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
+
+
+class _Channel:
+    """The process groups of one link, as one of its two ranks sees them."""
+
+    def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._headers = headers
+        self._payload = payload
+        self._peer = peer  # its rank in both groups
+        self._direct = payload is not headers
+        self.device = device if self._direct else _CPU
+
+    def send_words(self, words: Tensor) -> None:
+        self._headers.send([words], self._peer, 0).wait()
+
+    def receive_words(self, count: int) -> Tensor:
+        words = torch.empty(count, dtype=torch.int64)
+        self._headers.recv([words], self._peer, 0).wait()
+        return words
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                with _issuing:
+                    works.append(self._payload.send([messages.memory(tensor)], self._peer, 0))
+        for work in works:
+            work.wait()
+
+    def receive(self, tensors: Sequence[Tensor]) -> None:
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                with _issuing:
+                    works.append(self._payload.recv([messages.memory(tensor)], self._peer, 0))
+        for work in works:
+            work.wait()
+
+
+class Outbox:
+    """The sending end of a link.
+
+    Attributes:
+        sent_bytes: of tensors, so far.
+    """
+
+    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, name: str) -> None:
+        self.sent_bytes = 0
+        self._device = device
+        self._channel = channel
+        self._peer = peer
+        self._watch = watch
+        self._known: set[str] = set()  # structures that the other side has
+        self._queue: queue.SimpleQueue[tuple[list[Tensor], list[Tensor], torch.cuda.Event | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Its tensors must not be written to any more."""
+        self._watch.check()
+        tensors = [None if tensor is None else messages.dense(tensor) for tensor in message.tensors]
+        new = bool(message.structure) and message.structure not in self._known
+        self._known.add(message.structure)
+        first = messages.encode(message, tensors, with_structure=new)
+        if new:
+            first.append(_as_words(message.structure))
+        there = [tensor for tensor in tensors if tensor is not None]
+        self.sent_bytes += sum(tensor.nbytes for tensor in there)
+        self._queue.put((first, there, _computed(self._device)))
+
+    def close(self, timeout: float) -> None:
+        """What was put is sent first, for as long as that may take."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        stream = _Stream(self._device)
+        try:
+            while (entry := self._queue.get()) is not None:
+                words, tensors, computed = entry
+                for part in words:
+                    self._channel.send_words(part)
+                if computed is not None:
+                    computed.synchronize()
+                with stream, torch.no_grad():
+                    self._channel.send([tensor.to(self._channel.device) for tensor in tensors])
+                del entry, tensors
+            self._channel.send_words(messages.end_of_messages())
+        except RuntimeError as error:
+            _peer_ended(self._watch, self._peer, error)
+
+
+class Inbox:
+    """The receiving end of a link.
+
+    Attributes:
+        received_bytes: of tensors, so far.
+    """
+
+    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, name: str) -> None:
+        self.received_bytes = 0
+        self._channel = channel
+        self._peer = peer
+        self._device = device
+        self._watch = watch
+        self._stream = _Stream(device)
+        self._structures: dict[int, str] = {}
+        self._arrived: list[Message] = []
+        self._expected = threading.Semaphore(0)
+        self._ended = False  # on this side
+        self._over = False  # on the other one
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {name}", daemon=True)
+        self._thread.start()
+
+    def expect(self) -> None:
+        """One more message may come."""
+        self._expected.release()
+
+    def take(self) -> Message:
+        """The next message, which has been expected.
+
+        Raises:
+            RankFailed: a rank has failed, or has closed its end.
+        """
+        self._watch.wait_for(lambda: bool(self._arrived) or self._over)
+        if not self._arrived:
+            raise Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it").error()
+        message = self._arrived.pop(0)
+        for tensor in message.tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it is the link's stream that made it
+        return message
+
+    @property
+    def arrived(self) -> bool:
+        return bool(self._arrived)
+
+    def close(self, timeout: float) -> None:
+        """After the other side's close; what has not been taken is gone."""
+        self._ended = True
+        self._expected.release()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            while (header := self._header()) is not END:
+                self._expected.acquire()
+                if self._ended:
+                    return
+                message = self._fetch(header)
+                self.received_bytes += message.nbytes
+                with self._watch.changed:
+                    self._arrived.append(message)
+                    self._watch.changed.notify_all()
+                del message
+            with self._watch.changed:
+                self._over = True
+                self._watch.changed.notify_all()
+        except (RuntimeError, ValueError) as error:
+            if not self._ended:
+                _peer_ended(self._watch, self._peer, error)
+
+    def _header(self) -> Header:
+        first = self._channel.receive_words(HEADER_WORDS)
+        left = messages.words_left(first)
+        words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
+        header = messages.decode(words)
+        if header == END:
+            return END
+        if header.structure_bytes:
+            text = _as_text(self._channel.receive_words(-(-header.structure_bytes // 8)), header.structure_bytes)
+            self._structures[header.fingerprint] = text
+        return header
+
+    def _fetch(self, header: Header) -> Message:
+        there = [each for each in header.tensors if each is not None]
+        with self._stream, torch.no_grad():
+            buffers = [each.empty(self._channel.device) for each in there]
+            self._channel.receive(buffers)
+            found = iter([buffer.to(self._device) for buffer in buffers])
+        return Message(
+            header.batch,
+            header.microbatch,
+            header.count,
+            tuple(None if each is None else next(found) for each in header.tensors),
+            tuple(each is not None and each.requires_grad for each in header.tensors),
+            self._structures.get(header.fingerprint, ""),
+        )
+
+
+class Links:
+    """Makes links. All ranks call :meth:`connect` for the same pairs in the same order, whether they are in it or not.
+
+    Args:
+        device: where this rank's tensors are.
+    """
+
+    def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
+        self._rank = rank
+        self._device = device
+        self._watch = watch
+        self._ends: list[Outbox | Inbox] = []
+        self._groups: list[dist.ProcessGroup] = []
+
+    def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
+        """This rank's end of a new link; None if it has none."""
+        headers = self.group([source, target], "gloo")
+        direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
+        payload = self.group([source, target], "nccl") if direct else headers
+        if self._rank not in (source, target) or headers is None or payload is None:
+            return None
+        peer = target if self._rank == source else source
+        channel = _Channel(headers, payload, sorted((source, target)).index(peer), self._device)
+        end: Outbox | Inbox
+        if self._rank == source:
+            end = Outbox(channel, peer, self._device, self._watch, f"{name} to {target}")
+        else:
+            end = Inbox(channel, peer, self._device, self._watch, f"{name} from {source}")
+        self._ends.append(end)
+        return end
+
+    def group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
+        """A new group of these ranks; None where this rank is not in it."""
+        made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=_FOREVER, backend=backend)
+        if self._rank not in ranks:
+            return None
+        self._groups.append(made)
+        return made
+
+    def close(self, timeout: float) -> None:
+        """All ranks have to; messages under way arrive. After a failure nobody waits."""
+        if self._watch.failure is None:
+            for kind in (Outbox, Inbox):
+                for end in self._ends:
+                    if isinstance(end, kind):
+                        end.close(timeout)
+            for group in self._groups:
+                dist.destroy_process_group(group)
+        self._ends.clear()
+        self._groups.clear()
+
+
+def _backend_of(device: torch.device) -> str:
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    return backends.get(device.type, "gloo")
+
+
+def _peer_ended(watch: Watch, peer: int, error: BaseException) -> None:
+    logger.info("the connection with rank %d has ended: %s", peer, error)
+    watch.fail(
+        Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({describe_error(error)})")
+    )
+
+
+def _as_words(text: str) -> Tensor:
+    data = text.encode()
+    padded = data + bytes(-len(data) % 8)
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def _as_text(words: Tensor, size: int) -> str:
+    return words.numpy().tobytes()[:size].decode()
+
+
+class _Stream:
+    """A link's own stream on a GPU, so that its copies do not queue behind the computation; nothing elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        self._entered = None
+        if self._stream is not None:
+            self._entered = torch.cuda.stream(self._stream)
+            self._entered.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None and self._entered is not None:
+            self._stream.synchronize()
+            self._entered.__exit__(None, None, None)
+
+
+def _computed(device: torch.device) -> torch.cuda.Event | None:
+    """Has happened when what was enqueued so far has been computed."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

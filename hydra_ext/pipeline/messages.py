@@ -1,0 +1,164 @@
+"""Messages between ranks: a header that says what comes, then the tensors' memory.
+
+A header is one tensor of ``HEADER_WORDS`` int64, with a second one of the length that the first names where that is
+not enough. A tensor travels as the bytes of its memory, in its order there, and arrives with the same strides: a
+convolution's result may depend on them to the last bit. One with gaps or overlaps is made contiguous first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hydra_ext.errors import UnsupportedModel
+
+HEADER_WORDS = 64
+_MAGIC = 0x68796472615F3100  # "hydra_1", then the kind
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_PRESENT, _REQUIRES_GRAD = 1, 2
+_PREFIX = 8  # words before those of the tensors
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one stage hands to another for one microbatch, or one rank to another for one batch.
+
+    Attributes:
+        batch: which, counted from 0.
+        microbatch: in the batch; -1 for what belongs to all of them.
+        count: of microbatches in the batch.
+        tensors: None where there is none, as for a gradient that did not come.
+        requires_grad: of each tensor.
+        structure: text that says what the tensors are.
+    """
+
+    batch: int
+    microbatch: int
+    count: int
+    tensors: tuple[Tensor | None, ...]
+    requires_grad: tuple[bool, ...] = ()
+    structure: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a header says of one tensor."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What comes after a header."""
+
+    batch: int
+    microbatch: int
+    count: int
+    fingerprint: int  # of the structure's text
+    structure_bytes: int  # of the text, if it follows; else both sides have it from before
+    tensors: tuple[Announced | None, ...]
+
+
+END = Header(-1, -1, 0, 0, 0, ())  # nothing comes after it
+
+
+def fingerprint(structure: str) -> int:
+    """63 bits of it."""
+    return int.from_bytes(hashlib.blake2b(structure.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor without a graph; a contiguous copy where its memory has gaps or overlaps."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return tensor.contiguous()
+        expected *= size
+    return tensor
+
+
+def memory(tensor: Tensor) -> Tensor:
+    """The bytes of a :func:`dense` tensor, in their order; no copy."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def encode(message: Message, tensors: Sequence[Tensor | None], *, with_structure: bool) -> list[Tensor]:
+    """The header of a message whose tensors have been made :func:`dense`: one int64 tensor, or two.
+
+    Raises:
+        UnsupportedModel: a tensor is of a dtype that cannot be sent.
+    """
+    text = message.structure.encode() if with_structure else b""
+    words = [_MAGIC, message.batch, message.microbatch, message.count, fingerprint(message.structure)]
+    words += [len(text), len(tensors), 0]
+    flags = message.requires_grad or (False,) * len(tensors)
+    for tensor, requires_grad in zip(tensors, flags, strict=True):
+        if tensor is None:
+            words.append(0)
+            continue
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+            raise UnsupportedModel(
+                f"a {tensor.layout} tensor of {tensor.dtype} would have to cross from one stage to another: only dense "
+                "tensors of torch's usual dtypes can"
+            )
+        words += [_PRESENT + _REQUIRES_GRAD * requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()]
+        words += [*tensor.size(), *tensor.stride()]
+    words[_PREFIX - 1] = len(words)
+    first, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
+    first += [0] * (HEADER_WORDS - len(first))
+    return [torch.tensor(part, dtype=torch.int64) for part in (first, rest) if part]
+
+
+def end_of_messages() -> Tensor:
+    """The header after which nothing comes."""
+    return torch.tensor([_MAGIC, -1, -1, 0, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64)
+
+
+def words_left(first: Tensor) -> int:
+    """How many words of the header come in a second tensor.
+
+    Raises:
+        ValueError: this is no header.
+    """
+    if int(first[0]) != _MAGIC:
+        raise ValueError("what arrived is no header: the ranks do not run the same version of hydra_ext")
+    return max(0, int(first[_PREFIX - 1]) - HEADER_WORDS)
+
+
+def decode(words: Sequence[int]) -> Header:
+    """What a whole header says."""
+    batch, microbatch, of_batch, known, structure_bytes, count = words[1:7]
+    place = _PREFIX
+    tensors: list[Announced | None] = []
+    for _ in range(count):
+        flags = words[place]
+        place += 1
+        if not flags & _PRESENT:
+            tensors.append(None)
+            continue
+        dtype, dims = words[place : place + 2]
+        place += 2
+        size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
+        place += 2 * dims
+        tensors.append(Announced(_DTYPES[dtype], size, stride, bool(flags & _REQUIRES_GRAD)))
+    return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors))

@@ -1,0 +1,92 @@
+"""The parts that a model is cut into, before anything runs: what every rank knows, and what this one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hydra_ext.errors import InvalidArgument, UnsupportedModel
+from hydra_ext.pipeline.chain import ChainStage
+from hydra_ext.pipeline.stage_program import StageProgram
+
+StageModule = nn.Module | Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage that this rank holds.
+
+    Attributes:
+        modules: in which its parameters stand.
+        parameters: all of them, each once, by name.
+        places: of those that are trained, among the trained parameters of all stages, in the model's order; -1 where
+            an earlier stage has the same parameter and counts it.
+    """
+
+    stage: int
+    program: StageProgram
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in self.parameters if parameter.requires_grad]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All stages.
+
+    Attributes:
+        own: of this rank.
+        shared: weights that several stages train: of each, the stages with its index among the stage's trained
+            parameters; the same on every rank, and in the same order. Of other ranks' stages the index is not known.
+    """
+
+    own: tuple[Part, ...]
+    shared: tuple[dict[int, int | None], ...] = field(default=())
+
+
+def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:
+    """Of stages given as modules, or as functions that build them; only this rank's are built, and moved.
+
+    Raises:
+        InvalidArgument: what is given is no module and builds none.
+        UnsupportedModel: a parameter or a buffer is on meta.
+    """
+    own = []
+    for stage in stages:
+        given = modules[stage]
+        module = given if isinstance(given, nn.Module) or not callable(given) else given()
+        if not isinstance(module, nn.Module):
+            raise InvalidArgument(
+                f"stages[{stage}] is a {type(given).__name__} and gave a {type(module).__name__}: give modules, or "
+                "functions without arguments that build them"
+            )
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if tensor.is_meta:
+                raise UnsupportedModel(f"'{name}' of stages[{stage}] is on meta: give the stage real parameters")
+        module.to(device)
+        program = ChainStage(module, index=stage, last=stage == len(modules) - 1)
+        named = tuple((f"{stage}.{name}", parameter) for name, parameter in module.named_parameters())
+        own.append(Part(stage, program, (module,), named))
+    return Parts(tuple(own), _shared(modules, own))
+
+
+def _shared(modules: Sequence[StageModule], own: Sequence[Part]) -> tuple[dict[int, int | None], ...]:
+    """Those of stages that were given as modules: of functions nobody knows what they will build elsewhere."""
+    users: dict[nn.Parameter, dict[int, int | None]] = {}
+    for stage, module in enumerate(modules):
+        if isinstance(module, nn.Module):
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    users.setdefault(parameter, {})[stage] = None
+    several = {parameter: stages for parameter, stages in users.items() if len(stages) > 1}
+    for part in own:
+        for index, (_, parameter) in enumerate(part.trained):
+            if parameter in several:
+                several[parameter][part.stage] = index
+    return tuple(several.values())

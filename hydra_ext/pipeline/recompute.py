@@ -1,0 +1,88 @@
+"""Stages that keep only what arrived, and run their forward again just before their backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.errors import StateError
+from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+
+
+class RecomputedStage:
+    """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
+
+    The second forward starts from the same values, random numbers and version of the weights as the first, so that it
+    gives the same bits; what it changes in the modules' buffers is undone.
+    """
+
+    def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
+        self._program = program
+        self._modules = modules
+
+    def forward(
+        self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
+    ) -> StagePass:
+        def run(values: Crossing | None) -> StagePass:
+            return self._program.forward(fn, microbatch, values, seed=seed, divisor=divisor)
+
+        return _RecomputedPass(run, arriving, self._modules)
+
+
+class _RecomputedPass:
+    def __init__(
+        self, run: Callable[[Crossing | None], StagePass], arriving: Crossing | None, modules: Sequence[nn.Module]
+    ) -> None:
+        self._run: Callable[[Crossing | None], StagePass] | None = run
+        self._arriving = arriving
+        self._modules = modules
+        self._autocast = _autocast_states()
+        first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
+        self.leaving = first.leaving
+        self.loss = first.loss
+        self.metrics = first.metrics
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        run, self._run = self._run, None
+        if run is None:
+            raise StateError("the backward of this microbatch has run")
+        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        with _Autocast(self._autocast):
+            again = run(self._arriving)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        self._arriving = None
+        return again.backward(gradients)
+
+
+def _copied(arriving: Crossing | None) -> Crossing | None:
+    """The receiver may write to what it gets, and these are needed once more."""
+    if arriving is None:
+        return None
+    tensors = tuple(tensor.clone() for tensor in arriving.tensors)
+    return Crossing(tensors, arriving.requires_grad, arriving.structure)
+
+
+def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+class _Autocast:
+    """Autocast as it was where the first forward ran: a backward may run in another step, outside the caller's."""
+
+    def __init__(self, states: list[tuple[str, bool, torch.dtype]]) -> None:
+        self._contexts = [torch.autocast(kind, dtype=dtype, enabled=on) for kind, on, dtype in states]
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)

@@ -1,0 +1,66 @@
+"""Which rank does what: its place in a line of ranks that runs the model once, and its replica among such lines.
+
+Ranks are numbered so that the replicas of one place are neighbours (``rank = place * replicas + replica``): where
+ranks share a machine, gradients are averaged inside it, and only activations go further.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from hydra_ext.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's part.
+
+    Attributes:
+        rank: of the default process group; 0 without one.
+        world: how many ranks there are.
+        replicas: lines that train copies of the model on data of their own.
+    """
+
+    rank: int
+    world: int
+    replicas: int
+
+    @classmethod
+    def here(cls, replicas: int) -> Topology:
+        """
+        Raises:
+            InvalidArgument: the ranks do not divide into so many lines.
+        """
+        initialised = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if initialised else (0, 1)
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1 or world % replicas:
+            raise InvalidArgument(
+                f"replicas={replicas!r} with {world} rank{'s' * (world > 1)}: give a number that divides the ranks"
+                + ("" if initialised else "; torch.distributed is not initialised, so this is the only one")
+            )
+        return cls(rank, world, replicas)
+
+    @property
+    def places(self) -> int:
+        """Ranks of one line."""
+        return self.world // self.replicas
+
+    @property
+    def place(self) -> int:
+        return self.rank // self.replicas
+
+    @property
+    def replica(self) -> int:
+        return self.rank % self.replicas
+
+    def rank_of(self, place: int, replica: int | None = None) -> int:
+        """In this rank's own line unless another is named."""
+        return place * self.replicas + (self.replica if replica is None else replica)
+
+    def line(self, replica: int) -> list[int]:
+        return [self.rank_of(place, replica) for place in range(self.places)]
+
+    def copies(self, place: int) -> list[int]:
+        return [self.rank_of(place, replica) for replica in range(self.replicas)]

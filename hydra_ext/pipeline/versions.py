@@ -1,0 +1,231 @@
+"""The versions of a stage's weights that are alive together.
+
+The optimizer holds the user's own parameters; so does everything outside a step. A microbatch's graph is built on
+*version parameters*: one set of leaves for each version that may be alive at the same time, put into the modules'
+dictionaries while a forward or a backward of that version runs. A graph therefore keeps the weights it was built with,
+and no graph ever sees a tensor whose memory changes under it.
+
+An update writes the next version into the memory of the version that nothing uses any more, and the user's parameters
+are then pointed at it: a native optimizer (:mod:`hydra_ext.optim`) reads the newest version and writes the next one;
+any other updates in place, so that the newest is copied there first. Where a single version is alive the user's
+parameters are the leaves themselves, and are updated in place.
+
+Weights that somebody else writes to are noticed by autograd's version counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from hydra_ext.errors import StateError
+from hydra_ext.runtime.faces import dress
+
+Step = Callable[[Mapping[Tensor, Tensor] | None], None]  # gets the destinations, None for an update in place
+
+
+@dataclass
+class _Place:
+    """Where a parameter stands in a module: it may stand in several."""
+
+    module: nn.Module
+    key: str
+    index: int
+
+
+@dataclass
+class _Slot:
+    """Memory for one version of all weights."""
+
+    leaves: list[nn.Parameter]
+    counters: list[int] = field(default_factory=list)  # when the version in it was written
+
+    def note(self) -> None:
+        self.counters = [leaf._version for leaf in self.leaves]
+
+
+class StageWeights:
+    """One stage's weights.
+
+    Args:
+        parameters: names and the user's own trained parameters, each once. Frozen ones have no versions.
+        modules: where they may stand.
+        alive: how many versions are alive together.
+        native: the optimizer can write the next version elsewhere than where the newest is.
+
+    Attributes:
+        newest: number of the newest version; training starts with 0.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        modules: Sequence[nn.Module],
+        *,
+        alive: int,
+        native: bool,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.newest = 0
+        self._alive = alive
+        self._native = native
+        index = {id(parameter): number for number, (_, parameter) in enumerate(self.parameters)}
+        seen = {module: None for root in modules for module in root.modules()}
+        self._places = [
+            _Place(module, key, index[id(parameter)])
+            for module in seen
+            for key, parameter in module._parameters.items()
+            if id(parameter) in index
+        ]
+        self._slots: list[_Slot] = []
+        self._slot_of: dict[int, int] = {0: 0}  # by version
+        self._own_counters: list[int] = []
+        self._shown: int | None = None  # the slot whose leaves stand in the modules
+        if alive == 1:
+            self._slots.append(_Slot([parameter for _, parameter in self.parameters]))
+        else:
+            self._slots.append(_Slot([_leaf(parameter, parameter.data) for _, parameter in self.parameters]))
+        self._slots[0].note()
+        self._note_own()
+
+    # ---- for the runtime --------------------------------------------------------------------------------------------
+
+    def show(self, version: int) -> None:
+        """The modules have this version's leaves.
+
+        Raises:
+            StateError: somebody has written to this version since it was made.
+        """
+        slot = self._slot_of[version]
+        if self._alive > 1:
+            self._check(slot)
+            if self._shown != slot:
+                self._put(self._slots[slot].leaves)
+        self._shown = slot
+
+    def hide(self) -> None:
+        """The modules have the user's own parameters."""
+        if self._shown is not None and self._alive > 1:
+            self._put([parameter for _, parameter in self.parameters])
+        self._shown = None
+
+    def take_gradients(self, version: int) -> list[Tensor | None]:
+        """What backwards of that version have summed, in the order of the parameters; nothing is left there."""
+        gradients = []
+        for leaf in self._slots[self._slot_of[version]].leaves:
+            gradients.append(leaf.grad)
+            leaf.grad = None
+        return gradients
+
+    def update(self, version: int, step: Step | None) -> None:
+        """Makes version ``version`` from the newest; without a step both are the same weights.
+
+        Raises:
+            StateError: somebody has written to the user's parameters.
+        """
+        self.check_own()
+        current = self._slot_of[self.newest]
+        target = current
+        if step is not None and self._alive == 1:
+            step(None)
+        elif step is not None:
+            target = self._retired(version)
+            self._write(current, target, step)
+        self._slot_of[version] = target
+        self.newest = version
+        for old in [known for known in self._slot_of if known <= version - self._alive]:
+            del self._slot_of[old]
+        self._slots[target].note()
+        self._note_own()
+
+    def check_own(self) -> None:
+        """
+        Raises:
+            StateError: somebody has written to the user's parameters since the last update, though another version is
+                alive beside them.
+        """
+        if self._alive == 1:
+            return
+        for (name, parameter), counter in zip(self.parameters, self._own_counters, strict=True):
+            if parameter._version != counter:
+                raise StateError(
+                    f"'{name}' was written to between two steps, while the pipeline has microbatches or an update of "
+                    "it under way: call pipe.refresh() after changing weights, on every rank"
+                )
+
+    def refresh(self) -> None:
+        """The user's parameters as they are now are all versions. Nothing may be under way."""
+        newest = self._slots[self._slot_of[self.newest]]
+        with torch.no_grad():
+            for leaf, (_, parameter) in zip(newest.leaves, self.parameters, strict=True):
+                if leaf is not parameter:
+                    leaf.data = parameter.data
+                    leaf.requires_grad_(parameter.requires_grad)
+        self._slot_of = {self.newest: self._slot_of[self.newest]}
+        newest.note()
+        self._note_own()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all versions that have memory."""
+        return sum(leaf.nbytes for slot in self._slots for leaf in slot.leaves)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _retired(self, version: int) -> int:
+        """A slot that no version in use lies in."""
+        used = {slot for known, slot in self._slot_of.items() if known > version - self._alive}
+        free = [number for number in range(len(self._slots)) if number not in used]
+        if not free:
+            free = [len(self._slots)]
+            leaves = [_leaf(parameter, torch.empty_like(parameter)) for _, parameter in self.parameters]
+            self._slots.append(_Slot(leaves))
+            self._slots[-1].note()
+        self._check(free[0])
+        return free[0]
+
+    @torch.no_grad()
+    def _write(self, current: int, target: int, step: Step) -> None:
+        leaves = self._slots[target].leaves
+        own = [parameter for _, parameter in self.parameters]
+        if self._native:
+            step(dict(zip(own, leaves, strict=True)))
+            frozen = [(leaf, p) for leaf, p in zip(leaves, own, strict=True) if p.grad is None]
+            for leaf, parameter in frozen:
+                leaf.copy_(parameter)
+            for leaf, parameter in zip(leaves, own, strict=True):
+                parameter.data = leaf.data
+        else:
+            torch._foreach_copy_(list[Tensor](leaves), list[Tensor](own))
+            for leaf, parameter in zip(leaves, own, strict=True):
+                parameter.data = leaf.data
+            step(None)
+        increment_version(leaves)  # whatever still refers to the version that lay there must not be used
+
+    def _check(self, slot: int) -> None:
+        for leaf, counter, (name, _) in zip(
+            self._slots[slot].leaves, self._slots[slot].counters, self.parameters, strict=True
+        ):
+            if leaf._version != counter:
+                raise StateError(
+                    f"a version of '{name}' that the pipeline keeps was written to in place, from the forward or by "
+                    "who kept the parameter it saw there: write to the model's parameters outside steps, and call "
+                    "pipe.refresh()"
+                )
+
+    def _note_own(self) -> None:
+        self._own_counters = [parameter._version for _, parameter in self.parameters]
+
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        for place in self._places:
+            place.module._parameters[place.key] = parameters[place.index]
+
+
+def _leaf(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    leaf = nn.Parameter(data.detach(), requires_grad=parameter.requires_grad)
+    dress(leaf, parameter)
+    return leaf

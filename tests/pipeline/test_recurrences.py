@@ -1,0 +1,83 @@
+"""A pipeline of several processes has, to the last bit, the losses and weights of a recurrence in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support import pipelines
+from support.pipelines import Case
+from support.ranks import run_ranks
+
+
+def check(cases: Sequence[Case], folder: Path, *, delay: int) -> None:
+    size = cases[0].stages * cases[0].replicas
+    ranks = run_ranks(pipelines.train_all, cases, folder=folder, size=size)
+    for index, case in enumerate(cases):
+        pipelines.same([results[index] for results in ranks], pipelines.recurrence(case, delay), case, delay)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_2bw_is_the_recurrence_with_a_delay_of_one(stages: int, optimizer: str, tmp_path: Path) -> None:
+    counts = range(max(1, stages - 1), 17)
+    cases = [Case(stages=stages, microbatches=count, optimizer=optimizer) for count in counts]
+    check(cases, tmp_path, delay=1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_schedules_that_flush_are_plain_accumulation(schedule: str, stages: int, tmp_path: Path) -> None:
+    cases = [
+        Case(schedule=schedule, stages=stages, microbatches=count, optimizer=optimizer, max_norm=max_norm)
+        for count in (1, 3, 8)
+        for optimizer, max_norm in (("adamw", None), ("sgd", 0.5), ("native-adamw", 0.5))
+    ]
+    check(cases, tmp_path, delay=0)
+
+
+@pytest.mark.parametrize("optimizer", ["native-adamw", "native-sgd", "adamw"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_clipping_is_that_of_the_whole_model(optimizer: str, stages: int, tmp_path: Path) -> None:
+    cases = [
+        Case(stages=stages, optimizer=optimizer, max_norm=max_norm, decays=decays)
+        for max_norm, decays in ((0.3, False), (1.5, True))
+    ]
+    check(cases, tmp_path, delay=1)
+
+
+def test_batches_may_be_of_different_sizes(tmp_path: Path) -> None:
+    cases = [
+        Case(stages=3, counts=counts, max_norm=0.5, drains=drains, optimizer=optimizer)
+        for counts in ((4, 1, 1, 7, 2), (5, 5, 3))
+        for drains in ((), (0, 1, 6))
+        for optimizer in ("adamw", "native-adamw")
+    ]
+    check(cases, tmp_path, delay=1)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
+def test_recomputed_stages_give_the_same_with_dropout(schedule: str, tmp_path: Path) -> None:
+    cases = [
+        Case(schedule=schedule, stages=3, dropout=0.3, recompute=recompute, max_norm=1.0) for recompute in (False, True)
+    ]
+    check(cases, tmp_path, delay=1 if schedule == "2bw" else 0)
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3), (2, 3)])
+def test_replicas_average_in_the_order_of_their_ranks(stages: int, replicas: int, tmp_path: Path) -> None:
+    cases = [
+        Case(stages=stages, replicas=replicas, optimizer=optimizer, max_norm=max_norm, dropout=0.2)
+        for optimizer in ("adamw", "native-sgd")
+        for max_norm in (None, 0.4)
+    ]
+    check(cases, tmp_path, delay=1)
+
+
+def test_another_delay_is_another_training(tmp_path: Path) -> None:
+    case = Case(stages=2)
+    ranks = run_ranks(pipelines.train, case, folder=tmp_path)
+    with pytest.raises(AssertionError, match="losses of step 1"):
+        pipelines.same(ranks, pipelines.recurrence(case, 0), case, 0)

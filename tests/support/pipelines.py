@@ -1,0 +1,227 @@
+"""Pipelines of small stages in several processes, and the recurrences that they have to be equal to."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.stage_program import event_seed
+
+WIDTH = 12
+CLASSES = 7
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.0  # what arrives may be written to
+        return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+
+    def forward(self, microbatch: dict[str, Tensor]) -> Tensor:
+        return self.embedding(microbatch["ids"])
+
+
+class Last(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def make_stages(count: int, *, dropout: float = 0.0) -> list[nn.Module]:
+    """The same numbers in every process."""
+    torch.manual_seed(0)
+    stages: list[list[nn.Module]] = [[Layer(dropout), Layer(dropout)] for _ in range(count)]
+    stages[0].insert(0, First())
+    stages[-1].append(Last())
+    return [nn.Sequential(*modules) for modules in stages]
+
+
+def make_microbatch(step: int, index: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    ids = torch.randint(CLASSES, (2, 3 + index % 2), generator=generator)
+    return {"ids": ids, "labels": torch.randint(CLASSES, ids.shape, generator=generator)}
+
+
+def loss_of(output: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), microbatch["labels"].flatten())
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def native_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return hydra_ext.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def native_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return hydra_ext.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "native-adamw": native_adamw, "native-sgd": native_sgd}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training."""
+
+    schedule: str = "2bw"
+    stages: int = 2
+    microbatches: int = 4
+    optimizer: str = "adamw"
+    steps: int = 20
+    max_norm: float | None = None
+    dropout: float = 0.0
+    recompute: bool = False
+    replicas: int = 1
+    counts: tuple[int, ...] = ()  # microbatches of each step, where they differ
+    decays: bool = False  # the learning rate, after each step
+    drains: tuple[int, ...] = ()  # after which steps
+
+    def count(self, step: int) -> int:
+        return self.counts[step % len(self.counts)] if self.counts else self.microbatches
+
+
+def data_of(case: Case, step: int, replica: int = 0) -> list[dict[str, Tensor]]:
+    return [make_microbatch(step, 100 * replica + index) for index in range(case.count(step))]
+
+
+@dataclass
+class Trained:
+    """What a training gave: losses by step, and the weights at its end by stage."""
+
+    losses: list[Tensor]
+    norms: list[float | None]
+    weights: dict[int, list[Tensor]]
+
+
+# ---- the pipeline ---------------------------------------------------------------------------------------------------
+def train(rank: int, case: Case) -> dict[str, Any]:
+    stages = make_stages(case.stages, dropout=case.dropout)
+    pipe = Pipeline(
+        stages,
+        OPTIMIZERS[case.optimizer],
+        schedule=case.schedule,
+        microbatches=case.microbatches,
+        replicas=case.replicas,
+        recompute=case.recompute,
+        seed=5,
+    )
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in pipe.optimizers]
+    outputs = []
+    for step in range(case.steps):
+        outputs.append(pipe.step(data_of(case, step, pipe.replica), loss_of, max_norm=case.max_norm))
+        for scheduler in schedulers if case.decays else ():
+            scheduler.step()
+        if step in case.drains:
+            pipe.drain()
+    norms = [None if output.grad_norm is None else output.grad_norm.item() for output in outputs]
+    losses = [output.losses for output in outputs]
+    pipe.close()
+    own = {
+        stage: [p.detach().clone() for p in stages[stage].parameters()] for stage in pipe.schedule.stages_of(pipe.place)
+    }
+    return {"losses": losses, "norms": norms, "weights": own}
+
+
+def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    return [train(rank, case) for case in cases]
+
+
+# ---- what it has to be equal to -------------------------------------------------------------------------------------
+def forward(stages: Sequence[nn.Module], microbatch: Any, seed: int) -> Tensor:
+    """One microbatch through all stages, with the random numbers that are documented."""
+    value = microbatch
+    for index, stage in enumerate(stages):
+        torch.manual_seed(event_seed(seed, index))
+        value = stage(value)
+        torch.manual_seed(event_seed(seed, index, after=True))
+    return loss_of(value, microbatch)
+
+
+def seed_of(replica: int, step: int, microbatch: int) -> int:
+    return event_seed(event_seed(event_seed(5, replica), step), microbatch)
+
+
+def recurrence(case: Case, delay: int) -> Trained:
+    """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process."""
+    newest = nn.ModuleList(make_stages(case.stages, dropout=case.dropout))
+    versions = [copy.deepcopy(newest)]
+    optimizer = OPTIMIZERS[case.optimizer](newest.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    trained = Trained([], [], {})
+    for step in range(case.steps):
+        used = versions[max(step - delay, 0)]
+        sums = []
+        for replica in range(case.replicas):
+            used.zero_grad()
+            losses = []
+            for index, microbatch in enumerate(data_of(case, step, replica)):
+                loss = forward(used, microbatch, seed_of(replica, step, index))
+                (loss / case.count(step) if case.count(step) > 1 else loss).backward()
+                losses.append(loss.detach())
+            trained.losses.append(torch.stack(losses))
+            sums.append([parameter.grad for parameter in used.parameters()])
+        for parameter, *gradients in zip(newest.parameters(), *sums, strict=True):
+            parameter.grad = mean(gradients)
+        norm = None
+        if case.max_norm is not None:
+            norm = hydra_ext.optim.clip_grad_norm_(newest.parameters(), case.max_norm)
+        trained.norms.append(None if norm is None else norm.item())
+        optimizer.step()
+        if case.decays:
+            scheduler.step()
+        versions.append(copy.deepcopy(newest))
+    trained.weights = {index: [p.detach() for p in stage.parameters()] for index, stage in enumerate(newest)}
+    return trained
+
+
+def mean(gradients: Sequence[Tensor]) -> Tensor:
+    total = gradients[0].clone()
+    for gradient in gradients[1:]:
+        total += gradient
+    return total / len(gradients) if len(gradients) > 1 else total
+
+
+def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: int) -> None:
+    """Every rank has the losses of its line, and each stage its weights, to the last bit."""
+    late = 2 if delay else 0  # a step reports the norm of the update that it makes
+    for rank, result in enumerate(ranks):
+        replica = rank % case.replicas
+        own = expected.losses[replica :: case.replicas]
+        for step, (losses, wanted) in enumerate(zip(result["losses"], own, strict=True)):
+            assert torch.equal(torch.stack(list(losses)), wanted), f"{case}: rank {rank}, losses of step {step}"
+        if not case.drains:
+            assert result["norms"] == [None] * late + expected.norms[: len(expected.norms) - late], f"{case}: {rank}"
+        for stage, weights in result["weights"].items():
+            for index, (weight, wanted) in enumerate(zip(weights, expected.weights[stage], strict=True)):
+                assert torch.equal(weight, wanted), f"{case}: rank {rank}, weight {index} of stage {stage}"
+
+
+Body = Callable[..., Any]
