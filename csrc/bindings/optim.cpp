@@ -53,12 +53,14 @@ void bind_optim(py::module_& module) {
       .def(
           "add",
           [](TensorPlan& plan, const std::variant<AdamStep, SgdStep>& step, at::Tensor weights, at::Tensor gradient,
-             OptionalTensor master, OptionalTensor first_moment, OptionalTensor second_moment, std::uint32_t seed) {
-            plan.add({step, std::move(weights), std::move(gradient), std::move(master), std::move(first_moment),
-                      std::move(second_moment), seed});
+             OptionalTensor master, OptionalTensor first_moment, OptionalTensor second_moment, std::uint32_t seed,
+             OptionalTensor new_weights) {
+            plan.add({step, std::move(weights), std::move(new_weights), std::move(gradient), std::move(master),
+                      std::move(first_moment), std::move(second_moment), seed});
           },
           py::arg("step"), py::arg("weights"), py::arg("gradient"), py::kw_only(), py::arg("master") = std::nullopt,
-          py::arg("first_moment") = std::nullopt, py::arg("second_moment") = std::nullopt, py::arg("seed") = 0)
+          py::arg("first_moment") = std::nullopt, py::arg("second_moment") = std::nullopt, py::arg("seed") = 0,
+          py::arg("new_weights") = std::nullopt)
       .def(
           "run", [](const TensorPlan& plan, ThreadPool& pool, float scale) { plan.on_host().run(pool, scale); },
           py::arg("pool"), py::arg("scale") = 1.0F, Released(), "On the host.");

@@ -9,8 +9,10 @@
 
 /// The streams of an update, as locals that no store can alias.
 struct Streams {
-  std::uint16_t* short_weights;
-  float* weights;       // fp32 weights, or their fp32 master
+  const std::uint16_t* short_weights;
+  std::uint16_t* new_short_weights;
+  const float* weights;  // fp32 weights, or their fp32 master
+  float* new_weights;
   std::int16_t* lower;  // the split's lower halves
   const void* gradient;
   float* moment1;
@@ -26,9 +28,12 @@ struct Streams {
 
 HYDRA_INLINE Streams streams_of(const ParameterUpdate& update, float scale) {
   const bool master = update.layout == WeightLayout::kMaster;
+  void* const written = update.new_weights != nullptr ? update.new_weights : update.weights;
   return {
-      .short_weights = static_cast<std::uint16_t*>(update.weights),
-      .weights = static_cast<float*>(master ? update.master : update.weights),
+      .short_weights = static_cast<const std::uint16_t*>(update.weights),
+      .new_short_weights = static_cast<std::uint16_t*>(written),
+      .weights = static_cast<const float*>(master ? update.master : update.weights),
+      .new_weights = static_cast<float*>(master ? update.master : written),
       .lower = static_cast<std::int16_t*>(update.master),
       .gradient = update.gradient,
       .moment1 = static_cast<float*>(update.first_moment),
@@ -70,13 +75,13 @@ HYDRA_INLINE Vector::Float load_weights(const Streams& streams, std::int64_t at)
 template <bool kSplit>
 HYDRA_INLINE void store_weights(const Streams& streams, std::int64_t at, Vector::Float weights) {
   if constexpr (kSplit) {
-    Vector::store_split(streams.short_weights + at, streams.lower + at, weights);
+    Vector::store_split(streams.new_short_weights + at, streams.lower + at, weights);
   } else {
-    Vector::store(streams.weights + at, weights);
+    Vector::store(streams.new_weights + at, weights);
     if (streams.weight_format == NumberFormat::kBfloat16) {
-      Vector::store_bfloat16_half_up(streams.short_weights + at, weights);
+      Vector::store_bfloat16_half_up(streams.new_short_weights + at, weights);
     } else if (streams.weight_format == NumberFormat::kFloat16) {
-      Vector::store_float16(streams.short_weights + at, weights);
+      Vector::store_float16(streams.new_short_weights + at, weights);
     }
   }
 }

@@ -17,6 +17,9 @@
 // stochastically: nearest would freeze the second one, whose steps are smaller than half of its last place. The random
 // bits are a hash of the element's index and `seed`.
 //
+// Weights can be written elsewhere than they are read: two versions of them then live side by side, and what belongs to
+// weights and is no version of its own, moments and master, goes on with the newer one. The numbers are the same.
+//
 // Whether a gradient is finite is not looked at: a step that must not be taken is the caller's to leave out.
 #pragma once
 
@@ -35,6 +38,7 @@ enum class WeightLayout : std::uint8_t {
   kFloat32,  // weights: fp32; no master
   kMaster,   // weights: bf16 or fp16, written only; master: fp32
   kSplit,    // weights: bf16, the upper half of an fp32 number rounded half-up; master: int16, what was rounded off
+             // of the weights last written
 };
 
 struct AdamStep {
@@ -87,6 +91,7 @@ struct ParameterUpdate {
   NumberFormat gradient_format = NumberFormat::kFloat32;
   NumberFormat moment_format = NumberFormat::kFloat32;  // fp32 or bf16
   void* weights = nullptr;
+  void* new_weights = nullptr;  // null: written in place; else `weights` are only read
   void* master = nullptr;
   const void* gradient = nullptr;
   void* first_moment = nullptr;   // none: SGD without momentum

@@ -13,6 +13,8 @@ void expect_complete(const ParameterUpdate& update) {
   const bool masterless = update.layout == WeightLayout::kFloat32;
   HYDRA_EXPECT(update.count == 0 || (update.weights != nullptr && update.gradient != nullptr), StateError,
                "an update without weights or gradient");
+  HYDRA_EXPECT(update.count == 0 || update.new_weights == nullptr || update.new_weights != update.weights, StateError,
+               "an update whose new weights are the old ones");
   HYDRA_EXPECT(masterless == (update.weight_format == NumberFormat::kFloat32), StateError,
                "an update whose weights and master do not go together: fp32 has no master, bf16 and fp16 have one");
   HYDRA_EXPECT(update.layout != WeightLayout::kSplit || update.weight_format == NumberFormat::kBfloat16, StateError,

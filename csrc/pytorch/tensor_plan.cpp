@@ -1,5 +1,7 @@
 #include "csrc/pytorch/tensor_plan.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <array>
 #include <utility>
 
@@ -28,6 +30,13 @@ void expect_like(const at::Tensor& weights, const at::Tensor& tensor) {
   expect_dense(tensor);
   HYDRA_EXPECT(tensor.sizes() == weights.sizes() && tensor.strides() == weights.strides(), StateError,
                "a tensor that does not lie in memory as the weights do");
+}
+
+void expect_replaceable(const at::Tensor& weights, const at::Tensor& new_weights) {
+  HYDRA_EXPECT(new_weights.scalar_type() == weights.scalar_type(), StateError,
+               "new weights of another type than the weights");
+  HYDRA_EXPECT(at::get_overlap_status(weights, new_weights) == at::MemOverlapStatus::No, StateError,
+               "new weights that share memory with the weights; leave them out to write in place");
 }
 
 /// All but the addresses.
@@ -70,6 +79,7 @@ bool add_addresses(ParameterUpdate& plain, const TensorUpdate& update, const Ten
     return address;
   };
   plain.weights = found(update.weights);
+  plain.new_weights = found(update.new_weights);
   plain.gradient = found(update.gradient);
   plain.master = found(update.master);
   plain.first_moment = found(update.first_moment);
@@ -81,11 +91,14 @@ bool add_addresses(ParameterUpdate& plain, const TensorUpdate& update, const Ten
 
 void TensorPlan::add(TensorUpdate update) {
   expect_dense(update.weights);
-  for (const OptionalTensor& tensor :
-       {OptionalTensor(update.gradient), update.master, update.first_moment, update.second_moment}) {
+  for (const OptionalTensor& tensor : {OptionalTensor(update.gradient), update.new_weights, update.master,
+                                       update.first_moment, update.second_moment}) {
     if (tensor) {
       expect_like(update.weights, *tensor);
     }
+  }
+  if (update.new_weights) {
+    expect_replaceable(update.weights, *update.new_weights);
   }
   // What is missing is told now, whatever the addresses will be.
   ParameterUpdate plain = formats_of(update);

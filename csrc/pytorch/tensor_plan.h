@@ -22,6 +22,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 struct TensorUpdate {
   std::variant<AdamStep, SgdStep> step;
   at::Tensor weights;
+  OptionalTensor new_weights;
   at::Tensor gradient;
   OptionalTensor master;
   OptionalTensor first_moment;
@@ -36,6 +37,7 @@ class TensorPlan {
 
   explicit TensorPlan(InstructionSet instructions = best_instruction_set()) : instructions_(instructions) {}
 
+  /// Weights and new weights, if there are any, share no memory.
   void add(TensorUpdate update);
   /// Brings to the host what is withheld. Without the interpreter's lock.
   StepPlan on_host() const;

@@ -462,6 +462,7 @@ class TensorPlan:
         first_moment: torch.Tensor | None = None,
         second_moment: torch.Tensor | None = None,
         seed: typing.SupportsInt | typing.SupportsIndex = 0,
+        new_weights: torch.Tensor | None = None,
     ) -> None: ...
     def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         """

@@ -107,3 +107,27 @@ def check_gradient(gradient: Tensor, ordinal: int) -> None:
         f"the gradient of parameter {ordinal} is on {gradient.device}, the parameter on the host: bring it there",
     )
     expect(gradient.dtype in DTYPES, f"the gradient of parameter {ordinal} is of {gradient.dtype}, not {_DTYPE_NAMES}")
+
+
+def check_destination(destination: Tensor, parameter: Tensor, ordinal: int) -> None:
+    expect(
+        destination.device == parameter.device
+        and destination.dtype == parameter.dtype
+        and destination.shape == parameter.shape
+        and destination.stride() == parameter.stride(),
+        f"the destination of parameter {ordinal}, {_described(destination)}, is not as the parameter, "
+        f"{_described(parameter)}: make it with torch.empty_like(parameter)",
+    )
+    expect(
+        destination is not parameter,
+        f"the destination of parameter {ordinal} is the parameter itself: leave it out to write in place",
+    )
+    expect(
+        not destination.is_inference(),
+        f"the destination of parameter {ordinal} was made in inference mode and counts no changes: "
+        "make it outside torch.inference_mode()",
+    )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
@@ -26,11 +26,13 @@ class PreparedStep:
         plan: runs it; its n-th update is that of the n-th parameter.
         parameters: in the order they were given.
         gradients: theirs, as the plan reads them.
+        written: where the new weights go: the parameter itself, or its destination.
     """
 
     plan: _C.TensorPlan = field(default_factory=_C.TensorPlan)
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
 
 
 class StepRunner(Protocol):
@@ -133,23 +135,39 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return threads.pool(self._threads)
 
     @torch.no_grad()
-    def prepare(self, parts: list[list[tuple[Tensor, Tensor]]]) -> list[PreparedStep]:
+    def prepare(
+        self, parts: list[list[tuple[Tensor, Tensor]]], destinations: Mapping[Tensor, Tensor] | None = None
+    ) -> list[PreparedStep]:
         """Begins a step of parameters, given with their gradients in parts: state is made, steps are counted.
 
         Each part's plan is then to be run, once and completely, by whatever threads, and :meth:`finish` called. Until
         it has run weights, gradients and state must stay where they are. A step that is not to be taken must not be
         prepared.
+
+        Args:
+            parts: parameters with their gradients.
+            destinations: where a parameter's new weights go instead of into the parameter, which is then only read:
+                a tensor of its type and shape that lies in memory as it does, and shares none with it. The state goes
+                on with the new weights, so that they have to be the parameter's when its next step is prepared:
+                ``parameter.data = destination``. What is in ``destinations`` but not in ``parts`` is not written.
+
+        Raises:
+            InvalidOptimizer: a gradient or a destination that cannot be worked with. Nothing was changed.
         """
+        destinations = {} if destinations is None else destinations
         places = {parameter: (ordinal, group) for ordinal, group, parameter in self._enumerate()}
         for part in parts:
             for parameter, gradient in part:
                 checks.check_gradient(gradient, places[parameter][0])
+                if parameter in destinations:
+                    checks.check_destination(destinations[parameter], parameter, places[parameter][0])
         scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep] = {}
-        return [self._prepare_part(part, places, scalars) for part in parts]
+        return [self._prepare_part(part, destinations, places, scalars) for part in parts]
 
     def _prepare_part(
         self,
         part: list[tuple[Tensor, Tensor]],
+        destinations: Mapping[Tensor, Tensor],
         places: dict[Tensor, tuple[int, dict[str, Any]]],
         scalars: dict[tuple[int, int, bool], _C.AdamStep | _C.SgdStep],
     ) -> PreparedStep:
@@ -174,15 +192,19 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
                 first_moment=moments[0] if moments else None,
                 second_moment=moments[1] if len(moments) > 1 else None,
                 seed=_C.rounding_seed(step, ordinal),
+                new_weights=destinations.get(parameter),
             )
             prepared.parameters.append(parameter)
             prepared.gradients.append(gradient)
+            prepared.written.append(destinations.get(parameter, parameter))
         return prepared
 
     def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
         """All that a prepared step reads or writes."""
         kept = [tensor for parameter in prepared.parameters for tensor in self.tensors_beside(parameter)]
-        return [*prepared.parameters, *prepared.gradients, *kept]
+        pairs = zip(prepared.parameters, prepared.written, strict=True)
+        elsewhere = [written for parameter, written in pairs if written is not parameter]
+        return [*prepared.parameters, *elsewhere, *prepared.gradients, *kept]
 
     def tensors_beside(self, parameter: Tensor) -> list[Tensor]:
         """The state that a step of this parameter reads and writes."""
@@ -190,8 +212,8 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
 
     def finish(self, prepared: PreparedStep) -> None:
-        """Autograd is told that the parameters were written, or are about to be before anybody can read them."""
-        increment_version(prepared.parameters)
+        """Autograd is told what was written, or is about to be before anybody can read it."""
+        increment_version(prepared.written)
         for parameter in prepared.parameters:
             if masters.FULL in self.state[parameter]:
                 self._written[parameter] = parameter._version

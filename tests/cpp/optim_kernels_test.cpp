@@ -87,6 +87,50 @@ TEST(Update, IsTheSameInAnyRanges) {
   }
 }
 
+/// Three steps, each from one buffer of weights into the other; the other one is where the weights end.
+void run_steps_between(Memory& memory, Memory& other, std::int64_t length, InstructionSet instructions) {
+  void* const buffers[] = {memory.update().weights, other.update().weights};
+  for (int step = 0; step < 3; ++step) {
+    ParameterUpdate update = memory.update();
+    update.weights = buffers[step % 2];
+    update.new_weights = buffers[(step + 1) % 2];
+    for (std::int64_t end = kCount; end > 0; end -= length) {
+      run_update(update, std::max<std::int64_t>(0, end - length), end, 0.3F, instructions);
+    }
+  }
+}
+
+TEST(Update, IntoNewWeightsIsTheSameAsInPlace) {
+  for (const Kind& kind : test::all_kinds()) {
+    for (const Content content : {Content::kNumbers, Content::kAnyBits}) {
+      const Memory wanted = expected(kind, content, 0.3F);
+      for (const InstructionSet instructions : supported_instruction_sets()) {
+        for (const std::int64_t length : {std::int64_t{33}, kCount}) {
+          Memory memory = fresh(kind, content);
+          Memory other = fresh(kind, content);
+          run_steps_between(memory, other, length, instructions);
+          EXPECT_EQ(other.weight_differences(wanted) + memory.state_differences(wanted), 0)
+              << kind.name << ", instruction set " << static_cast<int>(instructions) << ", " << length << " a range";
+        }
+      }
+    }
+  }
+}
+
+TEST(Update, IntoNewWeightsOnlyReadsTheOldOnes) {
+  for (const Kind& kind : test::all_kinds()) {
+    for (const InstructionSet instructions : supported_instruction_sets()) {
+      Memory memory = fresh(kind, Content::kNumbers);
+      Memory other = fresh(kind, Content::kNumbers);
+      ParameterUpdate update = memory.update();
+      update.new_weights = other.update().weights;
+      run_update(update, 0, kCount, 0.3F, instructions);
+      EXPECT_EQ(memory.weight_differences(fresh(kind, Content::kNumbers)), 0) << kind.name;
+      EXPECT_GT(other.weight_differences(memory), kCount / 4) << kind.name;
+    }
+  }
+}
+
 #if defined(__x86_64__)
 TEST(Update, IsTheSameInAThreadThatFlushesDenormals) {
   constexpr unsigned kFlushing = 0x8040U;

@@ -100,6 +100,7 @@ TEST(StepPlan, RefusesAnUpdateThatLacksAnArrayOrHasOneTooMany) {
   expect_refused(plain, [](ParameterUpdate& update) { update.master = update.weights; });
   expect_refused(plain, [](ParameterUpdate& update) { update.second_moment = update.weights; });
   expect_refused(plain, [](ParameterUpdate& update) { update.weight_format = NumberFormat::kBfloat16; });
+  expect_refused(plain, [](ParameterUpdate& update) { update.new_weights = update.weights; });
   EXPECT_EQ(plan.size(), 0U);
 }
 

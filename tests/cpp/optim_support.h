@@ -94,11 +94,13 @@ class Memory {
   }
 
   /// How many numbers differ, where two NaN of any payload are the same.
-  std::int64_t differences(const Memory& other) const {
+  std::int64_t differences(const Memory& other) const { return weight_differences(other) + state_differences(other); }
+  std::int64_t weight_differences(const Memory& other) const { return count(weights_, other.weights_, kind_.weights); }
+  std::int64_t state_differences(const Memory& other) const {
     const bool split = kind_.layout == WeightLayout::kSplit;
     const NumberFormat master = split ? NumberFormat::kBfloat16 : NumberFormat::kFloat32;
-    return count(weights_, other.weights_, kind_.weights) + count(master_, other.master_, master) +
-           count(first_, other.first_, kind_.moments) + count(second_, other.second_, kind_.moments);
+    return count(master_, other.master_, master) + count(first_, other.first_, kind_.moments) +
+           count(second_, other.second_, kind_.moments);
   }
 
  private:
