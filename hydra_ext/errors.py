@@ -6,6 +6,8 @@ with plain PyTorch, with our explanation appended.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class HydraError(Exception):
     """Base of all errors of hydra_ext."""
@@ -65,6 +67,24 @@ class TransferError(HydraError, RuntimeError):
 
 class PageFaultError(HydraError, RuntimeError):
     """An operation met an absent device parameter while the fault path is off."""
+
+
+class BuildDiffers(HydraError, RuntimeError):
+    """A model's constructor made something else than when it ran before."""
+
+
+class WeightsError(HydraError, ValueError):
+    """A file of weights is missing or damaged, or what is in it is not what the model has.
+
+    Attributes:
+        file: which.
+        tensor: the tensor's name in it, where it is about one.
+    """
+
+    def __init__(self, message: str, *, file: Path, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
 
 
 class TraceFileError(HydraError, OSError):

@@ -40,7 +40,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_build_info", "_guard"),
     ("policy",),
     ("_C",),
-    ("blocks",),
+    ("blocks", "construction"),
     ("profile", "plan"),
     ("schedule",),
     ("optim", "activations"),

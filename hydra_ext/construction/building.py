@@ -1,0 +1,246 @@
+"""One model out of its constructor, of which only some parameters have memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hydra_ext.construction.surroundings import RandomState, Surroundings
+from hydra_ext.construction.withholding import Missing, Withholding, is_gone, weak
+from hydra_ext.errors import StateError, UnsupportedModel
+
+_log = logging.getLogger(__name__)
+_building = threading.Lock()  # nn.Parameter is watched meanwhile, for the whole process
+_builder: list[int] = []
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one run of the constructor made.
+
+    Attributes:
+        model: its parameters on meta, but for those that were asked for; buffers are real.
+        numbers: of every name of every parameter (tied ones have several), in the order in which parameters were made.
+        made: shapes and dtypes of all parameters that were made, temporary ones too.
+        needs: other parameters that have to be kept for a parameter's numbers to be right.
+        end: the random states when the constructor had returned.
+        generators: that it drew from besides torch's own, with their states before.
+    """
+
+    model: nn.Module
+    numbers: Mapping[str, int]
+    made: tuple[tuple[torch.Size, torch.dtype], ...]
+    needs: Mapping[int, frozenset[int]]
+    end: RandomState
+    generators: tuple[tuple[torch.Generator, Tensor], ...]
+
+
+def build_part(
+    build: Callable[[], nn.Module],
+    surroundings: Surroundings,
+    *,
+    own: frozenset[int] = frozenset(),
+    needed: frozenset[int] = frozenset(),
+    draw: bool = True,
+) -> Built:
+    """Runs the constructor, if need be several times, from the same random state each time.
+
+    Args:
+        own: parameters that get memory and their ordinary numbers, by the order in which they are made.
+        needed: parameters that are known to be necessary for that.
+        draw: False leaves out initialising what is not kept, where nothing reads it.
+
+    Raises:
+        UnsupportedModel: what it returns is no module, or has parameters that it cannot be built without.
+        StateError: called from inside a constructor.
+    """
+    kept = own | needed
+    generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+    with _alone(), surroundings.restored():
+        while True:
+            surroundings.random.restore()
+            for generator, state in generators.values():
+                generator.set_state(state)
+            run = Withholding(kept, draw=draw)
+            outcome = _run_once(build, run, own)
+            generators = {**run.generators, **generators}
+            if isinstance(outcome, Built):
+                return outcome
+            if draw and outcome <= kept:
+                raise UnsupportedModel(
+                    "the constructor reads numbers of parameters in a way that cannot be followed; build it as always"
+                )
+            if draw:
+                _log.info("the constructor is run again with %d more parameters kept", len(outcome - kept))
+                kept |= outcome
+            draw = True
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    me = threading.get_ident()
+    if _builder and _builder[0] == me:
+        raise StateError("materialize() or fill() was called inside the constructor that is being run by one of them")
+    with _building:
+        _builder.append(me)
+        try:
+            yield
+        finally:
+            _builder.clear()
+
+
+def _run_once(build: Callable[[], nn.Module], run: Withholding, own: frozenset[int]) -> Built | frozenset[int]:
+    """What was built, or the parameters that have to be kept too."""
+    try:
+        with run:
+            model = build()
+    except Missing as missing:
+        return missing.parameters
+    if run.missing:  # something has caught it
+        return frozenset(run.missing)
+    end = RandomState.now()
+    made = tuple((parameter.shape, parameter.dtype) for parameter in run.made)
+    numbers = _numbers(model, run)
+    results = [run.made[number] for number in set(numbers.values()) & own]
+    unknown = frozenset[int]().union(*(_unknown(run, tensor) for tensor in [*results, *model.buffers()]))
+    if unknown:
+        return unknown
+    needs = {number: _unknown(run, run.made[number]) - {number} for number in set(numbers.values())}
+    held_elsewhere = _to_meta(model, run, numbers, own)
+    if held_elsewhere:
+        return held_elsewhere
+    return Built(model, numbers, made, needs, end, tuple(run.generators.values()))
+
+
+def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModel(f"the constructor returned a {type(model).__name__}; a torch.nn.Module is needed")
+    known = {id(parameter): number for number, parameter in enumerate(run.made)}
+    numbers = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedModel(
+                f"{name} is lazy: its shape is known after a forward only; give the module its sizes "
+                "(nn.Linear instead of nn.LazyLinear)"
+            )
+        if id(parameter) not in known:
+            raise UnsupportedModel(
+                f"{name} was there before: the constructor has to make the whole model anew at each call, "
+                "as in materialize(lambda: MyModel(config))"
+            )
+        if (
+            parameter.device.type != "cpu"
+            or type(parameter.data) is not Tensor
+            or parameter.layout is not torch.strided
+        ):
+            raise UnsupportedModel(
+                f"{name} is made as a {type(parameter.data).__name__} ({parameter.layout}) on {parameter.device}: "
+                "parameters are to be made as ordinary tensors on the CPU (not under torch.device(...), "
+                "not by from_pretrained(), which materialize(..., weights=...) replaces)"
+            )
+        numbers[name] = known[id(parameter)]
+    return numbers
+
+
+def _unknown(run: Withholding, tensor: Tensor) -> frozenset[int]:
+    memory = run.memory(tensor)
+    return frozenset() if memory is None else frozenset(memory.unknown)
+
+
+def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own: frozenset[int]) -> frozenset[int]:
+    """Moves parameters to meta, keeping their identity.
+
+    Returns:
+        What has to be kept because of tensors elsewhere that were made from parameters.
+    """
+    _refuse_overlaps(run, numbers)
+    names = {number: name for name, number in numbers.items()}
+    watched = _to_be_watched(run, names, own)
+    for number in names.keys() - own:
+        _move_to_meta(run.made[number], names[number])
+    run.forget()
+    return _still_held(watched)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Memory that should be gone when its parameters are on meta."""
+
+    storage: StorageWeakRef
+    names: tuple[str, ...]
+    unknown: frozenset[int]
+
+
+def _to_be_watched(run: Withholding, names: Mapping[int, str], own: frozenset[int]) -> list[_Watched]:
+    watched = []
+    for memory in run.memories():
+        used = [names[number] for number in sorted(memory.parameters) if number in names]
+        if run.was_born(memory.storage) and not memory.parameters & own and (memory.withheld or used):
+            watched.append(_Watched(weak(memory.storage), tuple(used), frozenset(memory.unknown)))
+    return watched
+
+
+def _move_to_meta(parameter: nn.Parameter, name: str) -> None:
+    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    replace_contents(parameter, empty, name)
+
+
+def _still_held(watched: list[_Watched]) -> frozenset[int]:
+    """The parameters that others than parameters depend on."""
+    held = [each for each in watched if not is_gone(each.storage)]
+    if held:
+        gc.collect()
+        held = [each for each in held if not is_gone(each.storage)]
+    for each in held:
+        if each.names:
+            raise UnsupportedModel(
+                f"something else than a parameter shares the memory of {each.names[0]} (a buffer or an attribute that "
+                "is a view of it, or its .data): keep a copy, or make the view in forward"
+            )
+    return frozenset().union(*(each.unknown for each in held))
+
+
+def _refuse_overlaps(run: Withholding, numbers: Mapping[str, int]) -> None:
+    names = {number: name for name, number in numbers.items()}
+    for memory in run.memories():
+        spans = sorted(_span(run.made[number], name) for number, name in names.items() if number in memory.parameters)
+        for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+            if begin < end:
+                raise UnsupportedModel(
+                    f"{first} and {second} are two parameters in the same memory: make them one Parameter that both "
+                    "modules have"
+                )
+
+
+def _span(tensor: Tensor, name: str) -> tuple[int, int, str]:
+    """First element, and the one after the last, in its storage."""
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1 if tensor.numel() else 0), name
+
+
+def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
+    """Makes ``parameter`` have ``data``'s memory, device and strides; it stays the same object.
+
+    Raises:
+        UnsupportedModel: it has hooks, or something in torch holds it.
+    """
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise UnsupportedModel(f"{name} has hooks while it is on meta: register them after fill()")
+    # Twice: by the object, and by a graph or a view.
+    if parameter._use_count() > 1:  # type: ignore[attr-defined]
+        raise UnsupportedModel(
+            f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is a "
+            "view of it (torch.no_grad() and .clone() in the constructor help)"
+        )
+    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, other)

@@ -1,0 +1,199 @@
+"""``materialize`` and ``fill``: a model without memory, and memory for the parts of it that are wanted."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hydra_ext.construction.building import Built, build_part, replace_contents
+from hydra_ext.construction.surroundings import Surroundings
+from hydra_ext.construction.weight_files import WeightFiles
+from hydra_ext.errors import BuildDiffers, InvalidArgument, InvalidDevice, ModelChanged, StateError
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a model was built, kept beside it."""
+
+    build: Callable[[], nn.Module]
+    surroundings: Surroundings
+    built: Built  # without its model, which would be kept alive
+    files: WeightFiles | None
+    stored: Mapping[str, str]
+
+
+_recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDictionary()
+
+
+def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
+    """Builds a model whose parameters have no memory yet: :func:`fill` gives it to those that are wanted.
+
+    The constructor runs as always, but the memory of a parameter is given back as soon as the next one is worked on.
+    Parameters end on meta, each an object of its own that it stays when it is filled (tied ones stay tied, optimizers
+    may be made at once); buffers are real and hold what they always do.
+
+    Without ``weights``, all random numbers are drawn: torch's CPU generator, Python's ``random`` and numpy's end where
+    the ordinary constructor leaves them. That takes its time, and the memory of its largest parameter. With
+    ``weights``, they stay where they are, and initialising is left out where nothing depends on it.
+
+    Args:
+        build: called without arguments, here and by every :func:`fill`; it makes the whole model anew, on the CPU,
+            and changes nothing outside. What it captures must not change afterwards.
+        weights: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and
+            its shards, that parameters are filled from; persistent buffers are read at once.
+
+    Returns:
+        The model. Values that the constructor takes from parameters (buffers, branches, attributes, other parameters)
+        are right; the constructor is run again, and again, with those parameters kept meanwhile.
+
+    Raises:
+        InvalidArgument: ``build`` cannot be called.
+        UnsupportedModel: lazy parameters; parameters on another device; some that were there before; two of them in
+            the same memory; something else that shares a parameter's memory.
+        WeightsError: what is in ``weights`` is not what the model has.
+    """
+    if not callable(build):
+        raise InvalidArgument(
+            f"materialize(build={build!r}): a function that builds the model is needed, as in "
+            "materialize(lambda: MyModel(config))"
+        )
+    files = None if weights is None else WeightFiles(weights)
+    surroundings = Surroundings.now()
+    built = build_part(build, surroundings, draw=files is None)
+    model = built.model
+    stored: dict[str, str] = {}
+    if files is None:
+        built.end.restore()
+    else:
+        stored = files.find(model)
+        files.read({stored[name]: buffer for name, buffer in model.named_buffers() if name in stored})
+    _recipes[model] = _Recipe(build, surroundings, _without_model(built), files, stored)
+    return model
+
+
+def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.device | str = "cpu") -> None:
+    """Gives parameters of a model made by :func:`materialize` their memory and their values.
+
+    Without ``weights`` these are, bit for bit, those of the ordinary constructor in the random state of the call of
+    materialize(): it is run once more, from that state; all generators are put back afterwards. Takes the memory of
+    what is filled (and of parameters that it is computed from), of the largest other parameter and of the buffers; all
+    numbers are drawn at each call, so fill what is wanted with one.
+
+    Args:
+        names: as in ``named_parameters()``, tied ones under any of their names; None for all. What has memory already
+            stays as it is.
+        device: where the memory is to be. Values are made on the CPU.
+
+    Raises:
+        StateError: the model was not made by materialize().
+        InvalidArgument: a name that the model has not. Nothing was filled.
+        ModelChanged: a parameter has another shape or dtype than the one that was built. Nothing was filled.
+        BuildDiffers: the constructor made something else than before. Nothing was filled.
+        UnsupportedModel: a parameter has hooks already, or is part of a graph.
+        WeightsError: a file cannot be read any more.
+    """
+    recipe = _recipes.get(model)
+    if recipe is None:
+        raise StateError(
+            f"fill() was called with a {type(model).__name__} that materialize() did not return; copies of such a "
+            "model, and modules around it, are none either"
+        )
+    target = _device(device)
+    wanted = _wanted(model, recipe, names)
+    if not wanted:
+        return
+    if recipe.files is not None:
+        _fill_from_files(recipe.files, recipe.stored, wanted, target)
+    else:
+        _fill_from_constructor(recipe, wanted, target)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidDevice(f"fill(device={device!r}): {error}") from error
+
+
+def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """The parameters that are to be filled, each under one name."""
+    if isinstance(names, str):
+        raise InvalidArgument(f"fill(names={names!r}): a collection of names is needed, as in [{names!r}]")
+    there = dict(model.named_parameters(remove_duplicate=False))
+    chosen = list(there if names is None else dict.fromkeys(names))
+    unknown = [name for name in chosen if name not in there]
+    if unknown:
+        raise InvalidArgument(
+            f"fill(names=...): the model has no parameter {unknown[0]!r}"
+            + (f", nor {len(unknown) - 1} others of those given" if unknown[1:] else "")
+        )
+    wanted: dict[str, nn.Parameter] = {}
+    for name in chosen:
+        parameter = there[name]
+        if not parameter.is_meta or any(parameter is other for other in wanted.values()):
+            continue
+        number = recipe.built.numbers.get(name)
+        if number is None or recipe.built.made[number] != (parameter.shape, parameter.dtype):
+            raise ModelChanged(
+                f"{name} ({tuple(parameter.shape)}, {parameter.dtype}) is not what the constructor made: change shapes "
+                "and dtypes inside it, as in materialize(lambda: MyModel(config).to(torch.bfloat16)), or after fill()"
+            )
+        wanted[name] = parameter
+    return wanted
+
+
+def _fill_from_files(
+    files: WeightFiles, stored: Mapping[str, str], wanted: Mapping[str, nn.Parameter], device: torch.device
+) -> None:
+    for name, parameter in wanted.items():
+        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        replace_contents(parameter, data, name)
+    files.read({stored[name]: parameter.data for name, parameter in wanted.items()})
+
+
+def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    own = frozenset(recipe.built.numbers[name] for name in wanted)
+    needed = frozenset().union(*(recipe.built.needs[number] for number in own))
+    with ExitStack() as entered:
+        for generator, state in recipe.built.generators:
+            entered.callback(generator.set_state, generator.get_state())
+            generator.set_state(state)
+        again = build_part(recipe.build, recipe.surroundings, own=own, needed=needed)
+    _compare(recipe.built, again)
+    values = dict(again.model.named_parameters(remove_duplicate=False))
+    for name, parameter in wanted.items():
+        data = values[name].data
+        if data.untyped_storage().nbytes() > data.nbytes and data.device == device:
+            data = data.clone()  # a part of something larger
+        replace_contents(parameter, data.to(device), name)
+
+
+def _compare(first: Built, again: Built) -> None:
+    """Raises BuildDiffers unless two runs of the constructor made the same."""
+    if first.numbers != again.numbers:
+        differing = set(first.numbers.items()) ^ set(again.numbers.items())
+        what = f"parameters differ: {min(name for name, _ in differing)} is new, gone, or made at another time"
+    elif first.made != again.made:
+        number = next(
+            (i for i, pair in enumerate(zip(first.made, again.made, strict=False)) if pair[0] != pair[1]), None
+        )
+        name = next((name for name, other in first.numbers.items() if other == number), "a parameter made on the way")
+        what = f"shapes or dtypes differ, first of {name}"
+    elif not torch.equal(first.end.torch_state, again.end.torch_state):
+        what = "other random numbers were drawn"
+    else:
+        return
+    raise BuildDiffers(
+        f"the constructor does not build the same model at each call: {what}. What it captures must not change, and "
+        "what it draws must come from torch's, Python's or numpy's global generators"
+    )
+
+
+def _without_model(built: Built) -> Built:
+    return Built(nn.Module(), built.numbers, built.made, built.needs, built.end, built.generators)

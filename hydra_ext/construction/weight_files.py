@@ -1,0 +1,185 @@
+"""Weights in safetensors files, read tensor by tensor. Only headers are read until then."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from hydra_ext.errors import WeightsError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# A file's pages count as the process's memory while it is mapped.
+_MAPPED_BYTES = 64 * 2**20
+
+
+class WeightFiles:
+    """A model's tensors by name, in one file or in shards with an index.
+
+    Args:
+        path: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+
+    Raises:
+        WeightsError: there is no such file, or it is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file_of: dict[str, Path] = {}
+        for file, promised in self._files().items():
+            with _opened(file) as opened:
+                there = set(opened.keys())
+            if promised is not None and promised - there:
+                raise WeightsError(
+                    f"{file} has no tensor {min(promised - there)}, which {self.path / _INDEX} says is in it",
+                    file=file,
+                    tensor=min(promised - there),
+                )
+            self._file_of.update(dict.fromkeys(there if promised is None else promised, file))
+
+    def find(self, model: nn.Module) -> dict[str, str]:
+        """For every name of a parameter or persistent buffer, the tensor's name in the files.
+
+        Tied parameters may be there under any of their names.
+
+        Raises:
+            WeightsError: a tensor is missing, is there and not in the model, or has another shape or dtype.
+        """
+        found: dict[str, str] = {}
+        for names, _ in _wanted(model):
+            stored = next((name for name in names if name in self._file_of), None)
+            if stored is None:
+                raise WeightsError(
+                    f"{self.path} has no tensor {names[0]}, which the model has"
+                    + (f" (nor {', '.join(names[1:])}, which are the same)" if names[1:] else ""),
+                    file=self.path,
+                    tensor=names[0],
+                )
+            found.update(dict.fromkeys(names, stored))
+        extra = self._file_of.keys() - set(found)
+        if extra:
+            name = min(extra)
+            raise WeightsError(
+                f"{self._file_of[name]} has a tensor {name}, which the model has not"
+                + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""),
+                file=self._file_of[name],
+                tensor=name,
+            )
+        self._check(found, {name: tensor for names, tensor in _wanted(model) for name in names})
+        return found
+
+    def read(self, stored: Mapping[str, Tensor]) -> None:
+        """Copies tensors of the files into the ones given for their names."""
+        by_file: dict[Path, list[str]] = {}
+        for name in stored:
+            by_file.setdefault(self._file_of[name], []).append(name)
+        for file, names in by_file.items():
+            for batch in _batches(names, stored):
+                with _opened(file) as opened, torch.no_grad():
+                    for name in batch:
+                        try:
+                            stored[name].copy_(opened.get_tensor(name))
+                        except (SafetensorError, RuntimeError) as error:
+                            raise WeightsError(f"{file}: {name}: {error}", file=file, tensor=name) from error
+
+    def _files(self) -> dict[Path, set[str] | None]:
+        """The files and what has to be in them."""
+        if not self.path.is_dir():
+            return {self.path: None}
+        if (self.path / _SINGLE).exists():
+            return {self.path / _SINGLE: None}
+        index = self.path / _INDEX
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            entries = [(str(name), str(file)) for name, file in weight_map.items()]
+        except FileNotFoundError as error:
+            raise WeightsError(f"{self.path} has neither {_SINGLE} nor {_INDEX}", file=self.path) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise WeightsError(f"{index} is no index of safetensors files: {error!r}", file=index) from error
+        files: dict[Path, set[str] | None] = {}
+        promised: dict[str, set[str]] = {}
+        for name, file in entries:
+            if PurePosixPath(file).name != file or file in ("", ".", ".."):
+                raise WeightsError(f"{index} names {file!r}: only files beside it can be", file=index, tensor=name)
+            promised.setdefault(file, set()).add(name)
+        files.update({self.path / file: names for file, names in promised.items()})
+        return files
+
+    def _check(self, found: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
+        by_file: dict[Path, list[str]] = {}
+        for name, stored in found.items():
+            by_file.setdefault(self._file_of[stored], []).append(name)
+        for file, names in by_file.items():
+            with _opened(file) as opened:
+                for name in names:
+                    part = opened.get_slice(found[name])
+                    _compare(file, found[name], tuple(part.get_shape()), _DTYPES.get(part.get_dtype()), wanted[name])
+
+
+def _compare(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, wanted: Tensor) -> None:
+    if shape != tuple(wanted.shape):
+        raise WeightsError(
+            f"{file}: {name} has shape {shape}; in the model it is {tuple(wanted.shape)}", file=file, tensor=name
+        )
+    if dtype is not wanted.dtype:
+        raise WeightsError(
+            f"{file}: {name} is {dtype}; in the model it is {wanted.dtype}: build the model with the dtype of its "
+            "weights, or convert the file",
+            file=file,
+            tensor=name,
+        )
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} cannot be read as safetensors: {error}", file=file) from error
+
+
+def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterable[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        if batch and size + tensors[name].nbytes > _MAPPED_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += tensors[name].nbytes
+    if batch:
+        yield batch
+
+
+def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Parameters and persistent buffers with all their names."""
+    tensors: dict[int, tuple[list[str], Tensor]] = {}
+    persistent = model.state_dict(keep_vars=True)
+    for name, tensor in persistent.items():
+        if isinstance(tensor, Tensor):
+            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(tensors.values())

@@ -1,0 +1,383 @@
+"""Running a model's constructor with the memory of one parameter.
+
+While a :class:`Withholding` is active, the memory of a parameter that is not *kept* is given back as soon as an
+operation touches another one, and taken again, with whatever it then holds, when an operation needs it. Every
+operation still runs on real memory, so initialisers of any kind see the numbers that they made (rejection loops, QR,
+masks) and the random numbers are those of the ordinary constructor; only what is read *after* another parameter was
+touched is lost. That is noticed: what was computed from lost numbers is *unknown*, and so is what was computed from
+that. Unknown numbers that stay in a parameter nobody asked for do no harm. Where they would decide something (a branch,
+a shape, a buffer, a parameter that is kept), :class:`Missing` says which parameters have to be kept for it, and the
+constructor is run again with those.
+
+All of this is by storage, so that views, ``.data`` and parameters made from others follow by themselves. Memory that
+was there before is never given back. One thread: what other threads do meanwhile is not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Only the shape of their tensor arguments counts.
+_SHAPE_ONLY = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+# Nothing of what their first argument held is left.
+_OVERWRITING = frozenset(
+    (
+        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+        *("zero_", "fill_", "copy_"),
+    )
+)
+_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+# They hand out the address, or read it without an operation.
+_RAW = frozenset(
+    (
+        *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage),
+        *(Tensor.share_memory_, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__),
+    )
+)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class Missing(BaseException):
+    """Numbers that were let go are needed. Not an Exception: constructors catch those.
+
+    Attributes:
+        parameters: which have to be kept, by the order in which they were made.
+    """
+
+    def __init__(self, parameters: Iterable[int]) -> None:
+        super().__init__("numbers that were let go are needed")
+        self.parameters = frozenset(parameters)
+
+
+@dataclass(eq=False)
+class Memory:
+    """One storage.
+
+    Attributes:
+        nbytes: when it is there.
+        parameters: that live in it, by the order in which they were made.
+        withheld: it may be given back.
+        unknown: what would have to be kept for its numbers to be right; empty where they are.
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    parameters: set[int] = field(default_factory=set)
+    withheld: bool = False
+    unknown: set[int] = field(default_factory=set)
+
+
+class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Active as a context, around one run of the constructor.
+
+    Args:
+        kept: parameters that keep their memory, by the order in which they are made.
+        draw: False leaves out what would only write to memory that is given back anyway. Random numbers are then not
+            drawn, and what reads such memory, even at once, is Missing.
+    """
+
+    def __init__(self, kept: frozenset[int], *, draw: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[nn.Parameter] = []
+        self._number: dict[int, int] = {}  # by id(); `made` keeps the objects alive
+        self.missing: set[int] = set()
+        self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._kept = kept
+        self._draw = draw
+        self._known: dict[int, Memory] = {}
+        self._there: list[Memory] = []
+        self._born: dict[int, StorageWeakRef] = {}
+        self._purge_at = 4096
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> Withholding:
+        with ExitStack() as entered:
+            entered.enter_context(_CreationWatch(self))
+            entered.enter_context(_RawAccess(self))
+            super().__enter__()  # type: ignore[no-untyped-call]
+            self._contexts = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+        finally:
+            self._contexts.close()
+
+    # ---- what is asked afterwards, and by the two other watches --------------------------------------------------
+    def memory(self, tensor: Tensor) -> Memory | None:
+        """That ``tensor`` lives in, if anything is known about it."""
+        storage = _storage(tensor)
+        return None if storage is None else self._known.get(storage._cdata)
+
+    def memories(self) -> Iterable[Memory]:
+        return self._known.values()
+
+    def was_born(self, storage: torch.UntypedStorage) -> bool:
+        """During this run, by an operation."""
+        known = self._born.get(storage._cdata)
+        return known is not None and not is_gone(known)
+
+    def forget(self) -> None:
+        """Lets go of every tensor."""
+        self.made.clear()
+        self._number.clear()
+        self._known.clear()
+        self._there.clear()
+
+    def note_parameter(self, parameter: nn.Parameter) -> None:
+        number = self._number[id(parameter)] = len(self.made)
+        self.made.append(parameter)
+        self._settle(number, parameter)
+
+    def note_data_set(self, tensor: Tensor, before: Memory | None) -> None:
+        """``tensor.data`` has been assigned to; it lived in ``before``."""
+        number = self._number.get(id(tensor))
+        if number is None:
+            return
+        if before is not None and before is not self.memory(tensor):
+            before.parameters.discard(number)
+            if not before.parameters and not before.unknown:
+                self._release(before)
+        self._settle(number, self.made[number])
+
+    def note_raw_access(self, tensor: Tensor) -> None:
+        """From now on the memory has to stay where it is."""
+        memory = self.memory(tensor)
+        if memory is None:
+            return
+        self._use([memory], reading=[memory])
+        if memory.unknown:
+            self._miss(memory.unknown)
+        memory.withheld = False
+
+    # ---- every operation -----------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if generator is not None:
+            self.generators.setdefault(id(generator), (generator, generator.get_state()))
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = func._schema.name.rpartition("::")[2] if hasattr(func, "_schema") else ""
+        operands = [] if name in _SHAPE_ONLY else list(_operands(func, args, kwargs))
+        known = [(memory, tensor, written) for tensor, written in operands if (memory := self.memory(tensor))]
+        if not known:
+            result = func(*args, **kwargs)
+            self._note_births(func, operands, result)
+            return result
+        writing = [(memory, tensor) for memory, tensor, written in known if written]
+        if not self._draw and (skipped := _only_result(func, operands)) is not None and self._lose(writing):
+            return skipped
+        overwritten = [memory for memory, tensor in writing if _overwrites(func, name, tensor, memory)]
+        reading = [memory for memory, _, written in known if not (written and memory in overwritten)]
+        if getattr(func, "is_view", False):
+            reading = []
+        self._use([memory for memory, _, _ in known], reading=reading)
+        sources = set().union(*(memory.unknown for memory in reading))
+        if sources and any(tag in getattr(func, "tags", ()) for tag in _DECIDING):
+            self._miss(sources)
+        result = func(*args, **kwargs)
+        born = self._note_births(func, operands, result)
+        for memory, _ in writing:
+            memory.nbytes = max(memory.nbytes, memory.storage.nbytes())  # resize_()
+        for memory in overwritten:
+            memory.unknown.clear()
+        if sources:
+            self._spread(sources, [tensor for tensor, written in operands if written], born)
+        return result
+
+    def _lose(self, writing: list[tuple[Memory, Tensor]]) -> bool:
+        """Whether all that is written may be lost; if so, it is."""
+        if not writing or not all(memory.withheld for memory, _ in writing):
+            return False
+        for memory, _ in writing:
+            memory.unknown |= memory.parameters
+        return True
+
+    def _use(self, memories: list[Memory], *, reading: list[Memory]) -> None:
+        for memory in [there for there in self._there if there not in memories]:
+            if memory.withheld and memory.storage.resizable():  # not once numpy has seen it
+                memory.storage.resize_(0)
+                memory.unknown |= memory.parameters
+            self._there.remove(memory)
+        for memory in memories:
+            if memory.withheld and memory not in self._there:
+                if memory.storage.nbytes() == 0:
+                    memory.storage.resize_(memory.nbytes)
+                    if memory in reading:
+                        _all_of(memory.storage).zero_()  # the same at every run, and never NaN
+                self._there.append(memory)
+
+    def _spread(self, sources: set[int], written: list[Tensor], born: list[torch.UntypedStorage]) -> None:
+        """What was written or made from unknown numbers is unknown."""
+        for storage in born:
+            memory = self._know(storage)
+            memory.withheld = True
+            memory.unknown |= sources
+            self._there.append(memory)
+        for tensor in written:
+            if (changed := _storage(tensor)) is not None:
+                self._know(changed).unknown |= sources
+
+    def _note_births(self, func: Any, operands: list[tuple[Tensor, bool]], result: Any) -> list[torch.UntypedStorage]:
+        """The storages that this operation has made."""
+        if getattr(func, "is_view", False) and "lift_fresh" not in str(func):
+            return []
+        before = {storage._cdata for tensor, _ in operands if (storage := _storage(tensor)) is not None}
+        born = []
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            if storage is not None and (storage._cdata not in before or "lift_fresh" in str(func)):
+                self._born[storage._cdata] = weak(storage)
+                born.append(storage)
+        if len(self._born) > self._purge_at:
+            self._born = {key: known for key, known in self._born.items() if not is_gone(known)}
+            self._purge_at = 2 * len(self._born) + 4096
+        return born
+
+    def _release(self, memory: Memory) -> None:
+        """Nothing more has to be known about it: it goes with the last tensor that lives in it."""
+        self._known.pop(memory.storage._cdata, None)
+        self._there = [there for there in self._there if there is not memory]
+
+    def _know(self, storage: torch.UntypedStorage) -> Memory:
+        memory = self._known.get(storage._cdata)
+        if memory is None:
+            memory = self._known[storage._cdata] = Memory(storage, storage.nbytes())
+        return memory
+
+    def _settle(self, number: int, parameter: nn.Parameter) -> None:
+        """A parameter has come to live in its storage."""
+        storage = _storage(parameter)
+        if (
+            storage is None
+            or parameter.device.type != "cpu"
+            or (storage.nbytes() == 0 and self.memory(parameter) is None)
+        ):
+            return
+        memory = self._know(storage)
+        memory.parameters.add(number)
+        memory.withheld = not (memory.parameters & self._kept) and self.was_born(storage) and storage.resizable()
+        if not memory.withheld and memory.storage.nbytes() == 0:
+            memory.storage.resize_(memory.nbytes)
+        self._use([memory], reading=[])
+
+    def _miss(self, sources: set[int]) -> None:
+        self.missing |= sources
+        raise Missing(sources)
+
+
+class _CreationWatch(AbstractContextManager[None]):
+    """Tells of every parameter that this thread makes, deep copies of parameters included."""
+
+    def __init__(self, withholding: Withholding) -> None:
+        self._withholding = withholding
+        self._original = nn.Parameter.__dict__["__new__"]
+
+    def __enter__(self) -> None:
+        original, withholding, thread = self._original.__func__, self._withholding, threading.get_ident()
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            parameter = original(cls, *args, **kwargs)
+            if threading.get_ident() == thread:
+                with torch._C.DisableTorchFunction():
+                    withholding.note_parameter(parameter)
+            return parameter
+
+        nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
+
+    def __exit__(self, *error: Any) -> None:
+        nn.Parameter.__new__ = self._original  # type: ignore[method-assign]
+
+
+class _RawAccess(TorchFunctionMode):
+    """What reads or replaces a tensor's memory without an operation."""
+
+    def __init__(self, withholding: Withholding) -> None:
+        super().__init__()
+        self._withholding = withholding
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RAW:
+            with torch._C.DisableTorchFunction():
+                self._withholding.note_raw_access(args[0])
+        if func != _SET_DATA:
+            return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            before = self._withholding.memory(args[0])
+        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            self._withholding.note_data_set(args[0], before)
+        return result
+
+
+def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """As long as it is there, no other storage has the same address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return None
+
+
+def _all_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _pytree.tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Every tensor argument, and whether it is written to."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    by_name = {argument.name: argument for argument in arguments}
+    pairs = [(argument, value) for argument, value in zip(arguments, args, strict=False)]
+    pairs += [(by_name.get(name), value) for name, value in kwargs.items()]
+    pairs += [(None, value) for value in args[len(arguments) :]]
+    for argument, value in pairs:
+        written = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
+        yield from ((tensor, written) for tensor in _tensors(value))
+
+
+def _overwrites(func: Any, name: str, tensor: Tensor, memory: Memory) -> bool:
+    """Whether writing to ``tensor`` leaves nothing of what its whole storage held."""
+    every = tensor.numel() * tensor.element_size() == memory.nbytes
+    return every and (name in _OVERWRITING or func._schema.overload_name.endswith("out"))
+
+
+def _only_result(func: Any, operands: list[tuple[Tensor, bool]]) -> Tensor | None:
+    """The tensor that is all that this operation writes to and returns."""
+    written = [tensor for tensor, is_written in operands if is_written]
+    returns: Any = getattr(getattr(func, "_schema", None), "returns", ())
+    alone = len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None
+    metadata = torch.Tag.inplace_view in getattr(func, "tags", ())
+    return written[0] if alone and returns[0].alias_info.is_write and not metadata else None
