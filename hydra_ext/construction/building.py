@@ -239,8 +239,8 @@ def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
     # Twice: by the object, and by a graph or a view.
     if parameter._use_count() > 1:  # type: ignore[attr-defined]
         raise UnsupportedModel(
-            f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is a "
-            "view of it (torch.no_grad() and .clone() in the constructor help)"
+            f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is "
+            "a view of it (torch.no_grad() and .clone() in the constructor help)"
         )
     other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, other)

@@ -44,7 +44,8 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
 
     Args:
         build: called without arguments, here and by every :func:`fill`; it makes the whole model anew, on the CPU,
-            and changes nothing outside. What it captures must not change afterwards.
+            and changes nothing outside. What it captures must not change afterwards, and no other thread may draw from
+            the global generators meanwhile (:class:`~hydra_ext.errors.BuildDiffers` says so).
         weights: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and
             its shards, that parameters are filled from; persistent buffers are read at once.
 

@@ -15,6 +15,8 @@ was there before is never given back. One thread: what other threads do meanwhil
 
 from __future__ import annotations
 
+import ctypes
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
@@ -35,6 +37,9 @@ _SHAPE_ONLY = frozenset(
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 )
+# What a parameter's memory is usually asked for with. What is given back before leaves room for it.
+_NEW = frozenset(("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"))
+_ROOM_ELEMENTS = 2**18
 # Nothing of what their first argument held is left.
 _OVERWRITING = frozenset(
     (
@@ -181,6 +186,8 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [] if name in _SHAPE_ONLY else list(_operands(func, args, kwargs))
         known = [(memory, tensor, written) for tensor, written in operands if (memory := self.memory(tensor))]
         if not known:
+            if name in _NEW and math.prod(args[0]) >= _ROOM_ELEMENTS:
+                self._use([], reading=[])
             result = func(*args, **kwargs)
             self._note_births(func, operands, result)
             return result
@@ -224,7 +231,8 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if memory.storage.nbytes() == 0:
                     memory.storage.resize_(memory.nbytes)
                     if memory in reading:
-                        _all_of(memory.storage).zero_()  # the same at every run, and never NaN
+                        # The same at every run, and never NaN. Not an operation: that would be seen.
+                        ctypes.memset(memory.storage.data_ptr(), 0, memory.nbytes)
                 self._there.append(memory)
 
     def _spread(self, sources: set[int], written: list[Tensor], born: list[torch.UntypedStorage]) -> None:
@@ -346,10 +354,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
         return None
-
-
-def _all_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

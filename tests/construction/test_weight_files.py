@@ -1,0 +1,199 @@
+"""Parameters from safetensors files: by name, only what is asked for, and never something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hydra_ext.construction import fill, materialize
+from hydra_ext.errors import WeightsError
+from support.constructors import CONSTRUCTORS, gpt2, resnet, vit
+
+SHARD = "model-0000{}-of-00002.safetensors"
+
+
+def trained(build: Callable[[], nn.Module]) -> nn.Module:
+    """Parameters and buffers unlike those of any constructor."""
+    model = build()
+    generator = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.add_(3)
+    return model
+
+
+def stored(model: nn.Module) -> dict[str, Tensor]:
+    """Each tensor once, as libraries save it."""
+    kept = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items() if name in kept}
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    names = sorted(tensors)
+    parts = {SHARD.format(1): names[::2], SHARD.format(2): names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.fixture(params=["file", "folder", "shards"])
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[dict[str, Tensor]], Path]:
+    def write(tensors: dict[str, Tensor]) -> Path:
+        if request.param == "shards":
+            write_shards(tmp_path, tensors)
+            return tmp_path
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path / "model.safetensors" if request.param == "file" else tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bf16 llama", "vit", "resnet", "t5", "encoder", "recurrent", "weight norm"])
+def test_what_is_filled_is_what_the_files_hold(name: str, written: Callable[[dict[str, Tensor]], Path]) -> None:
+    build = CONSTRUCTORS[name]
+    model = trained(build)
+    expected = dict(model.named_parameters())
+    path = written(stored(model))
+    state = torch.get_rng_state()
+    names = list(expected)
+    for own in (names[: len(names) // 2], names[1::2], names):
+        filled = materialize(build, weights=path)
+        fill(filled, own)
+        for name, parameter in filled.named_parameters():
+            assert parameter.is_meta is (name not in own)
+            assert parameter.is_meta or torch.equal(parameter, expected[name])
+        buffers = dict(filled.named_buffers())
+        assert all(torch.equal(buffers[name], buffer) for name, buffer in model.named_buffers())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_the_files_replace_is_not_drawn(tmp_path: Path) -> None:
+    save_file(stored(gpt2()), tmp_path / "model.safetensors")
+    drawn = torch.zeros(3)
+
+    def build() -> nn.Module:
+        model = gpt2()
+        drawn.copy_(torch.rand(3))
+        return model
+
+    torch.manual_seed(4)
+    materialize(build, weights=tmp_path)
+    torch.manual_seed(4)
+    assert torch.equal(drawn, torch.rand(3)), "numbers were drawn for parameters"
+
+
+def test_tied_weights_may_be_stored_under_any_name(tmp_path: Path) -> None:
+    tensors = stored(gpt2())
+    tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight") + 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = materialize(gpt2, weights=tmp_path)
+    fill(model, ["transformer.wte.weight"])
+    assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_filled_parameters_do_not_live_in_the_file(tmp_path: Path) -> None:
+    model = trained(vit)
+    save_file(stored(model), tmp_path / "model.safetensors")
+    filled = materialize(vit, weights=tmp_path)
+    fill(filled)
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * (tmp_path / "model.safetensors").stat().st_size)
+    expected = dict(model.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in filled.named_parameters())
+
+
+def removed(tensors: dict[str, Tensor]) -> None:
+    del tensors["embedder.embedder.convolution.weight"]
+
+
+def renamed(tensors: dict[str, Tensor]) -> None:
+    tensors["head.weight"] = torch.zeros(2)
+
+
+def reshaped(tensors: dict[str, Tensor]) -> None:
+    tensors["classifier.1.bias"] = torch.zeros(4)
+
+
+def recast(tensors: dict[str, Tensor]) -> None:
+    tensors["classifier.1.bias"] = torch.zeros(3, dtype=torch.bfloat16)
+
+
+def buffer_reshaped(tensors: dict[str, Tensor]) -> None:
+    tensors["resnet.embedder.embedder.normalization.running_mean"] = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "says"),
+    [
+        (lambda tensors: tensors.pop("classifier.1.bias"), "classifier.1.bias", "has no tensor classifier.1.bias"),
+        (renamed, "head.weight", "which the model has not"),
+        (reshaped, "classifier.1.bias", r"shape \(4,\); in the model it is \(3,\)"),
+        (recast, "classifier.1.bias", "is torch.bfloat16; in the model it is torch.float32"),
+        (buffer_reshaped, "resnet.embedder.embedder.normalization.running_mean", "shape"),
+    ],
+)
+def test_files_that_do_not_fit_the_model_are_refused_by_name_before_anything_is_read(
+    change: Callable[[dict[str, Tensor]], Any], tensor: str, says: str, written: Callable[[dict[str, Tensor]], Path]
+) -> None:
+    tensors = stored(resnet())
+    change(tensors)
+    path = written(tensors)
+    with pytest.raises(WeightsError, match=says) as caught:
+        materialize(resnet, weights=path)
+    assert caught.value.tensor == tensor
+    assert path in (caught.value.file, caught.value.file.parent)
+    assert str(caught.value.file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "neither model.safetensors nor"),
+        ("{", "no index"),
+        ("[]", "no index"),
+        ('{"weight_map": 3}', "no index"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "only files beside it"),
+        ('{"weight_map": {"a": "/tmp/other.safetensors"}}', "only files beside it"),
+        ('{"weight_map": {"a": ".."}}', "only files beside it"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
+        ('{"weight_map": {"a": "there.safetensors"}}', "has no tensor a"),
+    ],
+)
+def test_an_index_that_is_damaged_or_leads_elsewhere_is_refused(content: str | None, says: str, tmp_path: Path) -> None:
+    save_file({"b": torch.zeros(2)}, tmp_path / "there.safetensors")
+    if content is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(WeightsError, match=says) as caught:
+        materialize(resnet, weights=tmp_path)
+    assert caught.value.file.is_relative_to(tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(stored(resnet()), file)
+    whole = file.read_bytes()
+    for content in (whole[:100], whole[:-8], b"", b"\xff" * 200):
+        file.write_bytes(content)
+        with pytest.raises(WeightsError, match=r"model\.safetensors") as caught:
+            materialize(resnet, weights=file)
+        assert caught.value.file == file
+
+
+def test_a_file_that_goes_away_before_it_is_needed_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(stored(resnet()), file)
+    model = materialize(resnet, weights=file)
+    file.unlink()
+    with pytest.raises(WeightsError, match="cannot be read"):
+        fill(model)
