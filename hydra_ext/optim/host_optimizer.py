@@ -36,7 +36,13 @@ class PreparedStep:
 
 
 class StepRunner(Protocol):
-    """Who runs an optimizer's steps in its place, part by part, and perhaps later."""
+    """Who runs an optimizer's steps in its place, part by part, and perhaps later.
+
+    Attributes:
+        destinations: where parameters' new weights go; see :meth:`HostOptimizer.prepare`.
+    """
+
+    destinations: Mapping[Tensor, Tensor] | None
 
     def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         """The parameters with their gradients, grouped and ordered as the runner wants them prepared.
@@ -105,7 +111,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             prepared.plan.run(self.pool)
             self.finish(prepared)
         else:
-            self.runner.run(self, self.prepare(self.runner.parts(gradients)))
+            self.runner.run(self, self.prepare(self.runner.parts(gradients), self.runner.destinations))
         return loss
 
     def master(self, parameter: Tensor) -> Tensor:

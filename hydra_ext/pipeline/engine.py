@@ -189,6 +189,7 @@ class Engine:
                 value = tensor.contiguous()
                 dist.broadcast(value, group_src=0, group=copies)
                 tensor.copy_(value)
+        self.refresh()
 
     def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
         """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for

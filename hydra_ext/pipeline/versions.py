@@ -193,10 +193,11 @@ class StageWeights:
         leaves = self._slots[target].leaves
         own = [parameter for _, parameter in self.parameters]
         if self._native:
+            before = [leaf._version for leaf in leaves]
             step(dict(zip(own, leaves, strict=True)))
-            frozen = [(leaf, p) for leaf, p in zip(leaves, own, strict=True) if p.grad is None]
-            for leaf, parameter in frozen:
-                leaf.copy_(parameter)
+            for leaf, parameter, counter in zip(leaves, own, before, strict=True):
+                if leaf._version == counter:  # without a gradient, or not the optimizer's
+                    leaf.copy_(parameter)
             for leaf, parameter in zip(leaves, own, strict=True):
                 parameter.data = leaf.data
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ _NO_BLOCK = -1  # of parameters that the model has not
 
 class Updates:
     """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
+
+    destinations: Mapping[Tensor, Tensor] | None = None  # steps are made in place
 
     def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, homes: Homes) -> None:
         self._core = core
