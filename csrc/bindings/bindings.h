@@ -9,12 +9,17 @@ namespace hydra {
 
 class PagedModel;
 
+namespace schedule {
+class Schedule;
+}
+
 void bind_base(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
+void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Schedule>& schedule_class);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class);

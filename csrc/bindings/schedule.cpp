@@ -3,6 +3,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/schedule/communication.h"
 #include "csrc/schedule/stream.h"
+#include "csrc/schedule/text.h"
 
 namespace py = pybind11;
 
@@ -57,8 +58,8 @@ void bind_streams(py::module_& module) {
 void bind_schedule(py::module_& module) {
   bind_actions(module);
   bind_streams(module);
-  py::class_<Schedule>(module, "Schedule", "What every rank does in one step; immutable.")
-      .def_property_readonly("stages", &Schedule::stages)
+  py::class_<Schedule> schedule_class(module, "Schedule", "What every rank does in one step; immutable.");
+  schedule_class.def_property_readonly("stages", &Schedule::stages)
       .def_property_readonly("ranks", &Schedule::ranks)
       .def_property_readonly("microbatches", &Schedule::microbatches)
       .def_property_readonly("rule", [](const Schedule& schedule) { return name(schedule.rule()); })
@@ -69,6 +70,7 @@ void bind_schedule(py::module_& module) {
                              })
       .def_property_readonly("flushes", &Schedule::flushes)
       .def_property_readonly("communicates", &Schedule::communicates)
+      .def_property_readonly("text", &text)
       .def("body", &Schedule::body, py::arg("rank"))
       .def("rank_of", &Schedule::rank_of, py::arg("stage"))
       .def("stages_of", &Schedule::stages_of, py::arg("rank"))
@@ -78,7 +80,8 @@ void bind_schedule(py::module_& module) {
           "stream", [](const Schedule& schedule, int rank) { return Stream(schedule, rank); }, py::arg("rank"))
       .def("unroll", &unroll, py::arg("batches"))
       .def("with_communication", [](const Schedule& schedule) { return add_communication(schedule); })
-      .def("__eq__", &equals<Schedule>);
+      .def("__eq__", &equals<Schedule>)
+      .def("__hash__", [](const Schedule& schedule) { return py::hash(py::str(text(schedule))); });
   module.def(
       "make_schedule",
       [](const std::string& kind, int stages, int ranks, int microbatches, bool vertical_sync) {
@@ -86,6 +89,8 @@ void bind_schedule(py::module_& module) {
       },
       py::arg("kind"), py::kw_only(), py::arg("stages"), py::arg("ranks"), py::arg("microbatches"),
       py::arg("vertical_sync"));
+  module.def("parse_schedule", &parse, py::arg("text"));
+  bind_simulation(module, schedule_class);
 }
 
 }  // namespace hydra

@@ -24,6 +24,11 @@ std::optional<std::string> problem_of(const Action& action, int stages, int micr
   if (action.stage < 0 || action.stage >= stages) {
     return "stage " + std::to_string(action.stage) + "; there are 0 to " + std::to_string(stages - 1);
   }
+  const bool up = action.kind == ActionKind::kSendActivation || action.kind == ActionKind::kReceiveGradient;
+  const bool down = action.kind == ActionKind::kSendGradient || action.kind == ActionKind::kReceiveActivation;
+  if ((up && action.stage == stages - 1) || (down && action.stage == 0)) {
+    return std::string("there is no stage ") + (up ? "after" : "before") + " it to exchange anything with";
+  }
   const int count = is_of_batch(action.kind) ? 1 : microbatches;
   if (action.microbatch < 0 || action.microbatch >= count) {
     return "microbatch " + std::to_string(action.microbatch) + "; there are 0 to " + std::to_string(count - 1);

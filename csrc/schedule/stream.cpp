@@ -17,8 +17,11 @@ void append(Actions& all, const Actions& more) { all.insert(all.end(), more.begi
 
 }  // namespace
 
+BodyReader::BodyReader(const Schedule& schedule, int rank)
+    : body_(schedule.body(rank)), microbatches_(schedule.microbatches()), steps_behind_(schedule.steps_behind()) {}
+
 void BodyReader::read(std::int64_t step, std::int64_t end, Actions& actions) const {
-  for (Action action : schedule_.body(rank_)) {
+  for (Action action : body_) {
     action.batch += step;
     if (action.batch >= first_ && action.batch < end) {
       actions.push_back(action);
@@ -27,9 +30,9 @@ void BodyReader::read(std::int64_t step, std::int64_t end, Actions& actions) con
 }
 
 Actions BodyReader::next_batch(int microbatches) {
-  HYDRA_EXPECT(microbatches == schedule_.microbatches(), InvalidSchedule,
+  HYDRA_EXPECT(microbatches == microbatches_, InvalidSchedule,
                "a batch of " + std::to_string(microbatches) + " microbatches for a schedule that is written for " +
-                   std::to_string(schedule_.microbatches()) + "; every batch has to have as many");
+                   std::to_string(microbatches_) + "; every batch has to have as many");
   Actions actions;
   read(batches_, batches_ + 1, actions);
   ++batches_;
@@ -38,7 +41,7 @@ Actions BodyReader::next_batch(int microbatches) {
 
 Actions BodyReader::drain() {
   Actions actions;
-  for (std::int64_t step = batches_; step < batches_ + schedule_.steps_behind(); ++step) {
+  for (std::int64_t step = batches_; step < batches_ + steps_behind_; ++step) {
     read(step, batches_, actions);
   }
   first_ = batches_;
@@ -46,7 +49,6 @@ Actions BodyReader::drain() {
 }
 
 Stream::Stream(const Schedule& schedule, int rank) : schedule_(schedule), reader_(schedule, rank) {
-  schedule.body(rank);  // throws for a rank that is not there
   if (schedule.recipe()) {
     generator_.emplace(*schedule.recipe(), rank);
   }

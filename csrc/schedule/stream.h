@@ -12,7 +12,8 @@ namespace hydra::schedule {
 /// The bodies one after the other, without what is of no batch.
 class BodyReader {
  public:
-  BodyReader(const Schedule& schedule, int rank) : schedule_(schedule), rank_(rank) {}
+  /// Throws InvalidSchedule for a rank that is not there.
+  BodyReader(const Schedule& schedule, int rank);
 
   /// Throws InvalidSchedule unless the bodies are for that many microbatches.
   Actions next_batch(int microbatches);
@@ -22,8 +23,9 @@ class BodyReader {
  private:
   void read(std::int64_t step, std::int64_t end, Actions& actions) const;
 
-  Schedule schedule_;
-  int rank_;
+  Actions body_;
+  int microbatches_;
+  int steps_behind_;
   std::int64_t first_ = 0;  // after the last drain
   std::int64_t batches_ = 0;
 };

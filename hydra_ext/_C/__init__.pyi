@@ -35,6 +35,7 @@ __all__: list[str] = [
     "PagerStatistics",
     "PassKind",
     "Schedule",
+    "SchedulePeaks",
     "ScheduleStream",
     "SgdStep",
     "SimulatedDevice",
@@ -43,7 +44,10 @@ __all__: list[str] = [
     "TensorPlan",
     "ThreadContext",
     "ThreadPool",
+    "TimedAction",
+    "Timeline",
     "Uncharged",
+    "Verification",
     "WindowToken",
     "Windows",
     "clip_factor",
@@ -52,6 +56,7 @@ __all__: list[str] = [
     "make_schedule",
     "norm_of_sums",
     "on_simulated_device",
+    "parse_schedule",
     "random_states",
     "reached_leaves",
     "reached_models",
@@ -562,15 +567,40 @@ class Schedule:
     """
     What every rank does in one step; immutable.
     """
-
-    __hash__: typing.ClassVar[None] = None
     def __eq__(self, arg0: typing.Any) -> bool: ...
+    def __hash__(self) -> int: ...
     def body(self, rank: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
     def buffers(self, stage: typing.SupportsInt | typing.SupportsIndex) -> int: ...
     def rank_of(self, stage: typing.SupportsInt | typing.SupportsIndex) -> int: ...
+    def simulate(
+        self,
+        batches: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        forward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        backward: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        update: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        reduce: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        transfer: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        latency: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex],
+        overlap: bool,
+        global_norm: bool,
+    ) -> Timeline: ...
     def stages_of(self, rank: typing.SupportsInt | typing.SupportsIndex) -> list[int]: ...
     def stream(self, rank: typing.SupportsInt | typing.SupportsIndex) -> ScheduleStream: ...
     def unroll(self, batches: typing.SupportsInt | typing.SupportsIndex) -> list[list[Action]]: ...
+    def verify(
+        self,
+        *,
+        in_flight: typing.SupportsInt | typing.SupportsIndex | None = None,
+        versions: typing.SupportsInt | typing.SupportsIndex | None = None,
+        gradients: typing.SupportsInt | typing.SupportsIndex | None = None,
+    ) -> Verification: ...
+    def verify_actions(
+        self,
+        ranks: collections.abc.Sequence[collections.abc.Sequence[Action]],
+        *,
+        microbatches: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+    ) -> Verification: ...
     def version_of(
         self, stage: typing.SupportsInt | typing.SupportsIndex, batch: typing.SupportsInt | typing.SupportsIndex
     ) -> int: ...
@@ -589,6 +619,85 @@ class Schedule:
     def rule(self) -> str: ...
     @property
     def stages(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+
+class SchedulePeaks:
+    """
+    The most that there was at one time.
+    """
+    def __repr__(self) -> str: ...
+    @property
+    def gradients(self) -> int:
+        """
+        Batches between their first backward and their update.
+        """
+    @property
+    def in_flight(self) -> int:
+        """
+        Microbatches between forward and backward: what they stash is held.
+        """
+    @property
+    def versions(self) -> int:
+        """
+        Of the weights: newest, in use, or being written.
+        """
+
+class Verification:
+    """
+    What a schedule that can run needs.
+    """
+    @property
+    def batches(self) -> int:
+        """
+        That were run through.
+        """
+    @property
+    def ranks(self) -> list[SchedulePeaks]:
+        """
+        Of each rank: of its stages together.
+        """
+    @property
+    def rendezvous(self) -> bool:
+        """
+        Whether it can also run where a send blocks until its receive was posted.
+        """
+    @property
+    def stages(self) -> list[SchedulePeaks]:
+        """
+        Of each stage.
+        """
+
+class TimedAction:
+    """
+    Seconds from the start of the first.
+    """
+    @property
+    def action(self) -> Action: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+
+class Timeline:
+    """
+    When a schedule's actions run.
+    """
+    @property
+    def actions(self) -> list[TimedAction]:
+        """
+        Rank by rank, each in its order.
+        """
+    @property
+    def bubbles(self) -> list[float]: ...
+    @property
+    def busy(self) -> list[float]: ...
+    @property
+    def makespan(self) -> float: ...
+    @property
+    def period(self) -> float: ...
 
 class GradientStatistics:
     @property
@@ -885,6 +994,7 @@ def on_simulated_device(tensor: torch.Tensor) -> bool:
     Whether the tensor's bytes are charged to a simulated device.
     """
 
+def parse_schedule(text: str) -> Schedule: ...
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
     """
     Of each generator; charged to no device.

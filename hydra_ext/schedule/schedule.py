@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from hydra_ext import _C
-from hydra_ext._C import Action
+from hydra_ext._C import Action, Verification
+from hydra_ext.schedule.simulation import Simulation, per_place
 
 KINDS = ("gpipe", "1f1b", "interleaved", "2bw", "pipedream")
 """The built-in kinds; :func:`make` says what they are."""
@@ -18,10 +22,44 @@ that it would use without it. ``batches`` is the number of the next batch. Owned
 
 
 class Schedule:
-    """What every rank does in one step; immutable. Made by :func:`make`."""
+    """What every rank does in one step; immutable. Made by :func:`make` or :meth:`parse`."""
 
     def __init__(self, core: _C.Schedule) -> None:
         self._core = core
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """A user's own schedule, or one that was stored. ``Schedule.parse(schedule.text) == schedule``.
+
+        The first line has the numbers and the version rule (:meth:`version_of`), then each rank has a line. An action
+        is a letter, the stage, a point and the microbatch, and how many batches before that of the step, where it is
+        not of that one. ``#`` begins a comment. ::
+
+            hydra-schedule 1 stages=2 ranks=2 microbatches=3 versions=delay-1
+            rank 0: U0-2 F0.0 B0.2-1 R0-1 F0.1 B0.0 F0.2 B0.1
+            rank 1: U1-2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 R1
+
+        ``F`` is a forward, ``B`` a backward, ``R`` says that a batch's gradients of the stage are complete and their
+        sums over ranks begin, ``U`` waits for these and updates the stage. ``SF`` and ``RF`` send and receive what the
+        next stage's forward needs, ``SB`` and ``RB`` the gradients that come back, named after the stage that does it;
+        where there are none at all, they are added. A stage lives on the rank whose line has its actions.
+
+        Raises:
+            InvalidSchedule: with line and word. Whether the schedule can run is what :meth:`verify` says.
+        """
+        return Schedule(_C.parse_schedule(text))
+
+    @property
+    def text(self) -> str:
+        """As :meth:`parse` reads it; also ``str(schedule)``."""
+        return self._core.text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        header = self.text.partition("\n")[0].removeprefix("hydra-schedule 1 ")
+        return f"<Schedule {self.kind or 'of its own'} {header}>"
 
     # ---- what it says -----------------------------------------------------------------------------------------------
 
@@ -88,7 +126,7 @@ class Schedule:
         return isinstance(other, Schedule) and self._core == other._core
 
     def __hash__(self) -> int:
-        return hash((self.stages, self.ranks, self.microbatches, self.version_rule, tuple(self.body(0))))
+        return hash(self._core)
 
     # ---- what comes of it -------------------------------------------------------------------------------------------
 
@@ -112,6 +150,84 @@ class Schedule:
     def unroll(self, batches: int) -> list[list[Action]]:
         """Of each rank: all it does in so many steps and a drain, communication included."""
         return self._core.unroll(batches)
+
+    def verify(
+        self, *, in_flight: int | None = None, versions: int | None = None, gradients: int | None = None
+    ) -> Verification:
+        """Runs through whole batches and a drain.
+
+        Every forward and backward is there once, in an order that the stages allow; ranks do not block each other,
+        also where updates wait for the reductions of all stages (a norm over the whole model); both ends of every hop
+        name microbatches in the same order; the version that a microbatch uses is there for its forward and not
+        written over before its backward; updates come in the order of batches, after their reductions.
+
+        Args:
+            in_flight: microbatches that a stage may have between forward and backward at most; any number if None.
+            versions: of a stage's weights that may be held at most, likewise.
+            gradients: batches that a stage may have gradients of at most, likewise.
+
+        Returns:
+            The peaks of these, per stage and per rank.
+
+        Raises:
+            InvalidSchedule: what is wrong, where, why.
+        """
+        return self._core.verify(in_flight=in_flight, versions=versions, gradients=gradients)
+
+    def verify_actions(self, ranks: Sequence[Sequence[Action]], *, microbatches: Sequence[int]) -> Verification:
+        """As :meth:`verify`, of all that streams gave.
+
+        Args:
+            ranks: of each rank: what ``next_batch`` returned for each batch, and ``drain`` at the end.
+            microbatches: of each batch.
+        """
+        return self._core.verify_actions([list(actions) for actions in ranks], microbatches=list(microbatches))
+
+    def simulate(
+        self,
+        *,
+        batches: int = 3,
+        forward: float | Sequence[float] = 1.0,
+        backward: float | Sequence[float] = 2.0,
+        update: float | Sequence[float] = 0.0,
+        reduce: float | Sequence[float] = 0.0,
+        crossing_bytes: float | Sequence[float] = 0.0,
+        bytes_per_second: float | Sequence[float] = math.inf,
+        latency: float | Sequence[float] = 0.0,
+        overlap: bool = True,
+        global_norm: bool = False,
+    ) -> Simulation:
+        """When the actions of so many steps and a drain run. For a schedule that :meth:`verify` accepts.
+
+        Args:
+            forward, backward: seconds of one microbatch; one number, or one per stage.
+            update: seconds of a stage's optimizer step.
+            reduce: seconds that sums over ranks of a stage's gradients take, beside computes.
+            crossing_bytes: of one microbatch from a stage to the next, and of the gradients back; one number, or one
+                per hop (there are ``stages - 1``).
+            bytes_per_second: that pass each direction of a hop.
+            latency: seconds on top, in which the hop is free for the next value.
+            overlap: sends and reductions run beside computes; else they hold up the rank that begins them.
+            global_norm: updates wait for the reductions of all stages, as clipping by the norm of the whole model does.
+
+        Raises:
+            InvalidSchedule: costs that are negative, not finite, or of another number.
+        """
+        hops = self.stages - 1
+        crossing = per_place("crossing_bytes", crossing_bytes, hops)
+        speed = per_place("bytes_per_second", bytes_per_second, hops)
+        timeline = self._core.simulate(
+            batches,
+            forward=per_place("forward", forward, self.stages),
+            backward=per_place("backward", backward, self.stages),
+            update=per_place("update", update, self.stages),
+            reduce=per_place("reduce", reduce, self.stages),
+            transfer=[size / rate if size else 0.0 for size, rate in zip(crossing, speed, strict=True)],
+            latency=per_place("latency", latency, hops),
+            overlap=overlap,
+            global_norm=global_norm,
+        )
+        return Simulation(self._core, timeline, batches)
 
 
 def make(

@@ -1,0 +1,58 @@
+// What can be said of one rank's actions alone: each once, in an order that makes sense, with versions that are there.
+#pragma once
+
+#include <vector>
+
+#include "csrc/schedule/batch_index.h"
+#include "csrc/schedule/verifier.h"
+
+namespace hydra::schedule {
+
+class RankCheck {
+ public:
+  RankCheck(const Schedule& schedule, const BatchIndex& batches, int rank, const Limits& limits);
+
+  /// Takes the rank's next action. Throws InvalidSchedule.
+  void take(const Action& action);
+  /// Throws InvalidSchedule unless everything was taken.
+  void end() const;
+
+  /// Of a stage that lives on the rank.
+  const Peaks& peaks_of(int stage) const { return stages_[index(stage)].peaks; }
+  const Peaks& peaks() const noexcept { return peaks_; }
+
+ private:
+  struct Stage {
+    Peaks now;
+    Peaks peaks;
+    std::int64_t updates = 0;    // so the newest version is W(updates)
+    std::vector<int> uses_left;  // of each version: backwards yet to run with it
+    std::vector<int> backwards;  // of each batch
+    std::vector<bool> reduced;   // likewise
+  };
+
+  [[noreturn]] void fail(const Action& action, const std::string& problem) const;
+  void expect(bool condition, const Action& action, const char* problem) const;
+  bool taken(ActionKind kind, const Action& action) const;
+  void take_once(const Action& action);
+  void take_forward(const Action& action);
+  void take_backward(const Action& action);
+  void take_reduce(const Action& action);
+  void take_update(const Action& action);
+  void take_communication(const Action& action);
+  void check_version(const Action& action) const;
+  void change(Stage& stage, int Peaks::* what, int by);
+  void check_limits(const Action& action, const Stage& stage) const;
+
+  const Schedule& schedule_;
+  const BatchIndex& batches_;
+  const int rank_;
+  const Limits limits_;
+  std::vector<std::uint8_t> taken_;  // of each microbatch on each stage: a bit for each kind
+  std::vector<Stage> stages_;        // all of the schedule's; only the rank's own are used
+  Peaks now_;
+  Peaks peaks_;
+  std::int64_t position_ = -1;
+};
+
+}  // namespace hydra::schedule
