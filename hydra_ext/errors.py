@@ -125,3 +125,10 @@ class RankFailed(HydraError, RuntimeError):
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class SplitError(HydraError, RuntimeError):
+    """A model that cannot be cut into stages here, or that does not run as it did when it was rehearsed.
+
+    The message gives the reason and the way out. Nothing was computed wrongly: no loss was returned, and no gradient.
+    """

@@ -1,0 +1,104 @@
+"""Which modules are blocks: the pieces that a stage is made of.
+
+What lies between the calls of blocks (residual sums, masks, the loss) is *glue*; it is never called as a module here,
+and neither are containers: what they hold directly is glue too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hydra_ext.errors import SplitError
+from hydra_ext.runtime.tracing import not_traced
+
+# A member of a list that itself holds lists is one block up to this share of the model's elements, else opened.
+LARGEST_SHARE = 0.34
+
+BlockCall = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The blocks by their names, in the order in which the model holds them.
+
+    A member of a list of at least two modules of one class is a block, and so is a module that holds no such list; a
+    module that holds one is opened.
+
+    Args:
+        names: modules to take as blocks instead.
+
+    Raises:
+        SplitError: a name that the model does not have, or one inside another.
+    """
+    if names is not None:
+        return _chosen(model, names)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module, is_member: bool) -> None:
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if size == 0 or module in seen:
+            return
+        seen.add(module)
+        holds_lists = any(_is_list(inner) for inner in module.modules())
+        if name and (not holds_lists or (is_member and size <= LARGEST_SHARE * total)) and _is_called(module):
+            found[name] = module
+            return
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child, _is_list(module))
+
+    visit("", model, False)
+    return found
+
+
+def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    for name in names:
+        if not name or name not in modules:
+            raise SplitError(f"blocks: {name!r} is not the name of a module in {type(model).__name__}")
+        outer = next((other for other in names if name.startswith(other + ".")), None)
+        if outer is not None:
+            raise SplitError(f"blocks: {name!r} lies inside {outer!r}, which is a block too: name one of the two")
+    return {name: modules[name] for name in names}
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+
+
+def _is_list(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        return False
+    return len({type(member) for member in module}) == 1 and any(True for _ in module.parameters())
+
+
+@contextmanager
+def blocks_call(blocks: Mapping[str, nn.Module], call: BlockCall) -> Iterator[None]:
+    """Within it ``call(name, block, forward, args, kwargs)`` runs where a block's ``forward`` would.
+
+    The block's own hooks run around it as ever, whoever makes the call.
+    """
+    missing = object()
+    before = {name: block.__dict__.get("forward", missing) for name, block in blocks.items()}
+    try:
+        for name, block in blocks.items():
+            block.__dict__["forward"] = _replacement(name, block, block.forward, call)
+        yield
+    finally:
+        for name, block in blocks.items():
+            if before[name] is missing:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = before[name]
+
+
+def _replacement(name: str, block: nn.Module, forward: Callable[..., Any], call: BlockCall) -> Callable[..., Any]:
+    @not_traced
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return call(name, block, forward, args, kwargs)
+
+    return replaced

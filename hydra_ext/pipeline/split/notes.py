@@ -1,0 +1,101 @@
+"""What a rehearsal knows about tensors: by their memory, so that it holds for views too, and by the object itself.
+
+Nothing is kept alive: an address is not used again while somebody holds a weak reference to what was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hydra_ext.pipeline.split.record import Key
+from hydra_ext.pipeline.split.tensors import storage_key
+
+Root = tuple[str, str]  # "parameter", "buffer" or "input", and its name
+
+
+@dataclass
+class Note:
+    """About one piece of memory.
+
+    Attributes:
+        event: that made it, until the event has handed it out; None for what no event made or wrote.
+        tainted: it depends on what an event computed.
+        roots: the parameters, buffers and inputs that it was made from, or is.
+        values: that lie in it.
+        writes: steps at which it was changed in place.
+        foreign: it was there before.
+    """
+
+    event: int | None = None
+    tainted: bool = False
+    roots: frozenset[Root] = frozenset()
+    values: list[Key] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    foreign: bool = False
+
+
+_Content = TypeVar("_Content")
+
+
+class ByStorage(Generic[_Content]):
+    """A mapping from tensors' memory."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef | Tensor, _Content]] = {}
+
+    def get(self, tensor: Tensor) -> _Content | None:
+        entry = self._entries.get(storage_key(tensor))
+        return entry[1] if entry is not None else None
+
+    def at(self, key: int) -> _Content | None:
+        entry = self._entries.get(key)
+        return entry[1] if entry is not None else None
+
+    def put(self, tensor: Tensor, content: _Content) -> _Content:
+        try:
+            holder: StorageWeakRef | Tensor = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError):
+            holder = tensor  # without storage
+        self._entries[storage_key(tensor)] = (holder, content)
+        return content
+
+    def discard(self, tensor: Tensor) -> None:
+        self._entries.pop(storage_key(tensor), None)
+
+    def contents(self) -> Iterator[_Content]:
+        return (content for _, content in self._entries.values())
+
+    def purge(self) -> None:
+        """Forgets memory that nobody holds any more."""
+        gone = [
+            key
+            for key, (holder, _) in self._entries.items()
+            if isinstance(holder, StorageWeakRef) and holder.expired()  # type: ignore[no-untyped-call]
+        ]
+        for key in gone:
+            del self._entries[key]
+
+
+class Undo:
+    """Memory from before the rehearsal that it has changed."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def before_write(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._saved or tensor.is_meta or key == id(tensor):
+            return
+        storage = tensor.untyped_storage()
+        self._saved[key] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+
+    def restore(self) -> None:
+        for storage, saved in self._saved.values():
+            storage.copy_(saved)
+        self._saved.clear()

@@ -1,0 +1,82 @@
+"""Which parameters and buffers a stage needs, and the model without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.pipeline.split.record import Rehearsal
+from hydra_ext.pipeline.split.stand_ins import device_of, replace_tensors
+from hydra_ext.pipeline.split.tensors import Absent, AbsentBuffer
+
+
+def parameters_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that the stage [lo, hi) needs.
+
+    Those of its blocks, those that its blocks or the glue after them read, and those whose values Python code reads.
+    What nothing uses at all belongs to the first stage.
+    """
+    needed = set(rehearsal.everywhere)
+    used = set(rehearsal.everywhere)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    of_block = {
+        block: {names[parameter] for parameter in model.get_submodule(block).parameters()}
+        for block in {event.name for event in rehearsal.events}
+    }
+    for number, event in enumerate(rehearsal.events):
+        parameters = event.parameters | of_block[event.name]
+        used |= parameters
+        if lo <= number < hi:
+            needed |= parameters
+    return frozenset(needed | (set(names.values()) - used if lo == 0 else set()))
+
+
+def shared_parameters(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Parameters that several stages hold, whose gradients are to be added up, and the stages in order.
+
+    Args:
+        cuts: the boundaries between stages, in order.
+    """
+    borders = [0, *cuts, len(rehearsal.events)]
+    holders: dict[str, list[int]] = {}
+    for stage in range(len(borders) - 1):
+        for name in parameters_of(rehearsal, borders[stage], borders[stage + 1], model):
+            holders.setdefault(name, []).append(stage)
+    return {name: tuple(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
+
+
+def keep_own_part(
+    model: nn.Module, rehearsal: Rehearsal, lo: int, hi: int, *, device: torch.device | None = None
+) -> frozenset[str]:
+    """Replaces what the stage [lo, hi) does not need by stand-ins of one element each, on the compute device.
+
+    Buffers that lie in blocks which the stage never calls, and that it does not read, are replaced too.
+
+    Returns:
+        The names of the parameters that are kept.
+    """
+    device = device or device_of(model)
+    kept = parameters_of(rehearsal, lo, hi, model)
+    kept_tensors = {parameter for name, parameter in model.named_parameters() if name in kept}
+    buffers = buffers_of(rehearsal, lo, hi, model)
+    kept_tensors |= {buffer for name, buffer in model.named_buffers() if name in buffers}  # type: ignore[misc]
+
+    def new(tensor: Tensor) -> Tensor | None:
+        if tensor in kept_tensors or isinstance(tensor, (Absent, AbsentBuffer)):
+            return None
+        return (Absent if isinstance(tensor, nn.Parameter) else AbsentBuffer).like(tensor, device)
+
+    replace_tensors(model, new)
+    return kept
+
+
+def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that the stage needs: those outside blocks, those of its blocks, and what else it reads."""
+    own = tuple(event.name + "." for event in rehearsal.events[lo:hi])
+    blocks = tuple(name + "." for name in rehearsal.blocks)
+    read = frozenset().union(*(event.buffers for event in rehearsal.events[lo:hi]))
+    return frozenset(
+        name for name, _ in model.named_buffers() if name in read or name.startswith(own) or not name.startswith(blocks)
+    )

@@ -1,0 +1,244 @@
+"""What a rehearsal found: the events of one kind of microbatch, and what each cut between them would carry.
+
+A *boundary* b lies before event b; a stage is the events from one boundary to another, with the glue after each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """Names a value: by the event or the glue call that made it, and where in its result it is."""
+
+    kind: str
+    index: int
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.index} ({self.place})"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A leaf that is the n-th tensor among the arguments, itself."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A leaf that is a value."""
+
+    key: Key
+
+
+Leaf = Constant | Argument | Made
+PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a call returned."""
+
+    leaves: tuple[Leaf, ...]
+    tree: TreeSpec
+
+    def build(self, arguments: Sequence[Tensor], value: Callable[[Key], Tensor]) -> Any:
+        """The same with these tensors; a value that occurs twice is one tensor."""
+        made: dict[Key, Tensor] = {}
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Constant):
+                leaves.append(leaf.value)
+            elif isinstance(leaf, Argument):
+                leaves.append(arguments[leaf.index])
+            else:
+                if leaf.key not in made:
+                    made[leaf.key] = value(leaf.key)
+                leaves.append(made[leaf.key])
+        return tree_unflatten(leaves, self.tree)
+
+    def text(self) -> str:
+        return f"{self.tree} {[_leaf_text(leaf) for leaf in self.leaves]}"
+
+
+def _leaf_text(leaf: Leaf) -> str:
+    if isinstance(leaf, Constant):
+        return repr(leaf.value) if isinstance(leaf.value, PLAIN) else type(leaf.value).__name__
+    return repr(leaf)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor that depends on what an event computed.
+
+    Attributes:
+        made: step of the forward at which it was made. Calls of blocks and of glue are numbered as steps.
+        last_use: the last step that read it; ``made`` where nothing did.
+        everywhere: Python code has read it (an ``if``), which every later stage runs too.
+        stride: of the tensor in the rehearsal, in elements.
+        attached_later: its graph was given to it after the call that made it had returned.
+    """
+
+    key: Key
+    made: int
+    last_use: int
+    everywhere: bool
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    attached_later: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def text(self) -> str:
+        return f"{self.key} {tuple(self.shape)} {self.dtype} {self.requires_grad}"
+
+
+@dataclass(frozen=True)
+class InnerCall:
+    """A module inside a block that has hooks, which see its output."""
+
+    module: str
+    structure: Structure
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call of a block, and the glue up to the next.
+
+    Attributes:
+        name: of the block.
+        step: at which it was called.
+        calls_before: glue calls before it.
+        structure: what it returned.
+        written: arguments that it changed in place: their numbers, and the values they became.
+        inner: calls inside whose hooks must see an output also where the event is skipped.
+        attributes: tensors it set on modules: module in the block, attribute, value.
+        parameters, buffers, inputs: whose values it, or the glue after it, needs.
+        writes: buffers it changes.
+        seconds: its forward took.
+    """
+
+    name: str
+    step: int
+    calls_before: int
+    structure: Structure
+    written: tuple[tuple[int, Key], ...]
+    inner: tuple[InnerCall, ...]
+    attributes: tuple[tuple[str, str, Key], ...]
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    inputs: frozenset[str]
+    writes: frozenset[str]
+    seconds: float
+
+    def text(self) -> str:
+        inner = [(call.module, call.structure.text()) for call in self.inner]
+        return f"{self.name} {self.calls_before} {self.structure.text()} {self.written} {inner} {self.attributes}"
+
+
+@dataclass(frozen=True)
+class GlueCall:
+    """One call of a function of torch outside blocks.
+
+    Attributes:
+        structure: None where every stage makes the call itself, because nothing in it comes from an event, or because
+            it reads a value; else what it returned.
+        written: arguments that it changed in place, as for an event.
+        reads_value: whether Python learns from it what a tensor holds.
+    """
+
+    name: str
+    structure: Structure | None = None
+    written: tuple[tuple[int, Key], ...] = ()
+    reads_value: bool = False
+
+    def text(self) -> str:
+        return f"{self.name} {self.structure.text() if self.structure else ''} {self.written}"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place between two events.
+
+    Attributes:
+        values: that would cross.
+        copied: those of them that are sent as copies: the stages after it write to them, or their memory is a
+            parameter's, a buffer's or an input's.
+        reasons: why no cut can be made here; empty where one can.
+    """
+
+    values: tuple[Key, ...] = ()
+    copied: frozenset[Key] = frozenset()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One kind of microbatch, from the first event to the loss.
+
+    Attributes:
+        boundaries: one more than there are events; those at both ends carry nothing.
+        everywhere: names of the parameters that every stage needs: Python code reads their values.
+        everywhere_inputs: likewise, of the microbatch.
+        blocks: names of all blocks, called or not.
+        signature: of the kind of microbatch; for this process only.
+    """
+
+    events: tuple[Event, ...]
+    calls: tuple[GlueCall, ...]
+    values: dict[Key, Value]
+    boundaries: tuple[Boundary, ...]
+    everywhere: frozenset[str]
+    everywhere_inputs: frozenset[str]
+    blocks: tuple[str, ...]
+    signature: Hashable
+
+    @property
+    def possible_cuts(self) -> list[int]:
+        """Boundaries at which the model can be cut."""
+        return [b for b in range(1, len(self.events)) if not self.boundaries[b].reasons]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each event's forward."""
+        return [event.seconds for event in self.events]
+
+    @property
+    def crossing_bytes(self) -> list[int]:
+        """At each boundary, one more than there are events."""
+        return [sum(self.values[key].nbytes for key in boundary.values) for boundary in self.boundaries]
+
+    @cached_property
+    def digest(self) -> str:
+        """The same on ranks that found the same."""
+        text = hashlib.sha256()
+        for event in self.events:
+            text.update(event.text().encode())
+        for call in self.calls:
+            text.update(call.text().encode())
+        for boundary in self.boundaries:
+            for key in boundary.values:
+                text.update(self.values[key].text().encode())
+        return text.hexdigest()[:32]

@@ -1,0 +1,337 @@
+"""The notes of a rehearsal: told of every operation, glue call and event, it knows which values are used where.
+
+Inside an event only operations are seen. Outside, every call of a function of torch is a numbered *glue call*; the
+operations it consists of say what it reads and writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
+from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
+from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
+from hydra_ext.pipeline.split.tensors import storage_key, tensors_of
+
+
+@dataclass
+class Usage:
+    """What an event, with the glue after it, needs and changes."""
+
+    roots: set[Root] = field(default_factory=set)
+    writes: set[Root] = field(default_factory=set)
+
+
+@dataclass
+class Running:
+    """The event that runs now.
+
+    Attributes:
+        arguments: its tensors.
+        written: memory from outside that it has written to.
+        reads_values: Python code in it has looked at a tensor's elements.
+    """
+
+    index: int
+    arguments: list[Tensor]
+    written: list[int] = field(default_factory=list)
+    reads_values: bool = False
+
+
+@dataclass
+class GlueContext:
+    """The glue call that runs now.
+
+    Attributes:
+        made: memory that came into being in it.
+        read: what it read that depends on events, by memory.
+        written: memory that it has written such things to.
+        tainted: its results depend on an event, or are random numbers.
+        writes: it has changed something in place.
+    """
+
+    roots: set[Root] = field(default_factory=set)
+    made: set[int] = field(default_factory=set)
+    read: dict[int, Tensor] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    tainted: bool = False
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """No cut at a boundary whose step is in (after, until]; ``until`` None for all that follow."""
+
+    reason: str
+    after: int
+    until: int | None = None
+
+    def holds_at(self, step: int) -> bool:
+        return self.after < step and (self.until is None or step <= self.until)
+
+
+class Recorder:
+    """See the head of the file.
+
+    Attributes:
+        step: of the forward so far.
+        running: the event that runs now; None in glue.
+    """
+
+    def __init__(self) -> None:
+        self.notes: ByStorage[Note] = ByStorage()
+        self.values: dict[Key, Value] = {}
+        self.note_of: dict[Key, Note] = {}
+        self.calls: list[GlueCall] = []
+        self.usages: list[Usage] = []
+        self.refusals: list[Refusal] = []
+        self.undo = Undo()
+        self.everywhere: set[Root] = set()
+        self.frames: dict[int, list[int]] = {}
+        self.event_steps: list[int] = []
+        self.step = 0
+        self.running: Running | None = None
+        self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
+        self._context: GlueContext | None = None
+
+    def note_root(self, tensor: Tensor, root: Root) -> None:
+        """The tensor is there before the forward."""
+        note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
+        note.roots |= {root}
+
+    def next_step(self) -> int:
+        self.step += 1
+        frame = checkpoint_frame()
+        if frame is not None:
+            self.frames.setdefault(frame, []).append(self.step)
+        return self.step
+
+    def refuse(self, reason: str, *, after: int | None = None, until: int | None = None) -> None:
+        refusal = Refusal(reason, self.step if after is None else after, until)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+    def key_of(self, tensor: Tensor) -> Key | None:
+        key: Key | None = self._current.get(tensor)  # type: ignore[no-untyped-call]
+        return key
+
+    def depends_on_events(self, tensor: Tensor) -> bool:
+        note = self.notes.get(tensor)
+        return tensor in self._current or (note is not None and (note.tainted or note.event is not None))
+
+    def make_value(self, key: Key, tensor: Tensor) -> Key:
+        note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
+        self.values[key] = Value(
+            key, self.step, self.step, False, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+        )
+        self.note_of[key] = note
+        note.values.append(key)
+        self._current[tensor] = key
+        return key
+
+    def same_value(self, tensor: Tensor, key: Key) -> None:
+        """Another object for the same value."""
+        self._current[tensor] = key
+
+    def use(self, tensor: Tensor, key: Key | None = None, *, everywhere: bool = False) -> None:
+        """The tensor is read now: as the value it is, or as any that lies in its memory."""
+        key = key or self.key_of(tensor)
+        note = self.notes.get(tensor)
+        keys = [key] if key is not None else list(note.values) if note is not None else []
+        keys = [key for key in keys if self.values[key].made < self.step]
+        if not keys and note is not None and note.tainted and note.event is None:
+            self.refuse("a tensor that depends on an event is read, and it cannot be told from which", after=0)
+        for used in keys:
+            value = self.values[used]
+            self.values[used] = replace(value, last_use=self.step, everywhere=value.everywhere or everywhere)
+        if key is not None:
+            self.note_graph(tensor, key)
+
+    def note_graph(self, tensor: Tensor, key: Key) -> None:
+        """Looks whether the tensor has come to require a gradient since the value was made."""
+        value = self.values[key]
+        if tensor.requires_grad and not value.requires_grad:
+            written = any(step > value.made for step in self.note_of[key].writes)
+            attached = tensor.grad_fn is not None and not written
+            self.values[key] = replace(value, requires_grad=True, attached_later=attached)
+
+    def finish(self, result: Any) -> None:
+        self.step += 1
+        for tensor in tensors_of(result):
+            if self.depends_on_events(tensor):
+                self.use(tensor)
+            note = self.notes.get(tensor)
+            if note is not None and self.usages:
+                self.usages[-1].roots |= note.roots
+        for tensor, key in list(self._current.items()):  # type: ignore[no-untyped-call]
+            self.note_graph(tensor, key)
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+    def before(self, operation: Operation) -> None:
+        for tensor in operation.writes:
+            note = self.notes.get(tensor)
+            if note is None or note.foreign:
+                self.undo.before_write(tensor)
+
+    def after(self, operation: Operation, results: list[Tensor]) -> None:
+        if self.running is not None:
+            self._after_in_event(self.running, operation, results)
+        else:
+            self._after_in_glue(operation, results)
+
+    def _after_in_event(self, event: Running, operation: Operation, results: list[Tensor]) -> None:
+        usage = self.usages[event.index]
+        event.reads_values |= operation.name in VALUE_OPERATIONS
+        given = {storage_key(tensor) for tensor in operation.tensors}
+        for tensor in operation.reads:
+            note = self.notes.get(tensor)
+            if note is None or note.event == event.index:
+                continue
+            usage.roots |= note.roots
+            if note.tainted or note.values or note.event is not None:
+                self._read_in_event(event, tensor, note)
+        for tensor in operation.writes:
+            note = self.notes.get(tensor) or self.notes.put(tensor, Note(event=event.index, foreign=True))
+            note.writes.append(self.step)
+            if note.event != event.index:
+                usage.writes |= {root for root in note.roots if root[0] != "input"}
+                event.written.append(storage_key(tensor))
+        for tensor in results:
+            if self.notes.get(tensor) is None and storage_key(tensor) not in given:
+                self.notes.put(tensor, Note(event=event.index))
+
+    def _read_in_event(self, event: Running, tensor: Tensor, note: Note) -> None:
+        if not self._is_known(tensor, note):
+            return
+        arguments = [t for t in event.arguments if storage_key(t) == storage_key(tensor) and self.key_of(t) is not None]
+        for read in arguments or [tensor]:
+            self.use(read)
+
+    def _is_known(self, tensor: Tensor, note: Note) -> bool:
+        """Whether what an event made and is read outside it can be followed to there; refused where it cannot."""
+        if note.event is None or note.values or tensor in self._current:
+            return True
+        self.refuse(
+            f"a tensor of shape {tuple(tensor.shape)} that event {note.event} made is read outside its block, and did "
+            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?)",
+            after=self.event_steps[note.event],
+        )
+        return False
+
+    def _after_in_glue(self, operation: Operation, results: list[Tensor]) -> None:
+        context = self._context or GlueContext()
+        roots: set[Root] = set()
+        tainted = operation.random and bool(self.usages)
+        for tensor in operation.reads:
+            note = self.notes.get(tensor)
+            roots |= note.roots if note is not None else set()
+            if self.depends_on_events(tensor):
+                tainted = True
+                if storage_key(tensor) not in context.made:
+                    context.read[storage_key(tensor)] = tensor
+                if note is not None:
+                    self._is_known(tensor, note)
+        context.roots |= roots
+        context.tainted |= tainted
+        if tainted and self._context is None:
+            self.refuse(f"{operation.name} works on what an event made, and is no call of a function of torch")
+        if tainted and operation.shape_depends_on_values:
+            self.refuse(f"the shape of what {operation.name} makes depends on values that an event made")
+        for tensor in operation.writes:
+            note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
+            note.writes.append(self.step)
+            context.writes = True
+            if tainted:
+                note.tainted = True
+                context.written.add(storage_key(tensor))
+                self.usages[-1].writes |= {root for root in note.roots if root[0] != "input"}
+            else:
+                note.roots |= roots
+        for tensor in results:
+            if self.notes.get(tensor) is None:
+                context.made.add(storage_key(tensor))
+                self.notes.put(tensor, Note(tainted=tainted, roots=frozenset() if tainted else frozenset(roots)))
+
+    # ---- glue --------------------------------------------------------------------------------------------------------
+    def glue(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes the call and takes its number."""
+        self.next_step()
+        arguments = tensors_of((args, kwargs))
+        sources = [(t, self.key_of(t)) for t in arguments if self.depends_on_events(t)]
+        context = self._context = GlueContext()
+        number = len(self.calls)
+        self.calls.append(GlueCall(name))
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._context = None
+        if name == "__iter__":
+            result = list(result)
+        if sources or context.tainted:
+            result = self._note_tainted(number, result, arguments, sources, context)
+        elif name in VALUE_READS or not (context.writes or tensors_of(result)):
+            self._note_everywhere(context.roots, arguments if name in VALUE_READS else [])
+        return iter(result) if name == "__iter__" else result
+
+    def _note_everywhere(self, roots: Iterable[Root], arguments: list[Tensor]) -> None:
+        self.everywhere |= set(roots)
+        for tensor in arguments:
+            note = self.notes.get(tensor)
+            self.everywhere |= note.roots if note is not None else set()
+
+    def _note_tainted(
+        self,
+        number: int,
+        result: Any,
+        arguments: list[Tensor],
+        sources: list[tuple[Tensor, Key | None]],
+        context: GlueContext,
+    ) -> Any:
+        name = self.calls[number].name
+        leaves, tree = tree_flatten(result)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        leaves_nothing = context.tainted and not made and not context.writes
+        if leaves_nothing or name in VALUE_READS or name in VALUE_COPIES:
+            for tensor, key in sources:
+                self.use(tensor, key, everywhere=True)
+            self._note_everywhere(context.roots, arguments)
+            self.calls[number] = replace(self.calls[number], reads_value=True)
+            return result
+        shared = {storage_key(tensor) for tensor in made if not any(tensor is given for given in arguments)}
+        is_read = context.read.keys() | (shared & {storage_key(tensor) for tensor, _ in sources})
+        if made and not context.tainted and not is_read and not any(t is s for t in made for s, _ in sources):
+            return result  # new zeros like something: every stage makes them
+        for tensor, key in sources:
+            if storage_key(tensor) in is_read:
+                self.use(tensor, key)
+        for memory in context.read.keys() - {storage_key(tensor) for tensor, _ in sources}:
+            self.use(context.read[memory])
+        self.usages[-1].roots |= context.roots
+        written = tuple(
+            (i, self.make_value(Key("call", number, f"argument {i}"), tensor))
+            for i, tensor in enumerate(arguments)
+            if storage_key(tensor) in context.written and not any(tensor is other for other in arguments[:i])
+        )
+        found = [self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves)]
+        self.calls[number] = GlueCall(name, Structure(tuple(found), tree), written)
+        if context.tainted and any(isinstance(leaf, Constant) and not isinstance(leaf.value, PLAIN) for leaf in found):
+            self.refuse(f"{name} returns an object that is no tensor, made from what an event made")
+        return tree_unflatten(leaves, tree)
+
+    def _leaf(self, number: int, place: int, leaf: Any, arguments: list[Tensor]) -> Leaf:
+        if not isinstance(leaf, Tensor):
+            return Constant(leaf)
+        for i, argument in enumerate(arguments):
+            if leaf is argument:
+                return Argument(i)
+        known = self.key_of(leaf)
+        if known is not None and known.kind == "call" and known.index == number:
+            return Made(known)
+        return Made(self.make_value(Key("call", number, f"output {place}"), leaf))

@@ -1,0 +1,155 @@
+"""The rehearsal: one forward of one microbatch that finds out what each cut would carry.
+
+Blocks whose parameters are not there (on the meta device, or held by another stage) are given random ones for the
+length of their call, so that a rehearsal needs the memory of the largest block and of the glue, not of the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.conclusions import concluded
+from hydra_ext.pipeline.split.events import EventRecorder
+from hydra_ext.pipeline.split.operations import Operation, call_name
+from hydra_ext.pipeline.split.randomness import EventRandomness
+from hydra_ext.pipeline.split.record import Rehearsal
+from hydra_ext.pipeline.split.recorder import Recorder
+from hydra_ext.pipeline.split.restoring import unchanged_modules
+from hydra_ext.pipeline.split.signature import signature_of
+from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
+from hydra_ext.pipeline.split.tensors import tensors_of
+from hydra_ext.runtime.rounds.isolation import Surroundings
+
+
+def rehearse(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    seed: int = 0,
+    blocks: Sequence[str] | None = None,
+    device: torch.device | None = None,
+) -> Rehearsal:
+    """Runs ``fn(microbatch)`` once, on copies of the microbatch's tensors, and changes nothing.
+
+    Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
+    ``fn`` changes (a counter of its own) it has changed.
+
+    Args:
+        model: that ``fn`` calls; its parameters real, or absent but for those of the glue.
+        seed: of the microbatch, as for a stage.
+        blocks: names of the modules to take as blocks; found where not given.
+        device: where it computes; that of the first parameter which is there, where not given.
+
+    Raises:
+        SplitError: the forward cannot be followed at all. What only rules out some cuts is in the result.
+    """
+    found = find_blocks(model, blocks)
+    device = device or device_of(model)
+    recorder = Recorder()
+    surroundings = Surroundings(device)
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast that two events share would look like one event's
+    try:
+        with unchanged_modules(model), with_stand_ins(model, device):
+            return _run(recorder, model, found, fn, microbatch, EventRandomness(device, seed), device)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        recorder.undo.restore()
+        surroundings.restore()
+
+
+def _run(
+    recorder: Recorder,
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    randomness: EventRandomness,
+    device: torch.device,
+) -> Rehearsal:
+    signature = signature_of(model, fn, microbatch)
+    for name, parameter in model.named_parameters():
+        recorder.note_root(parameter, ("parameter", name))
+    for name, buffer in model.named_buffers():
+        recorder.note_root(buffer, ("buffer", name))
+    microbatch = _noted_copy(recorder, microbatch)
+    events = EventRecorder(recorder, randomness)
+
+    def call(
+        name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if recorder.running is not None:
+            return forward(*args, **kwargs)
+        with events.event(name, block, args, kwargs) as event, present(block, device, recorder):
+            started = _now(device)
+            event.output = forward(*args, **kwargs)
+            event.seconds = _now(device) - started
+        return event.output
+
+    randomness.begin()
+    with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder):
+        result = fn(microbatch)
+    recorder.finish(result)
+    if not events.events:
+        raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
+    return concluded(recorder, events.events, blocks, signature)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _noted_copy(recorder: Recorder, microbatch: Any) -> Any:
+    """The microbatch with its own memory; what was one tensor is one again."""
+    leaves, tree = tree_flatten_with_path(microbatch)
+    copies: dict[int, Tensor] = {}
+    copied: list[Any] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            recorder.note_root(copies[id(leaf)], ("input", keystr(path)))
+            copied.append(copies[id(leaf)])
+        else:
+            copied.append(leaf)
+    return tree_unflatten(copied, tree)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() != -1:
+            raise SplitError("fn runs a backward of its own, whose graph a cut would tear: give stages= explicitly")
+        operation = Operation.of(func, args, kwargs or {})
+        self._recorder.before(operation)
+        result = func(*args, **(kwargs or {}))
+        self._recorder.after(operation, tensors_of(result))
+        return result
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = call_name(func)
+        if name is None or self._recorder.running is not None:
+            return func(*args, **(kwargs or {}))
+        return self._recorder.glue(name, func, args, kwargs or {})

@@ -1,0 +1,337 @@
+"""One forward of one stage: the events before it are skipped, its own run, and the next ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.operations import VALUE_READS, call_name
+from hydra_ext.pipeline.split.randomness import EventRandomness
+from hydra_ext.pipeline.split.record import PLAIN, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
+from hydra_ext.pipeline.split.tensors import StandIns, tensors_of
+from hydra_ext.pipeline.split.watch import StandInWatch
+
+Forward = Callable[..., Any]
+
+
+class StageDone(BaseException):
+    """Ends the program's forward where the stage ends."""
+
+
+class StageRun(TorchFunctionMode):
+    """The calls of one forward, in the order of the rehearsal.
+
+    Attributes:
+        captured: values that the next stage gets, as they are when the forward has ended.
+        own: the stage's first event has begun.
+        done: its last has ended, with the glue after it.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        lo: int,
+        hi: int,
+        arrived: dict[Key, Tensor],
+        stand_ins: StandIns,
+        randomness: EventRandomness,
+        watch: StandInWatch | None,
+    ) -> None:
+        super().__init__()
+        self._rehearsal = rehearsal
+        self._lo, self._hi = lo, hi
+        self._arrived = arrived
+        self._stand_ins = stand_ins
+        self._randomness = randomness
+        self._watch = watch
+        self._sent = set(rehearsal.boundaries[hi].values)
+        self._sent_calls = {key.index for key in self._sent if key.kind == "call"}
+        self._event = 0
+        self._call = 0
+        self._inside = False
+        self.captured = {key: tensor for key, tensor in arrived.items() if key in self._sent}
+        self.own = lo == 0
+        self.done = False
+
+    def check_end(self) -> None:
+        """The program's forward has returned.
+
+        Raises:
+            SplitError: it has done less, or more, than in the rehearsal, or swallowed the end of the stage.
+        """
+        events, calls = len(self._rehearsal.events), len(self._rehearsal.calls)
+        if self._hi < events:
+            raise SplitError(
+                f"fn returned before event {self._hi} began: it catches BaseException, or does not take the way of the "
+                "rehearsal"
+            )
+        if (self._event, self._call) != (events, calls):
+            raise SplitError(
+                f"fn made {self._event} calls of blocks and {self._call} of functions; in the rehearsal it was "
+                f"{events} and {calls}"
+            )
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+    def call_block(
+        self, name: str, block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self._inside:
+            return forward(*args, **kwargs)
+        if self.done:
+            raise StageDone
+        number = self._event
+        event = self._expected_event(name, number)
+        if number == self._hi:
+            self.done = True
+            raise StageDone
+        self._event += 1
+        if number < self._lo:
+            return self._skip(number, event, block, args, kwargs)
+        self.own = True
+        return self._run(number, event, block, forward, args, kwargs)
+
+    def _expected_event(self, name: str, number: int) -> Event:
+        events = self._rehearsal.events
+        if number >= len(events) or events[number].name != name:
+            there = events[number].name if number < len(events) else "the end"
+            raise SplitError(f"event {number} is a call of {name}; in the rehearsal it was {there}")
+        if self._call != events[number].calls_before:
+            raise SplitError(
+                f"{self._call} functions of torch were called before event {number} ({name}); in the rehearsal it was "
+                f"{events[number].calls_before}"
+            )
+        return events[number]
+
+    def _skip(self, number: int, event: Event, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known: dict[Key, Tensor] = {}
+
+        def value(key: Key) -> Tensor:
+            if key not in known:
+                known[key] = self._value(key)
+            return known[key]
+
+        arguments = tensors_of((args, kwargs))
+        self._inside = True
+        try:
+            for inner in event.inner:
+                _call_hooks(block.get_submodule(inner.module), inner.structure.build([], value))
+            for module, attribute, key in event.attributes:
+                setattr(block.get_submodule(module), attribute, value(key))
+            for position, key in event.written:
+                self._overwrite(arguments[position], key)
+            return event.structure.build(arguments, value)
+        finally:
+            self._inside = False
+            self._randomness.leave(number)
+
+    def _run(
+        self,
+        number: int,
+        event: Event,
+        block: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self._randomness.enter(number)
+        try:
+            with self._unnumbered(), self._strictly(), self._inner_outputs(event, block):
+                output = forward(*args, **kwargs)
+        finally:
+            self._randomness.leave(number)
+        arguments = tensors_of((args, kwargs))
+        self._check_output(event, output, arguments)
+        for module, attribute, key in event.attributes:
+            self._capture(key, getattr(block.get_submodule(module), attribute))
+        for position, key in event.written:
+            self._capture(key, arguments[position])
+        return output
+
+    def _check_output(self, event: Event, output: Any, arguments: Sequence[Tensor]) -> None:
+        leaves, tree = tree_flatten(output)
+        structure = event.structure
+        if tree != structure.tree:
+            raise SplitError(f"block {event.name} returns {tree}; in the rehearsal it was {structure.tree}")
+        for leaf, expected in zip(leaves, structure.leaves, strict=True):
+            if isinstance(expected, Made):
+                value = self._rehearsal.values[expected.key]
+                if not isinstance(leaf, Tensor) or (leaf.shape != value.shape and value.last_use > value.made):
+                    there = _shown_value(value.shape)
+                    raise SplitError(f"block {event.name} returns {_shown(leaf)}; in the rehearsal it was {there}")
+                self._capture(expected.key, leaf)
+            elif isinstance(expected, Constant):
+                if isinstance(expected.value, PLAIN) and not _equal(leaf, expected.value):
+                    raise SplitError(
+                        f"block {event.name} returns {_shown(leaf)}, where it returned {expected.value!r} in the "
+                        "rehearsal: what a stage that skips the block cannot know must be a tensor"
+                    )
+            elif leaf is not arguments[expected.index]:
+                raise SplitError(f"block {event.name} no longer returns one of its arguments")
+
+    @contextmanager
+    def _inner_outputs(self, event: Event, block: nn.Module) -> Iterator[None]:
+        """Captures what modules inside returned to their hooks."""
+        if not event.inner:
+            yield
+            return
+        names = {module: name for name, module in block.named_modules() if name}
+        expected = iter(event.inner)
+
+        def hook(module: nn.Module, _args: Any, output: Any) -> None:
+            if module not in names or not module._forward_hooks:
+                return
+            call = next(expected, None)
+            leaves, tree = tree_flatten(output)
+            if call is None or call.module != names[module] or call.structure.tree != tree:
+                raise SplitError(f"the calls inside block {event.name} are not those of the rehearsal")
+            for leaf, place in zip(leaves, call.structure.leaves, strict=True):
+                if isinstance(place, Made):
+                    self._capture(place.key, leaf)
+
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    # ---- glue --------------------------------------------------------------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = None if self._inside else call_name(func)
+        if name is None:
+            return func(*args, **kwargs)
+        if self.done:
+            raise StageDone
+        number = self._call
+        self._call += 1
+        calls = self._rehearsal.calls
+        if number >= len(calls) or calls[number].name != name:
+            there = calls[number].name if number < len(calls) else "the end"
+            raise SplitError(f"call {number} of a function of torch is {name}; in the rehearsal it was {there}")
+        call = calls[number]
+        if call.structure is None:
+            if call.reads_value or name in VALUE_READS:
+                self._check_readable(name, tensors_of((args, kwargs)))
+            return func(*args, **kwargs)
+        if not self.own:
+            return self._skip_call(call, call.structure, args, kwargs)
+        return self._run_call(number, call, call.structure, func, args, kwargs)
+
+    def _check_readable(self, name: str, tensors: list[Tensor]) -> None:
+        if any(self._stand_ins.holds(t) or (self._watch is not None and self._watch.what(t)) for t in tensors):
+            raise SplitError(f"{name} reads a value that has not come to this stage: the rehearsal did not see it read")
+
+    def _skip_call(self, call: GlueCall, structure: Structure, args: Any, kwargs: Any) -> Any:
+        arguments = tensors_of((args, kwargs))
+        self._inside = True
+        try:
+            for position, key in call.written:
+                self._overwrite(arguments[position], key)
+            result = structure.build(arguments, self._value)
+        finally:
+            self._inside = False
+        return iter(result) if call.name == "__iter__" else result
+
+    def _run_call(self, number: int, call: GlueCall, structure: Structure, func: Any, args: Any, kwargs: Any) -> Any:
+        with self._strictly():
+            result = func(*args, **kwargs)
+        if call.name == "__iter__":
+            result = list(result)
+        if number in self._sent_calls:
+            leaves = tree_leaves(result)
+            arguments = tensors_of((args, kwargs))
+            if len(leaves) != len(structure.leaves) or any(p >= len(arguments) for p, _ in call.written):
+                raise SplitError(f"{call.name} returns something else than in the rehearsal")
+            for leaf, expected in zip(leaves, structure.leaves, strict=True):
+                if isinstance(expected, Made):
+                    self._capture(expected.key, leaf)
+            for position, key in call.written:
+                self._capture(key, arguments[position])
+        return iter(result) if call.name == "__iter__" else result
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+    def _value(self, key: Key) -> Tensor:
+        """What arrived, or a stand-in."""
+        if key in self._arrived:
+            return self._arrived[key]
+        value = self._rehearsal.values[key]
+        return self._stand_ins.make(value.shape, value.dtype)
+
+    def _overwrite(self, target: Tensor, key: Key) -> None:
+        """The target becomes what a skipped call made of it."""
+        arrived = self._arrived.get(key)
+        if arrived is None:
+            if self._watch is not None and not self._stand_ins.holds(target):
+                self._watch.mark(target)
+            return
+        if self._stand_ins.holds(target):
+            target.data = torch.empty_like(arrived)
+        with torch.set_grad_enabled(arrived.requires_grad):
+            target.copy_(arrived)
+        if self._watch is not None:
+            self._watch.clear(target)
+
+    def _capture(self, key: Key, tensor: Any) -> None:
+        if key in self._sent:
+            if not isinstance(tensor, Tensor) or tensor.shape != self._rehearsal.values[key].shape:
+                raise SplitError(
+                    f"{key} is {_shown(tensor)}; in the rehearsal it was "
+                    f"{_shown_value(self._rehearsal.values[key].shape)}"
+                )
+            self.captured[key] = tensor
+
+    # ---- modes -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _unnumbered(self) -> Iterator[None]:
+        """No function inside is numbered; where we are the innermost mode, none costs anything either."""
+        depth = torch._C._len_torch_function_stack()
+        innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
+        self._inside = True
+        if innermost:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            if innermost:
+                _push_mode(self)  # type: ignore[no-untyped-call]
+            self._inside = False
+
+    @contextmanager
+    def _strictly(self) -> Iterator[None]:
+        if self._watch is None:
+            yield
+            return
+        self._watch.strict = True
+        try:
+            yield
+        finally:
+            self._watch.strict = False
+
+
+def _call_hooks(module: nn.Module, output: Any) -> None:
+    """As the module's call would, after its forward."""
+    for number, hook in list(module._forward_hooks.items()):
+        if number in module._forward_hooks_with_kwargs:
+            changed = hook(module, (), {}, output)
+        else:
+            changed = hook(module, (), output)
+        output = output if changed is None else changed
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one == other or (one != one and other != other))
+
+
+def _shown(leaf: Any) -> str:
+    return _shown_value(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _shown_value(shape: torch.Size) -> str:
+    return f"a tensor of shape {tuple(shape)}"

@@ -1,0 +1,53 @@
+"""What kind of microbatch it is: of one kind, all take the same way through the model, unless values decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.pipeline.split.tensors import Absent
+
+
+def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:
+    """Structure, shapes, dtypes and Python numbers of the microbatch, ``fn``'s code, and the modes that a forward sees.
+
+    Objects that are neither tensors nor numbers count by their type.
+    """
+    leaves, tree = tree_flatten(microbatch)
+    modes = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return (
+        tree,
+        tuple(_leaf(leaf) for leaf in leaves),
+        _code(fn),
+        tuple(module.training for module in model.modules()),
+        tuple(_is_trainable(parameter) for parameter in model.parameters()),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        modes,
+    )
+
+
+def _is_trainable(parameter: nn.Parameter) -> bool:
+    return parameter.trainable if isinstance(parameter, Absent) else parameter.requires_grad
+
+
+def _leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+    kind: Any = type(leaf)
+    return (kind, leaf) if isinstance(leaf, PLAIN) else kind
+
+
+def _code(fn: Callable[[Any], Any]) -> Hashable:
+    """The same for a function that is defined anew in every step."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    function = getattr(fn, "__func__", fn)
+    kind: Any = type(fn)
+    code: Hashable = getattr(function, "__code__", kind)
+    return code

@@ -1,0 +1,285 @@
+"""A stage of a plain module: a range of events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hydra_ext.errors import SplitError, StateError
+from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.ownership import parameters_of
+from hydra_ext.pipeline.split.randomness import EventRandomness
+from hydra_ext.pipeline.split.record import Key, Rehearsal
+from hydra_ext.pipeline.split.rehearse import rehearse
+from hydra_ext.pipeline.split.run import StageDone, StageRun
+from hydra_ext.pipeline.split.signature import signature_of
+from hydra_ext.pipeline.split.stand_ins import device_of
+from hydra_ext.pipeline.split.tensors import Arrival, StandIns
+from hydra_ext.pipeline.split.watch import StandInWatch
+from hydra_ext.pipeline.stage_program import Crossing
+from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.runtime.rounds.step import split
+
+
+class SplitStage:
+    """The events [lo, hi) of a model that is called as a whole by ``fn``; a stage program.
+
+    A microbatch of a new kind (:func:`~hydra_ext.pipeline.split.signature.signature_of`) is rehearsed first: one more
+    forward, which every rank makes by itself, with random parameters in the blocks that it does not hold. Then its
+    forward is watched, which takes about twice the time. Should a rank's rehearsal differ from another's, because
+    parameters decide which way the forward takes, then the structures of what crosses differ, and that is an error.
+
+    ``fn`` is called once more for that, on a copy of the microbatch, and on all ranks but the last it ends early: what
+    it does beside calling the model it does as often.
+
+    Raises:
+        SplitError: from the forward: the model cannot be cut there for this kind of microbatch, or the forward did not
+            take the way of the rehearsal.
+    """
+
+    def __init__(
+        self, model: nn.Module, rehearsal: Rehearsal, lo: int, hi: int, *, device: torch.device | None = None
+    ) -> None:
+        """
+        Args:
+            model: that ``fn`` calls; at least the parameters that :func:`parameters_of` names must be real.
+            rehearsal: of the kind of microbatch by which the cuts were chosen.
+            device: of the computation; that of the first real parameter where not given.
+
+        Raises:
+            SplitError: there can be no cut at ``lo`` or ``hi``.
+        """
+        count = len(rehearsal.events)
+        if not 0 <= lo < hi <= count:
+            raise SplitError(f"a stage of the events [{lo}, {hi}): the model has {count}")
+        self._model = model
+        self._lo, self._hi = lo, hi
+        self._names = [event.name for event in rehearsal.events]
+        self._blocks = find_blocks(model, rehearsal.blocks)
+        self._device = device or device_of(model)
+        self._stand_ins = StandIns(self._device)
+        self._rehearsals: dict[Hashable, Rehearsal] = {rehearsal.signature: rehearsal}
+        self._watched: set[Hashable] = set()
+        self._check(rehearsal)
+
+    def forward(
+        self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
+    ) -> SplitPass:
+        """See :class:`~hydra_ext.pipeline.stage_program.StageProgram`; without grad mode there is no backward."""
+        signature = signature_of(self._model, fn, microbatch)
+        rehearsal = self._rehearsals.get(signature)
+        if rehearsal is None:
+            rehearsal = rehearse(self._model, fn, microbatch, seed=seed, blocks=list(self._blocks), device=self._device)
+            self._check(rehearsal)
+            self._rehearsals[signature] = rehearsal
+        watch = None if signature in self._watched else StandInWatch(self._stand_ins, self._absent(rehearsal))
+        surroundings = Surroundings(self._device)
+        torch.clear_autocast_cache()
+        try:
+            result = self._forward(
+                rehearsal, fn, microbatch, arriving, EventRandomness(self._device, seed), watch, divisor
+            )
+        finally:
+            torch.clear_autocast_cache()
+            surroundings.restore()
+        self._watched.add(signature)
+        return result
+
+    def _forward(
+        self,
+        rehearsal: Rehearsal,
+        fn: Callable[..., Any],
+        microbatch: Any,
+        arriving: Crossing | None,
+        randomness: EventRandomness,
+        watch: StandInWatch | None,
+        divisor: int,
+    ) -> SplitPass:
+        arrival, arrived = self._arrive(rehearsal, arriving)
+        run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch)
+        passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
+        randomness.begin()
+        output: Any = None
+        try:
+            with blocks_call(self._blocks, run.call_block), watch or nullcontext(), run:
+                output = fn(microbatch)
+            run.check_end()
+        except StageDone:
+            pass
+        except (SplitError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if run.own:
+                raise
+            raise SplitError(
+                f"fn failed while the events before {self._lo} were skipped: {type(error).__name__}: {error}"
+            ) from error
+        for key, tensor in arrived.items():
+            if rehearsal.values[key].requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
+                raise SplitError(
+                    f"{key} has lost its graph on the way through a skipped block (a reentrant checkpoint round it?): "
+                    "use checkpoint(..., use_reentrant=False)"
+                )
+        if self._is_last:
+            passed.end(output, divisor, watch)
+        else:
+            passed.leave(run.captured, self._hi)
+        return passed
+
+    @property
+    def _is_last(self) -> bool:
+        return self._hi == len(self._names)
+
+    def _check(self, rehearsal: Rehearsal) -> None:
+        names = [event.name for event in rehearsal.events]
+        if names != self._names:
+            raise SplitError(
+                f"this kind of microbatch calls {len(names)} blocks, {names}; the cuts were chosen for "
+                f"{len(self._names)}, {self._names}: make a pipeline of its own for it"
+            )
+        for boundary in (self._lo, self._hi):
+            if rehearsal.boundaries[boundary].reasons:
+                raise SplitError(
+                    f"no cut can be made before event {boundary} ({names[boundary]}): "
+                    + "; ".join(rehearsal.boundaries[boundary].reasons)
+                    + f". Cuts are possible before the events {rehearsal.possible_cuts}, or give stages= explicitly"
+                )
+
+    def _absent(self, rehearsal: Rehearsal) -> list[Tensor]:
+        needed = parameters_of(rehearsal, self._lo, self._hi, self._model)
+        return [tensor for name, tensor in self._model.named_parameters() if name not in needed]
+
+    def _arrive(self, rehearsal: Rehearsal, arriving: Crossing | None) -> tuple[Arrival, dict[Key, Tensor]]:
+        keys = rehearsal.boundaries[self._lo].values
+        crossing = arriving or Crossing((), (), _structure(rehearsal, 0))
+        expected = _structure(rehearsal, self._lo)
+        if crossing.structure != expected or len(crossing.tensors) != len(keys):
+            raise SplitError(
+                f"what the stage before sent ({crossing.structure}, {len(crossing.tensors)} tensors) is not what this "
+                f"stage's rehearsal says ({expected}, {len(keys)}): the ranks' forwards do not take the same way, or "
+                "their microbatches differ"
+            )
+        for key, tensor in zip(keys, crossing.tensors, strict=True):
+            if tensor.shape != rehearsal.values[key].shape or tensor.dtype != rehearsal.values[key].dtype:
+                raise SplitError(
+                    f"{key} arrived as {tensor.dtype} {tuple(tensor.shape)}; in the rehearsal it was "
+                    f"{rehearsal.values[key].dtype} {tuple(rehearsal.values[key].shape)}"
+                )
+        tensors = [_laid_out(t, rehearsal.values[key].stride) for key, t in zip(keys, crossing.tensors, strict=True)]
+        arrival = Arrival(tensors, crossing.requires_grad)
+        return arrival, dict(zip(keys, arrival.tensors, strict=True))
+
+
+class SplitPass:
+    """One microbatch in one stage; see :class:`~hydra_ext.pipeline.stage_program.StagePass`."""
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        blocks: dict[str, nn.Module],
+        randomness: EventRandomness,
+        arrival: Arrival,
+    ) -> None:
+        self._rehearsal = rehearsal
+        self._blocks = blocks
+        self._randomness = randomness
+        self._gradients = arrival.gradients
+        self._roots: list[Tensor] | None = []
+        self.leaving: Crossing | None = None
+        self.loss: Tensor | None = None
+        self.metrics: Any = None
+
+    def leave(self, captured: dict[Key, Tensor], boundary: int) -> None:
+        """The stage has ended before the boundary's event."""
+        border = self._rehearsal.boundaries[boundary]
+        tensors = []
+        for key in border.values:
+            tensor = captured.get(key)
+            value = self._rehearsal.values[key]
+            if tensor is None:
+                raise SplitError(f"{key} was not made by this stage, nor did it arrive")
+            if tensor.requires_grad != value.requires_grad:
+                raise SplitError(
+                    f"{key} {'requires' if tensor.requires_grad else 'does not require'} a gradient, unlike in the "
+                    "rehearsal (a reentrant checkpoint? use checkpoint(..., use_reentrant=False))"
+                )
+            tensors.append(tensor)
+        self._roots = tensors
+        self.leaving = Crossing(
+            tuple(
+                tensor.detach().clone() if key in border.copied else tensor.detach()
+                for key, tensor in zip(border.values, tensors, strict=True)
+            ),
+            tuple(tensor.requires_grad for tensor in tensors),
+            _structure(self._rehearsal, boundary),
+        )
+
+    def end(self, output: Any, divisor: int, watch: StandInWatch | None) -> None:
+        """``fn`` has returned."""
+        loss, metrics = split(output)
+        if watch is not None and watch.what(loss):
+            raise SplitError(f"the loss depends on {watch.what(loss)}, which the rehearsal did not see")
+        if torch.is_grad_enabled():
+            if not loss.requires_grad or loss.numel() != 1:
+                raise ValueError(
+                    f"fn returned a loss of shape {tuple(loss.shape)}"
+                    + ("" if loss.requires_grad else " that depends on no trainable parameter")
+                    + ": return a scalar to run backward from"
+                )
+            self._roots = [loss / divisor if divisor != 1 else loss]
+        self.loss = loss.detach()
+        self.metrics = tree_map_only(Tensor, Tensor.detach, metrics)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """See :class:`~hydra_ext.pipeline.stage_program.StagePass`."""
+        if self._roots is None:
+            raise StateError("this microbatch's backward has run in this stage: it can run once")
+        roots, self._roots = self._roots, None
+        received: Sequence[Tensor | None] = gradients if self.leaving is not None else [None]
+        wanted = [
+            (root, gradient)
+            for root, gradient in zip(roots, received, strict=True)
+            if root.requires_grad and (gradient is not None or self.leaving is None)
+        ]
+        if wanted:
+            with blocks_call(self._blocks, self._call_again):
+                torch.autograd.backward([root for root, _ in wanted], [gradient for _, gradient in wanted])
+        return tuple(self._gradients)
+
+    def _call_again(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A checkpoint round a block, which has brought back the random state from before it: that tells the event."""
+        number = self._event_seeded(torch.initial_seed())
+        if number is None or self._rehearsal.events[number].name != name:
+            return forward(*args, **kwargs)
+        self._randomness.enter(number)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._randomness.leave(number)
+
+    def _event_seeded(self, seed: int) -> int | None:
+        before = (self._randomness.before(number) for number in range(len(self._rehearsal.events)))
+        return next((number for number, other in enumerate(before) if other == seed), None)
+
+
+def _structure(rehearsal: Rehearsal, boundary: int) -> str:
+    return f"{rehearsal.digest}/{boundary}"
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """With the strides of the rehearsal where they leave no gaps: kernels may round otherwise for others."""
+    if tensor.stride() == stride:
+        return tensor
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size != 1):
+        if step != expected:
+            return tensor
+        expected *= size
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,138 @@
+"""Tensors in nested arguments; stand-ins for those that are not there; tensors that came from another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """In the order of the pytree; what is inside objects that are no pytree is not looked at."""
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; for those without storage, equal for themselves only."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+        return key
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+def poison(dtype: torch.dtype) -> float | int | bool:
+    """What nobody would take for a result."""
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+class StandIns:
+    """Tensors of any shape that hold nothing: all elements are one element of memory.
+
+    They are no views, so that they can be given memory of their own where a program writes to them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._elements: dict[torch.dtype, Tensor] = {}
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        element = self._elements.get(dtype)
+        if element is None:
+            with torch.inference_mode(False):
+                element = torch.full((), poison(dtype), dtype=dtype, device=self._device)
+            self._elements[dtype] = element
+        return repeated(element, shape)
+
+    def keys(self) -> set[int]:
+        return {storage_key(element) for element in self._elements.values()}
+
+    def holds(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self.keys()
+
+
+def repeated(element: Tensor, shape: Sequence[int]) -> Tensor:
+    """One element seen as many, without being a view of it."""
+    with torch.no_grad(), torch.inference_mode(False):
+        empty = torch.empty(0, dtype=element.dtype, device=element.device)
+        return empty.set_(element.untyped_storage(), 0, tuple(shape), (0,) * len(shape))  # type: ignore[no-any-return,no-untyped-call,arg-type,call-overload,unused-ignore]
+
+
+class Absent(nn.Parameter):
+    """In the place of a parameter that another stage holds: its shape and device, but one element of memory.
+
+    Attributes:
+        trainable: whether the parameter requires a gradient where it is held.
+    """
+
+    trainable: bool
+
+    @staticmethod
+    def like(parameter: Tensor, device: torch.device) -> Absent:
+        element = torch.full((), poison(parameter.dtype), dtype=parameter.dtype, device=device)
+        made: Absent = torch.Tensor._make_subclass(Absent, repeated(element, parameter.shape), False)
+        made.trainable = parameter.trainable if isinstance(parameter, Absent) else parameter.requires_grad
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        if id(self) not in memo:
+            memo[id(self)] = Absent.like(self, self.device)
+        made: Absent = memo[id(self)]
+        return made
+
+
+class AbsentBuffer(Tensor):
+    """In the place of a buffer that another stage holds."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment,unused-ignore]
+
+    @staticmethod
+    def like(buffer: Tensor, device: torch.device) -> AbsentBuffer:
+        element = torch.full((), poison(buffer.dtype), dtype=buffer.dtype, device=device)
+        made: AbsentBuffer = torch.Tensor._make_subclass(AbsentBuffer, repeated(element, buffer.shape), False)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentBuffer:
+        if id(self) not in memo:
+            memo[id(self)] = AbsentBuffer.like(self, self.device)
+        made: AbsentBuffer = memo[id(self)]
+        return made
+
+
+class Arrival:
+    """Tensors from the stage before, as parts of this stage's graph; collects their gradients.
+
+    They are neither leaves nor views, so that a program may write to them, and gradients of all uses arrive summed.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> None:
+        self.gradients: list[Tensor | None] = [None] * len(tensors)
+        self.tensors = [tensor.detach() for tensor in tensors]
+        differentiable = [i for i, wanted in enumerate(requires_grad) if wanted and torch.is_grad_enabled()]
+        if differentiable:
+            start = torch.zeros((), requires_grad=True)
+            entered = _Enter.apply(start, differentiable, [self.tensors[i] for i in differentiable], self.gradients)  # type: ignore[no-untyped-call]
+            for i, tensor in zip(differentiable, entered, strict=True):
+                self.tensors[i] = tensor
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, positions: list[int], tensors: list[Tensor], gradients: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        # Not the tensors: they hold the graph, and the graph holds this.
+        ctx.positions, ctx.gradients = positions, gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        for position, gradient in zip(ctx.positions, gradients, strict=True):
+            ctx.gradients[position] = gradient
+        return None, None, None, None

@@ -1,0 +1,57 @@
+"""The watch over a stage's first forward of a kind: nothing it computes may depend on what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.notes import ByStorage
+from hydra_ext.pipeline.split.operations import VALUE_OPERATIONS, Operation
+from hydra_ext.pipeline.split.tensors import StandIns, tensors_of
+
+
+class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows stand-ins through the operations of glue that every stage runs.
+
+    Attributes:
+        strict: the stage computes something of its own, which may not read them.
+    """
+
+    def __init__(self, stand_ins: StandIns, absent: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stand_ins = stand_ins
+        self._marked: ByStorage[str] = ByStorage()
+        for tensor in absent:
+            self._marked.put(tensor, "a parameter or buffer that another stage holds")
+        self.strict = False
+
+    def what(self, tensor: Tensor) -> str | None:
+        """Why the tensor holds nothing; None for one that does."""
+        if self._stand_ins.holds(tensor):
+            return "a value of another stage"
+        return self._marked.get(tensor)
+
+    def mark(self, tensor: Tensor) -> None:
+        self._marked.put(tensor, "a value of another stage")
+
+    def clear(self, tensor: Tensor) -> None:
+        self._marked.discard(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = Operation.of(func, args, kwargs or {})
+        missing = next((found for found in map(self.what, operation.reads) if found is not None), None)
+        if missing is not None and (self.strict or operation.name in VALUE_OPERATIONS):
+            raise SplitError(
+                f"{operation.name} reads {missing}, which the rehearsal did not see: the forward does not take the "
+                "way that it took then. Let it depend on the microbatch's shapes only, or give stages= explicitly"
+            )
+        result = func(*args, **(kwargs or {}))
+        if missing is not None:
+            for tensor in (*tensors_of(result), *operation.writes):
+                self._marked.put(tensor, missing)
+        self._marked.purge()
+        return result

@@ -1,0 +1,156 @@
+"""Stages of a plain model in one process: copies of it, run one after another, each without what it does not hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.pipeline.split import Rehearsal, SplitPass, SplitStage, buffers_of, keep_own_part, rehearse
+from hydra_ext.pipeline.stage_program import Crossing
+
+Fn = Callable[[nn.Module, Any], Any]
+SEED = 7
+
+
+@dataclass
+class Outcome:
+    """Of one or several microbatches.
+
+    Attributes:
+        losses: what each gave.
+        gradients: of all parameters that got one; those of shared ones added up, the last stage's first.
+        buffers: each as the stage has it that writes it.
+        metrics: of the last microbatch.
+    """
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    metrics: Any = None
+
+
+@dataclass
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        kept: names of the parameters of each stage.
+    """
+
+    fn: Fn
+    rehearsal: Rehearsal
+    borders: list[int]
+    models: list[nn.Module] = field(default_factory=list)
+    programs: list[SplitStage] = field(default_factory=list)
+    kept: list[frozenset[str]] = field(default_factory=list)
+
+    def forward(self, batch: Any, *, seed: int = SEED, divisor: int = 1) -> list[SplitPass]:
+        passes: list[SplitPass] = []
+        crossing: Crossing | None = None
+        for model, program in zip(self.models, self.programs, strict=True):
+            passes.append(program.forward(bound(self.fn, model), batch, crossing, seed=seed, divisor=divisor))
+            crossing = sent(passes[-1].leaving)
+        return passes
+
+    def backward(self, passes: Sequence[SplitPass]) -> None:
+        gradients: tuple[Tensor | None, ...] = ()
+        for run in reversed(passes):
+            gradients = run.backward(gradients)
+            gradients = tuple(None if gradient is None else gradient.contiguous().clone() for gradient in gradients)
+
+    def outcome(self, runs: Sequence[Sequence[SplitPass]]) -> Outcome:
+        gradients: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for stage, model in reversed(list(enumerate(self.models))):
+            for name, parameter in model.named_parameters():
+                if name in self.kept[stage] and parameter.grad is not None:
+                    known = gradients.get(name)
+                    gradients[name] = parameter.grad if known is None else known + parameter.grad
+            lo, hi = self.borders[stage : stage + 2]
+            written = frozenset().union(*(event.writes for event in self.rehearsal.events[lo:hi]))
+            for name, buffer in model.named_buffers():
+                if name in buffers_of(self.rehearsal, lo, hi, model) and (name in written or name not in buffers):
+                    buffers[name] = buffer
+        return Outcome([run[-1].loss for run in runs], gradients, buffers, runs[-1][-1].metrics)
+
+
+def bound(fn: Fn, model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: fn(model, batch)
+
+
+def sent(crossing: Crossing | None) -> Crossing | None:
+    """As after a way between processes: other memory, laid out without gaps."""
+    if crossing is None:
+        return None
+    tensors = tuple(tensor.contiguous().clone() for tensor in crossing.tensors)
+    return Crossing(tensors, crossing.requires_grad, crossing.structure)
+
+
+def rehearsed(model: nn.Module, fn: Fn, batch: Any, *, blocks: Sequence[str] | None = None) -> Rehearsal:
+    return rehearse(model, bound(fn, model), batch, seed=SEED, blocks=blocks)
+
+
+def cut(model: nn.Module, fn: Fn, rehearsal: Rehearsal, cuts: Sequence[int]) -> Stages:
+    """Copies of the model, in each of which only the stage's own part is left."""
+    stages = Stages(fn, rehearsal, [0, *cuts, len(rehearsal.events)])
+    for lo, hi in zip(stages.borders[:-1], stages.borders[1:], strict=True):
+        part = copy.deepcopy(model)
+        stages.kept.append(keep_own_part(part, rehearsal, lo, hi))
+        stages.models.append(part)
+        stages.programs.append(SplitStage(part, rehearsal, lo, hi))
+    return stages
+
+
+def run(model: nn.Module, fn: Fn, batches: Sequence[Any], cuts: Sequence[int], rehearsal: Rehearsal) -> Outcome:
+    """Forwards and backwards in turn."""
+    stages = cut(model, fn, rehearsal, cuts)
+    runs = []
+    for number, batch in enumerate(batches):
+        runs.append(stages.forward(batch, seed=SEED + number))
+        stages.backward(runs[-1])
+    return stages.outcome(runs)
+
+
+def run_plainly(model: nn.Module, fn: Fn, batches: Sequence[Any]) -> Outcome:
+    """The model itself, as a loop over batches runs it."""
+    model = copy.deepcopy(model)
+    losses = []
+    for batch in copy.deepcopy(list(batches)):
+        output = fn(model, batch)
+        loss = output[0] if isinstance(output, tuple) else output
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(losses, gradients, dict(model.named_buffers()))
+
+
+def even_cuts(rehearsal: Rehearsal, stages: int) -> list[int]:
+    """About as many events in each."""
+    possible = rehearsal.possible_cuts
+    wanted = [round(i * len(rehearsal.events) / stages) for i in range(1, stages)]
+    found = sorted({min(possible, key=lambda cut: (abs(cut - place), cut)) for place in wanted})
+    if len(found) != stages - 1:
+        raise ValueError(f"no {stages} stages: cuts are possible at {possible}")
+    return found
+
+
+def assert_same(found: Outcome, expected: Outcome, shared: frozenset[str] | set[str] = frozenset()) -> None:
+    """Equal to the bit; gradients of parameters that several stages hold within 2e-7 of their largest element."""
+    for one, other in zip(found.losses, expected.losses, strict=True):
+        assert torch.equal(one, other), f"loss {one.item()!r}, expected {other.item()!r}"
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in found.gradients.items():
+        other = expected.gradients[name]
+        if name in shared:
+            scale = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny)
+            assert ((gradient - other).abs().max() / scale).item() <= 2e-7, name
+        else:
+            assert torch.equal(gradient, other), name
+    assert found.buffers.keys() == expected.buffers.keys()
+    for name, buffer in found.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), name
