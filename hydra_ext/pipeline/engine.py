@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
-from hydra_ext.pipeline.stage_program import event_seed
+from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.update import settings_of, writes_elsewhere
 from hydra_ext.pipeline.versions import StageWeights
-from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+from hydra_ext.pipeline.watch import Watch
 from hydra_ext.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Engine:
         watch: Watch,
         device: torch.device,
         *,
-        seed: int | None,
+        seed: int,
         recompute: bool,
     ) -> None:
         self.batches = 0
@@ -59,7 +58,8 @@ class Engine:
         self.stages = [self._own_stage(part, make_optimizer, recompute=recompute) for part in parts.own]
         self._connect()
         self.announcements, self._announcers = self._connect_announcements()
-        self._partners = self._meet(seed)
+        self._seed = seed
+        self._partners = self._meet()
         self._reducer = Reducer(self._partners, watch, topology.rank)
         self._executor = Executor(schedule, self.stages, self._reducer, watch, device)
 
@@ -103,7 +103,7 @@ class Engine:
 
     def seed_of(self, batch: int, microbatch: int) -> int:
         """What the random numbers of a microbatch come from."""
-        return event_seed(event_seed(event_seed(self._seed, self._topology.replica), batch), microbatch)
+        return microbatch_seed(self._seed, self._topology.replica, batch, microbatch)
 
     @property
     def executor(self) -> Executor:
@@ -167,7 +167,7 @@ class Engine:
     def announcers(self) -> list[Outbox]:
         return self._announcers
 
-    def _meet(self, seed: int | None) -> Partners:
+    def _meet(self) -> Partners:
         topology = self._topology
         line, copies = None, None
         if topology.places > 1:
@@ -177,7 +177,6 @@ class Engine:
             groups = [self._links.group(topology.copies(place), None) for place in range(topology.places)]
             copies = groups[topology.place]
             self._begin_alike(copies)
-        self._seed = _common_seed(seed, topology)
         return Partners(copies, line, self._orders(line), self._shared_weights())
 
     @torch.no_grad()
@@ -194,6 +193,10 @@ class Engine:
     def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
         """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
         those that an earlier stage has."""
+        if self._parts.orders is not None:
+            known = self._parts.orders
+            places = range(self._topology.places)
+            return tuple(tuple(n for s in self._schedule.stages_of(p) for n in known[s]) for p in places)
         counts = torch.zeros(self._schedule.stages, dtype=torch.int64)
         for part in self._parts.own:
             counts[part.stage] = len(part.trained)
@@ -224,6 +227,7 @@ class Engine:
 
     def _shared_weights(self) -> tuple[SharedWeight, ...]:
         weights = []
+        own = {part.stage for part in self._parts.own}
         made: dict[tuple[int, ...], list[dist.ProcessGroup | None]] = {}
         for weight in self._parts.shared:
             places = tuple(sorted({self._schedule.stage_rank(stage) for stage in weight}))
@@ -234,14 +238,14 @@ class Engine:
                 continue
             group = made[places][self._topology.replica] if len(places) > 1 else None
             holders = tuple(
-                Holder(stage, places.index(self._schedule.stage_rank(stage)), weight[stage])
+                Holder(stage, places.index(self._schedule.stage_rank(stage)), weight[stage] if stage in own else None)
                 for stage in sorted(weight, reverse=True)
             )
             weights.append(SharedWeight(group, holders))
         return tuple(weights)
 
 
-def _common_seed(seed: int | None, topology: Topology) -> int:
+def common_seed(seed: int | None, topology: Topology) -> int:
     """The first rank's."""
     value = torch.tensor([torch.initial_seed() if seed is None else seed], dtype=torch.uint64).view(torch.int64)
     if topology.world > 1:
@@ -256,17 +260,3 @@ def _refuse_hooks(part: Part) -> None:
                 f"'{name}' has hooks, which this schedule's versions of the weights would not run: remove them, or use "
                 "schedule='1f1b'"
             )
-
-
-def failure_of(error: BaseException, topology: Topology, where: str) -> Failure:
-    """What the other ranks are told."""
-    return Failure(topology.rank, where, describe_error(error))
-
-
-def check_losses(losses: Sequence[Tensor], count: int) -> None:
-    """
-    Raises:
-        StateError: the schedule has not run a forward of every microbatch in this step.
-    """
-    if len(losses) != count:
-        raise StateError(f"the schedule ran {len(losses)} of {count} forwards of the last stage in this step")

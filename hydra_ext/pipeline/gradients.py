@@ -133,7 +133,7 @@ class Reducer:
         while (batch := self._queue.get()) is not None:
             try:
                 self._reduce(batch)
-            except RuntimeError as error:  # of torch.distributed: another rank has ended
+            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it: another rank may have ended
                 self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", describe_error(error)))
                 return
             with self._watch.changed:

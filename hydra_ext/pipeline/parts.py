@@ -10,6 +10,7 @@ from torch import nn
 
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
 from hydra_ext.pipeline.chain import ChainStage
+from hydra_ext.pipeline.split import Rehearsal
 from hydra_ext.pipeline.stage_program import StageProgram
 
 StageModule = nn.Module | Callable[[], nn.Module]
@@ -22,8 +23,6 @@ class Part:
     Attributes:
         modules: in which its parameters stand.
         parameters: all of them, each once, by name.
-        places: of those that are trained, among the trained parameters of all stages, in the model's order; -1 where
-            an earlier stage has the same parameter and counts it.
     """
 
     stage: int
@@ -43,11 +42,16 @@ class Parts:
     Attributes:
         own: of this rank.
         shared: weights that several stages train: of each, the stages with its index among the stage's trained
-            parameters; the same on every rank, and in the same order. Of other ranks' stages the index is not known.
+            parameters; the same on every rank, and in the same order. Of other ranks' stages the index may be unknown.
+        orders: of every stage, the place of each of its trained parameters among the model's; -1 where an earlier
+            stage counts it. None where it has to be asked for.
+        rehearsal: by which a plain module was cut.
     """
 
     own: tuple[Part, ...]
     shared: tuple[dict[int, int | None], ...] = field(default=())
+    orders: dict[int, tuple[int, ...]] | None = None
+    rehearsal: Rehearsal | None = None
 
 
 def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:

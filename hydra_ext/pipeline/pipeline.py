@@ -7,7 +7,8 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch import nn
 from hydra_ext.errors import InvalidArgument, RankFailed, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
-from hydra_ext.pipeline.engine import Engine, MakeOptimizer
+from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
-from hydra_ext.pipeline.parts import StageModule, explicit_parts
+from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
+from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 from hydra_ext.schedule import Schedule, make
@@ -38,22 +40,23 @@ class Pipeline:
     rank makes the same calls with the same microbatches (of its replica).
 
     Args:
-        stages: modules, one per stage, of which each gets what the one before returned, or functions that build them:
-            a rank calls those of its own stages only. The first gets the microbatch.
+        model: that the ``fn`` of :meth:`step` calls: any module, whole or from :func:`hydra_ext.materialize`. The
+            first step finds out what would cross between its blocks, cuts it, and leaves every rank its own part:
+            other parameters have no memory afterwards.
         optimizer: makes an optimizer for a stage's parameters.
         schedule: ``"2bw"`` (PipeDream-2BW: no bubble; each update uses gradients of the weights before the newest,
             W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"`` or ``"gpipe"`` (the numbers of plain training, with a
             bubble), ``"pipedream"``, or a :class:`hydra_ext.schedule.Schedule`.
         microbatches: per step and replica.
+        stages: how many stages; one for each rank of a line unless given. Or the stages themselves, in place of
+            ``model``: modules of which each gets what the one before returned, the first the microbatch; functions
+            that build them are called on their own rank only.
+        cuts: of ``model``: the blocks at which stages after the first begin, by name; chosen unless given.
         replicas: lines of ranks that train copies of the model on data of their own; gradients are averaged.
         device: where this rank computes; its GPU if it has one, else the CPU.
         recompute: keep only what arrives at a stage, and run its forward again before its backward.
         seed: of all random numbers; the first rank's ``torch.initial_seed()`` unless given.
         patience: seconds after which a rank that gives no sign of life has failed.
-
-    Attributes:
-        rank, place, replica: this one's number, its place in its line, and its line.
-        schedule: what is run.
 
     Raises:
         InvalidArgument: an argument is not of the type given here, or the ranks do not divide into lines.
@@ -62,54 +65,41 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Sequence[StageModule],
+        model: nn.Module | None,
         optimizer: MakeOptimizer,
         *,
         schedule: str | Schedule = "2bw",
         microbatches: int = 8,
+        stages: Sequence[StageModule] | int | None = None,
+        cuts: Sequence[str | int] | None = None,
         replicas: int = 1,
         device: torch.device | str | None = None,
         recompute: bool = False,
         seed: int | None = None,
         patience: float = 20.0,
     ) -> None:
-        if not callable(optimizer):
-            raise InvalidArgument(
-                f"optimizer={optimizer!r}: give a function that makes an optimizer for the parameters it gets, such as "
-                "lambda params: hydra_ext.optim.AdamW(params, lr=3e-4)"
-            )
-        self._topology = Topology.here(replicas)
+        modules = _stage_modules(model, optimizer, stages, cuts)
+        self._model = model
+        self._make_optimizer = optimizer
+        self._cuts = cuts
+        self._recompute = recompute
         self._microbatches = microbatches
-        modules = list(stages)
+        self._topology = Topology.here(replicas)
+        count = len(modules) if modules else stages if isinstance(stages, int) else self._topology.places
         if not isinstance(schedule, Schedule):
-            schedule = make(schedule, stages=len(modules), ranks=self._topology.places, microbatches=microbatches)
+            schedule = make(schedule, stages=count, ranks=self._topology.places, microbatches=microbatches)
+        _check_schedule(schedule, count, self._topology)
         self.schedule = schedule
         self._device = choose_device(device)
         self._engine: Engine | None = None
+        self._announcements: Announcements | None = None
         self._closed = False
-        self._watch = Watch(
-            self._topology.rank,
-            self._topology.world,
-            f"pipeline {next(_names)}",
-            patience=patience,
-            describe=self._describe,
-        )
-        try:
-            parts = explicit_parts(modules, self.schedule.stages_of(self._topology.place), self._device)
-            self._engine = Engine(
-                parts,
-                optimizer,
-                self.schedule,
-                self._topology,
-                self._watch,
-                self._device,
-                seed=seed,
-                recompute=recompute,
-            )
-        except BaseException as error:  # re-raised
-            self._fail(error)
-            raise
-        self._announcements = Announcements(self._engine.announcements, self._engine.announcers)
+        world, name = self._topology.world, f"pipeline {next(_names)}"
+        self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
+        with self._guarded():
+            self._seed = common_seed(seed, self._topology)
+            if modules:
+                self._begin(explicit_parts(modules, schedule.stages_of(self.place), self._device))
         self._at_exit = weakref.WeakMethod(self._abandon)
         atexit.register(_call, self._at_exit)
 
@@ -137,31 +127,49 @@ class Pipeline:
             RankFailed: another rank has failed.
             StateError: the pipeline has ended, or weights were written to.
         """
-        engine = self._usable()
+        self._check_open()
         works = as_microbatches(microbatches, self._microbatches)
         if seeds is not None and len(seeds) != len(works):
             raise InvalidArgument(f"{len(seeds)} seeds for {len(works)} microbatches: give one for each")
-        try:
-            output_losses, updates = engine.step(works, fn, max_norm=max_norm, seeds=seeds)
-            output = self._output(output_losses.number, updates)
+        with self._guarded():
+            engine, announcements = self._begun(works[0], fn)
+            batch, updates = engine.step(works, fn, max_norm=max_norm, seeds=seeds)
+            output = _output(batch.number, updates)
             if engine.computes_losses:
-                self._announcements.announce(output, output_losses.losses, output_losses.metrics)
+                announcements.announce(output, batch.losses, batch.metrics)
             else:
-                self._announcements.expect(output)
+                announcements.expect(output)
             return output
-        except BaseException as error:  # re-raised
-            self._fail(error)
-            raise
+
+    def prepare(self, microbatch: Any, fn: Callable[..., Any]) -> None:
+        """What the first step does before anything else: cuts the model, and makes the optimizers. All ranks have to.
+
+        Args:
+            microbatch: of the kind that the steps have.
+            fn: as for :meth:`step`.
+
+        Raises:
+            SplitError: the model cannot be cut.
+        """
+        self._check_open()
+        with self._guarded():
+            self._begun(microbatch, fn)
 
     def drain(self) -> None:
         """Finishes what is under way: afterwards the weights are the newest, W(t) after t steps. All ranks have to
         call it; training goes on as it would have without."""
-        engine = self._usable()
-        try:
-            engine.drain()
-        except BaseException as error:  # re-raised
-            self._fail(error)
-            raise
+        self._check_open()
+        with self._guarded():
+            if self._engine is not None:
+                self._engine.drain()
+
+    def refresh(self) -> None:
+        """After writing to the model's weights: they are taken as they are, as both versions. All ranks have to call
+        it, after :meth:`drain`."""
+        self._check_open()
+        with self._guarded():
+            if self._engine is not None:
+                self._engine.refresh()
 
     def close(self) -> None:
         """Drains, and ends the pipeline on all ranks, which all have to call it."""
@@ -179,9 +187,10 @@ class Pipeline:
     ) -> None:
         if error is None:
             self.close()
-        else:
-            self._fail(error)
-            self._end(0.0)
+            return
+        if self._watch.failure is None:
+            self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
+        self._end(0.0)
 
     @property
     def rank(self) -> int:
@@ -197,30 +206,66 @@ class Pipeline:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of this rank's stages that are trained."""
-        engine = self._usable()
-        return [stage.optimizer for stage in engine.stages if stage.optimizer is not None]
+        """Of this rank's stages that are trained.
+
+        Raises:
+            StateError: there are none before the first step, or :meth:`prepare`.
+        """
+        if self._engine is None:
+            raise StateError("the optimizers are made by the first step: call pipe.prepare(microbatch, fn) before")
+        return [stage.optimizer for stage in self._engine.stages if stage.optimizer is not None]
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _usable(self) -> Engine:
-        if self._engine is None or self._closed:
+    def _check_open(self) -> None:
+        if self._closed:
             raise StateError("this pipeline has ended: make a new one")
         self._watch.check()
-        return self._engine
 
-    def _output(self, batch: int, updates: Sequence[Update]) -> PipelineOutput:
-        norm = updates[-1].norm if updates else None
-        return PipelineOutput(batch, norm=norm, skipped=any(update.skipped for update in updates))
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """The other ranks are told of an error, unless it is another rank's failure that has come here."""
+        try:
+            yield
+        except BaseException as error:  # re-raised
+            if not (isinstance(error, RankFailed) and self._watch.failure is not None):
+                self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
+            raise
+
+    def _begun(self, microbatch: Any, fn: Callable[..., Any]) -> tuple[Engine, Announcements]:
+        if self._engine is None or self._announcements is None:
+            if self._model is None:
+                raise StateError("this pipeline has not begun")
+            parts = split_parts(
+                self._model,
+                fn,
+                microbatch,
+                schedule=self.schedule,
+                topology=self._topology,
+                device=self._device,
+                cuts=self._cuts,
+                seed=self._seed,
+            )
+            return self._begin(parts)
+        return self._engine, self._announcements
+
+    def _begin(self, parts: Parts) -> tuple[Engine, Announcements]:
+        engine = Engine(
+            parts,
+            self._make_optimizer,
+            self.schedule,
+            self._topology,
+            self._watch,
+            self._device,
+            seed=self._seed,
+            recompute=self._recompute,
+        )
+        announcements = Announcements(engine.announcements, engine.announcers)
+        self._engine, self._announcements = engine, announcements
+        return engine, announcements
 
     def _describe(self) -> str:
         return "at the start" if self._engine is None else self._engine.executor.describe()
-
-    def _fail(self, error: BaseException) -> None:
-        """The other ranks are told, unless it is another rank's failure that has come here."""
-        if isinstance(error, RankFailed) and self._watch.failure is not None:
-            return
-        self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
 
     def _abandon(self) -> None:
         """When Python ends."""
@@ -252,5 +297,38 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
         bound()
 
 
-def check_module(value: object) -> bool:
-    return isinstance(value, nn.Module)
+def _output(batch: int, updates: Sequence[Update]) -> PipelineOutput:
+    norm = updates[-1].norm if updates else None
+    return PipelineOutput(batch, norm=norm, skipped=any(update.skipped for update in updates))
+
+
+def _stage_modules(
+    model: object, optimizer: object, stages: Sequence[StageModule] | int | None, cuts: object
+) -> list[StageModule]:
+    """The stages, if they were given as modules."""
+    if not callable(optimizer):
+        raise InvalidArgument(
+            f"optimizer={optimizer!r}: give a function that makes an optimizer for the parameters it gets, such as "
+            "lambda params: hydra_ext.optim.AdamW(params, lr=3e-4)"
+        )
+    if model is None:
+        modules = [] if isinstance(stages, int) or stages is None else list(stages)
+        if not modules:
+            raise InvalidArgument("there is nothing to train: give a model, or its stages=[...] as modules")
+        if cuts is not None:
+            raise InvalidArgument("cuts= are for a model: stages that are given as modules are cut already")
+        return modules
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module, or None and stages=[...]")
+    whole = stages is None or (isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1)
+    if not whole:
+        raise InvalidArgument(f"stages={stages!r}: of a model give their number; their modules in place of the model")
+    return []
+
+
+def _check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
+    if (schedule.stages, schedule.ranks) != (stages, topology.places):
+        raise InvalidArgument(
+            f"the schedule is for {schedule.stages} stages on {schedule.ranks} ranks, and there are {stages} stages on "
+            f"{topology.places} ranks"
+        )

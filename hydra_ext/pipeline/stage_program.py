@@ -96,6 +96,11 @@ def event_seed(seed: int, event: int, *, after: bool = False) -> int:
     return (mixed ^ (mixed >> 31)) >> 2  # what manual_seed takes on every device
 
 
+def microbatch_seed(seed: int, replica: int, batch: int, microbatch: int) -> int:
+    """That of a microbatch, from the pipeline's."""
+    return event_seed(event_seed(event_seed(seed, replica), batch), microbatch)
+
+
 def reseed(seed: int) -> None:
     """Of torch's default generators on all devices."""
     torch.manual_seed(seed)

@@ -75,7 +75,13 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
     record: dict[str, Any] = {"error": "", "kind": ""}
     try:
         pipe = Pipeline(
-            stages, pipelines.adamw, schedule=failing.schedule, microbatches=4, seed=5, patience=failing.patience
+            None,
+            pipelines.adamw,
+            stages=stages,
+            schedule=failing.schedule,
+            microbatches=4,
+            seed=5,
+            patience=failing.patience,
         )
         with pipe:
             for step in range(6):

@@ -125,8 +125,9 @@ class Trained:
 def train(rank: int, case: Case) -> dict[str, Any]:
     stages = make_stages(case.stages, dropout=case.dropout)
     pipe = Pipeline(
-        stages,
+        None,
         OPTIMIZERS[case.optimizer],
+        stages=stages,
         schedule=case.schedule,
         microbatches=case.microbatches,
         replicas=case.replicas,

@@ -100,7 +100,7 @@ def cut(model: nn.Module, fn: Fn, rehearsal: Rehearsal, cuts: Sequence[int]) -> 
     stages = Stages(fn, rehearsal, [0, *cuts, len(rehearsal.events)])
     for lo, hi in zip(stages.borders[:-1], stages.borders[1:], strict=True):
         part = copy.deepcopy(model)
-        stages.kept.append(keep_own_part(part, rehearsal, lo, hi))
+        stages.kept.append(keep_own_part(part, rehearsal, [(lo, hi)]))
         stages.models.append(part)
         stages.programs.append(SplitStage(part, rehearsal, lo, hi))
     return stages

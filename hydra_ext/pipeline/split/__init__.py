@@ -1,6 +1,12 @@
 """Stages of a plain module, without tracing: every rank runs the user's own forward, and skips what is not its own."""
 
-from hydra_ext.pipeline.split.ownership import buffers_of, keep_own_part, parameters_of, shared_parameters
+from hydra_ext.pipeline.split.ownership import (
+    buffers_of,
+    glue_parameters,
+    keep_own_part,
+    parameters_of,
+    shared_parameters,
+)
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
 from hydra_ext.pipeline.split.stage import SplitPass, SplitStage
@@ -10,6 +16,7 @@ __all__ = [
     "SplitPass",
     "SplitStage",
     "buffers_of",
+    "glue_parameters",
     "keep_own_part",
     "parameters_of",
     "rehearse",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from hydra_ext.pipeline.split.blocks import find_blocks
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.stand_ins import device_of, replace_tensors
 from hydra_ext.pipeline.split.tensors import Absent, AbsentBuffer
@@ -48,19 +49,23 @@ def shared_parameters(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Modul
 
 
 def keep_own_part(
-    model: nn.Module, rehearsal: Rehearsal, lo: int, hi: int, *, device: torch.device | None = None
+    model: nn.Module,
+    rehearsal: Rehearsal,
+    stages: Sequence[tuple[int, int]],
+    *,
+    device: torch.device | None = None,
 ) -> frozenset[str]:
-    """Replaces what the stage [lo, hi) does not need by stand-ins of one element each, on the compute device.
+    """Replaces what none of these stages [lo, hi) needs by stand-ins of one element each, on the compute device.
 
-    Buffers that lie in blocks which the stage never calls, and that it does not read, are replaced too.
+    Buffers that lie in blocks which the stages never call, and that they do not read, are replaced too.
 
     Returns:
         The names of the parameters that are kept.
     """
     device = device or device_of(model)
-    kept = parameters_of(rehearsal, lo, hi, model)
+    kept = frozenset().union(*(parameters_of(rehearsal, lo, hi, model) for lo, hi in stages))
     kept_tensors = {parameter for name, parameter in model.named_parameters() if name in kept}
-    buffers = buffers_of(rehearsal, lo, hi, model)
+    buffers = frozenset().union(*(buffers_of(rehearsal, lo, hi, model) for lo, hi in stages))
     kept_tensors |= {buffer for name, buffer in model.named_buffers() if name in buffers}  # type: ignore[misc]
 
     def new(tensor: Tensor) -> Tensor | None:
@@ -70,6 +75,12 @@ def keep_own_part(
 
     replace_tensors(model, new)
     return kept
+
+
+def glue_parameters(model: nn.Module, blocks: Sequence[str] | None = None) -> frozenset[str]:
+    """Names of the parameters that no block has: a rehearsal needs them."""
+    inside = {parameter for block in find_blocks(model, blocks).values() for parameter in block.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if parameter not in inside)
 
 
 def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:

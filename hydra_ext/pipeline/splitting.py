@@ -1,0 +1,181 @@
+"""From a plain module to this rank's stages: rehearse, agree on the cuts, keep only the own part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hydra_ext.construction import fill
+from hydra_ext.errors import InvalidArgument, SplitError, UnsupportedModel
+from hydra_ext.pipeline.messages import fingerprint
+from hydra_ext.pipeline.parts import Part, Parts
+from hydra_ext.pipeline.split import (
+    Rehearsal,
+    SplitStage,
+    glue_parameters,
+    keep_own_part,
+    parameters_of,
+    rehearse,
+    shared_parameters,
+)
+from hydra_ext.pipeline.topology import Topology
+from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
+from hydra_ext.schedule import Schedule
+
+_BACKWARD = 2.0  # times its forward: two products for each of the forward's
+_BYTES_PER_SECOND = 1e9  # between two ranks, for choosing cuts: few bytes are worth little imbalance
+
+
+def split_parts(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    schedule: Schedule,
+    topology: Topology,
+    device: torch.device,
+    cuts: Sequence[str | int] | None,
+    seed: int,
+) -> Parts:
+    """This rank's stages of a model; its other parameters lose their memory.
+
+    All ranks make one rehearsal each, with the same microbatch, and take the cuts that the first rank's times suggest.
+
+    Args:
+        model: whole, or on meta as :func:`hydra_ext.construction.materialize` makes it: then only the own part is
+            ever built.
+        cuts: where stages after the first begin: names of blocks, or numbers of events; chosen unless given.
+
+    Raises:
+        SplitError: the model cannot be cut so, or ranks found different things.
+        PlanError: there are fewer blocks than stages.
+    """
+    names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    unbuilt = any(parameter.is_meta for parameter in model.parameters())
+    if unbuilt:
+        fill(model, glue_parameters(model))
+    rehearsal = rehearse(model, fn, microbatch, seed=seed)
+    _compare(rehearsal, topology)
+    borders = _borders(model, rehearsal, schedule.stages, cuts, topology)
+    ranges = [(borders[stage], borders[stage + 1]) for stage in schedule.stages_of(topology.place)]
+    kept = frozenset().union(*(parameters_of(rehearsal, lo, hi, model) for lo, hi in ranges))
+    if unbuilt:
+        fill(model, kept)
+    holders = shared_parameters(rehearsal, borders[1:-1], model)
+    held = [parameters_of(rehearsal, lo, hi, model) for lo, hi in pairwise(borders)]
+    parameters = dict(model.named_parameters())
+    trained = [
+        [name for name in sorted(of_stage, key=names.__getitem__) if parameters[name].requires_grad]
+        for of_stage in held
+    ]
+    _refuse_twice_here(holders, schedule, topology)
+    keep_own_part(model, rehearsal, ranges, device=device)
+    model.to(device)
+    parameters = dict(model.named_parameters())
+    own = [
+        Part(
+            stage,
+            SplitStage(model, rehearsal, lo, hi, device=device),
+            (model,),
+            tuple((name, parameters[name]) for name in sorted(held[stage], key=names.__getitem__)),
+        )
+        for stage, (lo, hi) in zip(schedule.stages_of(topology.place), ranges, strict=True)
+    ]
+    orders = {
+        stage: tuple(names[name] if holders.get(name, (stage,))[0] == stage else -1 for name in trained[stage])
+        for stage in range(schedule.stages)
+    }
+    shared: list[dict[int, int | None]] = [
+        {stage: trained[stage].index(name) for stage in holders[name]}
+        for name in sorted(holders, key=names.__getitem__)
+        if name in trained[holders[name][0]]
+    ]
+    return Parts(tuple(own), tuple(shared), orders, rehearsal)
+
+
+def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
+    if topology.world == 1:
+        return
+    own = torch.tensor([fingerprint(rehearsal.digest)])
+    found = [torch.empty_like(own) for _ in range(topology.world)]
+    dist.all_gather(found, own)
+    other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
+    if other is not None:
+        raise SplitError(
+            f"rank {other} took another way through the model than rank 0 in its rehearsal: give all ranks the same "
+            "model and the same microbatches"
+        )
+
+
+def _borders(
+    model: nn.Module, rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int] | None, topology: Topology
+) -> list[int]:
+    count = len(rehearsal.events)
+    if cuts is None:
+        return [0, *_chosen(model, rehearsal, stages, topology), count]
+    if len(cuts) != stages - 1:
+        raise InvalidArgument(f"cuts={list(cuts)!r}: {stages} stages have {stages - 1} cuts")
+    blocks = [event.name for event in rehearsal.events]
+    found = []
+    for cut in cuts:
+        if isinstance(cut, str) and cut not in blocks:
+            raise InvalidArgument(f"cuts names '{cut}', which is no block: the blocks are {', '.join(blocks)}")
+        found.append(blocks.index(cut) if isinstance(cut, str) else cut)
+    borders = [0, *found, count]
+    if any(low >= high for low, high in pairwise(borders)):
+        raise InvalidArgument(f"cuts={list(cuts)!r} are events {found} of {count}: give them in the forward's order")
+    for cut in found:
+        if rehearsal.boundaries[cut].reasons:
+            raise SplitError(f"no cut can be made before '{blocks[cut]}': {rehearsal.boundaries[cut].reasons[0]}")
+    return borders
+
+
+def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, topology: Topology) -> tuple[int, ...]:
+    """By the first rank's times, so that all ranks choose alike."""
+    seconds = torch.tensor(rehearsal.seconds, dtype=torch.float64)
+    if topology.world > 1:
+        dist.broadcast(seconds, src=0)
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    users: dict[str, list[int]] = {}
+    for number, event in enumerate(rehearsal.events):
+        for name in event.parameters:
+            users.setdefault(name, []).append(number)
+    alone = [0] * len(rehearsal.events)
+    for name, events in users.items():
+        if len(events) == 1:
+            alone[events[0]] += sizes[name]
+    possible = set(rehearsal.possible_cuts)
+    partition = partition_chain(
+        [
+            Event(forward_seconds=time, backward_seconds=_BACKWARD * time, parameter_bytes=size)
+            for time, size in zip(seconds.tolist(), alone, strict=True)
+        ],
+        [
+            Boundary(crossing_bytes=rehearsal.crossing_bytes[b], possible=b in possible)
+            for b in range(1, len(rehearsal.events))
+        ],
+        stages=stages,
+        shared=[
+            SharedParameters(nbytes=sizes[name], events=tuple(events))
+            for name, events in users.items()
+            if len(events) > 1
+        ],
+        bandwidth=_BYTES_PER_SECOND,
+    )
+    return partition.cuts
+
+
+def _refuse_twice_here(holders: dict[str, tuple[int, ...]], schedule: Schedule, topology: Topology) -> None:
+    """Several stages of one rank share the module's one place for a parameter, and its versions are of one stage."""
+    own = set(schedule.stages_of(topology.place))
+    for name, stages in holders.items():
+        if len(own.intersection(stages)) > 1:
+            raise UnsupportedModel(
+                f"'{name}' is used by stages {sorted(own.intersection(stages))}, which are on one rank: use other "
+                "cuts= or as many ranks as stages"
+            )
