@@ -163,15 +163,9 @@ void RankCheck::take_communication(const Action& action) {
 void RankCheck::check_version(const Action& action) const {
   const Stage& stage = stages_[index(action.stage)];
   const std::int64_t used = schedule_.version_of(action.stage, action.batch);
-  const int held = schedule_.buffers(action.stage);
   if (used > stage.updates) {
     fail(action, "it uses " + version(used) + " (versions=" + name(schedule_.rule()) + "), and the newest there is " +
                      version(stage.updates) + ": put U of batch " + std::to_string(used - 1) + " before it");
-  }
-  if (used <= stage.updates - held) {
-    fail(action, "it uses " + version(used) + " (versions=" + name(schedule_.rule()) + "), which U of batch " +
-                     std::to_string(used + held - 1) + " has written over, as " + std::to_string(held) +
-                     " are held: put that U after it");
   }
 }
 

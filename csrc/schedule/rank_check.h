@@ -1,4 +1,9 @@
 // What can be said of one rank's actions alone: each once, in an order that makes sense, with versions that are there.
+//
+// That a version is there when a forward runs is looked up. That it is not written over before its last backward
+// follows: updates come in the order of batches, each after all backwards of its batch, and the update that writes over
+// a version is that of the last batch that uses it (version_rule.h: a stage holds one version more than its rule's
+// delay).
 #pragma once
 
 #include <vector>

@@ -1,55 +1,159 @@
-"""What a rank gets, step after step: the bodies, one after the other."""
+"""What a rank gets, step after step: the bodies one after the other, and batches of other sizes."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hydra_ext.errors import InvalidSchedule
-from hydra_ext.schedule import Action, ActionKind, Schedule, make
+from hydra_ext.schedule import Action, Schedule, make
+from support.schedules import SB, SF, Shape, Transport, U, made, square_shapes, wrapped_shapes
 
-COMPUTES = (ActionKind.FORWARD, ActionKind.BACKWARD)
-
-
-def shapes() -> list[tuple[str, int, int, int]]:
-    """Kind, stages, ranks, microbatches."""
-    square = [(kind, d, d, m) for kind in ("gpipe", "1f1b", "2bw") for d in (1, 2, 3, 4, 6) for m in (1, 3, 5, 8)]
-    wrapped = [
-        (kind, v * r, r, m)
-        for kind in ("gpipe", "2bw", "interleaved")
-        for v in (2, 3)
-        for r in (1, 2, 3)
-        for m in (2, 3, 7)
-    ]
-    streams = [("pipedream", d, d, 1) for d in (1, 2, 3, 5)]
-    return [shape for shape in (*square, *wrapped, *streams) if shape[0] != "2bw" or shape[3] >= shape[2] - 1]
+SHAPES = [
+    *square_shapes((1, 2, 3, 4, 6), (1, 3, 5, 8)),
+    *wrapped_shapes((1, 2, 3), (2, 3), (2, 3, 7)),
+]
+DRAIN = 0
 
 
-def made(shape: tuple[str, int, int, int]) -> Schedule:
-    kind, stages, ranks, microbatches = shape
-    return make(kind, stages=stages, ranks=ranks, microbatches=microbatches)
+def streamed(schedule: Schedule, sizes: list[int]) -> list[list[Action]]:
+    """Of each rank. DRAIN among the sizes drains there; the end does."""
+    ranks = []
+    for rank in range(schedule.ranks):
+        stream = schedule.stream(rank)
+        ranks.append([action for size in sizes for action in (stream.next_batch(size) if size else stream.drain())])
+        ranks[-1] += stream.drain()
+        assert stream.drain() == []
+        assert stream.batches == sum(size != DRAIN for size in sizes)
+    return ranks
 
 
-@pytest.mark.parametrize("shape", shapes(), ids=str)
-def test_with_batches_of_one_size_a_stream_is_the_unrolled_bodies(shape: tuple[str, int, int, int]) -> None:
+def verified(schedule: Schedule, sizes: list[int]) -> list[list[Action]]:
+    ranks = streamed(schedule, sizes)
+    schedule.verify_actions(ranks, microbatches=[size for size in sizes if size])
+    Transport(schedule, ranks).run()
+    return ranks
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_with_batches_of_one_size_a_stream_is_the_unrolled_bodies(shape: Shape) -> None:
     schedule = made(shape)
     for batches in (1, 2, 5, 9):
-        unrolled = schedule.unroll(batches)
-        for rank in range(schedule.ranks):
-            stream = schedule.stream(rank)
-            streamed = [action for _ in range(batches) for action in stream.next_batch(schedule.microbatches)]
-            assert streamed + stream.drain() == unrolled[rank]
+        assert streamed(schedule, [schedule.microbatches] * batches) == schedule.unroll(batches)
 
 
-def computes(actions: list[Action]) -> str:
-    return " ".join(action.token for action in actions if action.kind in COMPUTES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_text_streams_as_the_kind_it_was_written_from(shape: Shape) -> None:
+    schedule = made(shape)
+    again = Schedule.parse(schedule.text)
+    assert again.kind is None
+    sizes = [schedule.microbatches] * 4 + [DRAIN] + [schedule.microbatches] * 3
+    assert streamed(again, sizes) == streamed(schedule, sizes)
+    verified(again, sizes)
 
 
-def test_one_forward_one_backward_is_the_order_of_the_paper() -> None:
-    schedule = make("1f1b", stages=3, microbatches=4)
-    assert computes(schedule.body(0)) == "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3"
-    assert computes(schedule.body(1)) == "F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3"
-    assert computes(schedule.body(2)) == "F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3"
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "2bw"]),
+    st.integers(1, 8),
+    st.lists(st.integers(DRAIN, 12), min_size=1, max_size=10),
+)
+def test_any_sequence_of_batch_sizes_and_drains_runs(kind: str, depth: int, sizes: list[int]) -> None:
+    verified(make(kind, stages=depth, microbatches=8), sizes)
 
 
-def test_two_versions_need_stages_less_one_microbatches() -> None:
-    make("2bw", stages=4, microbatches=3)
-    with pytest.raises(InvalidSchedule, match="give at least 3"):
-        make("2bw", stages=4, microbatches=2)
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "interleaved"]),
+    st.integers(1, 5),
+    st.integers(2, 3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_flushes_with_several_stages_a_rank_take_any_sizes(
+    kind: str, ranks: int, chunks: int, sizes: list[int]
+) -> None:
+    verified(make(kind, stages=ranks * chunks, ranks=ranks, microbatches=4), sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 6), st.booleans(), st.lists(st.sampled_from([1, 1, 1, 1, DRAIN]), min_size=1, max_size=20)
+)  # fmt: skip
+def test_pipedream_may_be_drained_anywhere(depth: int, vertical_sync: bool, sizes: list[int]) -> None:
+    verified(make("pipedream", stages=depth, microbatches=1, vertical_sync=vertical_sync), sizes)
+
+
+@pytest.mark.parametrize("shape", wrapped_shapes((2, 3), (2, 3), (4,)), ids=str)
+def test_schedules_with_several_stages_a_rank_may_be_drained_anywhere(shape: Shape) -> None:
+    schedule = made(shape)
+    for before in range(4):
+        verified(schedule, [4] * before + [DRAIN] + [4] * 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
+def test_a_drain_changes_no_version_and_leaves_no_update_out(depth: int, sizes: list[int], data: st.DataObject) -> None:
+    schedule = make("2bw", stages=depth, microbatches=8)
+    cut = data.draw(st.integers(0, len(sizes)))
+    whole = streamed(schedule, sizes)
+    drained = streamed(schedule, [*sizes[:cut], DRAIN, *sizes[cut:]])
+    for rank in range(depth):
+        assert sorted(map(str, whole[rank])) == sorted(map(str, drained[rank]))
+        updates = [action.batch for action in drained[rank] if action.kind == U]
+        assert updates == list(range(len(sizes)))
+
+
+def test_a_batch_smaller_than_the_pipeline_is_finished_before_its_version_is_needed() -> None:
+    stream = make("2bw", stages=4, microbatches=8).stream(0)
+    tokens = [[a.token for a in stream.next_batch(1) if a.token[0] in "FBU"] for _ in range(3)]
+    assert tokens == [["F0.0"], ["F0.0"], ["B0.0", "U0", "F0.0"]]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "size", "message"),
+    [
+        (make("pipedream", stages=2, microbatches=1), 2, "all have to have 1"),
+        (make("2bw", stages=4, ranks=2, microbatches=4), 3, "all have to have 4"),
+        (Schedule.parse(make("gpipe", stages=2, microbatches=3).text), 2, "written for 3"),
+        (make("gpipe", stages=2, microbatches=3), 0, "give 1 to"),
+        (make("2bw", stages=2, microbatches=3), -1, "give 1 to"),
+    ],
+    ids=str,
+)
+def test_a_size_that_cannot_be_is_refused_and_changes_nothing(schedule: Schedule, size: int, message: str) -> None:
+    stream, untouched = schedule.stream(0), schedule.stream(0)
+    for _ in range(3):
+        with pytest.raises(InvalidSchedule, match=message):
+            stream.next_batch(size)
+        assert stream.next_batch(schedule.microbatches) == untouched.next_batch(schedule.microbatches)
+
+
+def test_a_rank_that_is_not_there_has_no_stream() -> None:
+    with pytest.raises(InvalidSchedule, match="rank 2 was asked for; there are 0 to 1"):
+        make("gpipe", stages=2, microbatches=2).stream(2)
+
+
+def test_receives_come_one_compute_ahead_and_sends_right_behind() -> None:
+    stream = make("1f1b", stages=3, microbatches=2).stream(1)
+    tokens = " ".join(action.token for action in stream.next_batch(2))
+    assert tokens == "RF1.0 RF1.1 F1.0 SF1.0 RB1.0 F1.1 SF1.1 RB1.1 B1.0 SB1.0 B1.1 SB1.1 R1 U1"
+
+
+def test_nothing_is_sent_between_stages_of_one_rank() -> None:
+    text = """hydra-schedule 1 stages=3 ranks=2 microbatches=1 versions=flush
+    rank 0: F0.0 F1.0 B1.0 R1 B0.0 R0 U0 U1
+    rank 1: F2.0 B2.0 R2 U2"""
+    schedule = Schedule.parse(text)
+    schedule.verify()
+    crossing = [action.token for actions in schedule.unroll(1) for action in actions if action.kind in (SF, SB)]
+    assert crossing == ["SF1.0", "SB2.0"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_communication_may_be_written_into_the_bodies(shape: Shape) -> None:
+    schedule = made(shape).with_communication()
+    assert schedule.communicates == (shape[2] > 1)
+    assert schedule.with_communication() == schedule
+    schedule.verify()
+    sizes = [schedule.microbatches] * 5
+    assert streamed(schedule, sizes) == schedule.unroll(5)
+    verified(Schedule.parse(schedule.text), sizes)

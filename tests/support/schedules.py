@@ -1,0 +1,129 @@
+"""Schedules to test with, and what runs their actions as a transport of queues would."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+
+from hydra_ext.schedule import Action, ActionKind, Schedule, make
+
+F, B, R, U = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE, ActionKind.UPDATE
+SF, RF = ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION
+SB, RB = ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT
+
+Shape = tuple[str, int, int, int]
+"""Kind, stages, ranks, microbatches."""
+
+
+def square_shapes(depths: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
+    """One stage a rank."""
+    kinds = [("pipedream", d, d, 1) for d in depths]
+    kinds += [(kind, d, d, m) for kind in ("gpipe", "1f1b", "2bw") for d in depths for m in microbatches]
+    return [shape for shape in kinds if possible(shape)]
+
+
+def wrapped_shapes(ranks: Sequence[int], chunks: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
+    """Several stages a rank."""
+    kinds = ("gpipe", "2bw", "interleaved")
+    shapes = [(kind, v * r, r, m) for kind in kinds for r in ranks for v in chunks for m in microbatches]
+    return [shape for shape in shapes if possible(shape)]
+
+
+def possible(shape: Shape) -> bool:
+    kind, _, ranks, microbatches = shape
+    return kind != "2bw" or microbatches >= ranks - 1
+
+
+def made(shape: Shape) -> Schedule:
+    kind, stages, ranks, microbatches = shape
+    return make(kind, stages=stages, ranks=ranks, microbatches=microbatches)
+
+
+class Blocked(Exception):
+    """No rank can go on."""
+
+
+class Transport:
+    """Runs every rank in its own order. Each direction of each hop is one queue, as a socket is: the n-th receive
+    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them."""
+
+    def __init__(self, schedule: Schedule, ranks: Sequence[Sequence[Action]], *, rendezvous: bool = False) -> None:
+        self.schedule = schedule
+        self.rendezvous = rendezvous
+        self.actions = ranks
+        self.sent: dict[tuple[ActionKind, int], list[tuple[int, int]]] = defaultdict(list)
+        self.posted: dict[tuple[ActionKind, int], list[tuple[int, int]]] = defaultdict(list)
+        self.done: Counter[Action] = Counter()
+        self.in_flight = [0] * schedule.stages
+        self.most_in_flight = [0] * schedule.stages
+        self.held = [deque([0], maxlen=count) for count in schedule.versions]
+        self.log: list[Action] = []
+
+    def run(self) -> Transport:
+        at = [0] * self.schedule.ranks
+        while any(at[rank] < len(actions) for rank, actions in enumerate(self.actions)):
+            before = list(at)
+            for rank, actions in enumerate(self.actions):
+                while at[rank] < len(actions) and self._take(actions[at[rank]]):
+                    at[rank] += 1
+            if at == before:
+                raise Blocked(
+                    [actions[at[rank]] for rank, actions in enumerate(self.actions) if at[rank] < len(actions)]
+                )
+        assert self.sent == self.posted
+        assert self.in_flight == [0] * self.schedule.stages
+        assert set(self.done.values()) <= {1}
+        return self
+
+    def check_complete(self) -> None:
+        """All that belongs to the batches that were seen was done."""
+        seen = {(action.batch, action.microbatch) for action in self.log if action.kind in (F, B)}
+        wanted = {(kind, stage, *place) for kind in (F, B) for stage in range(self.schedule.stages) for place in seen}
+        batches = {batch for batch, _ in seen}
+        wanted |= {(kind, stage, b, 0) for kind in (R, U) for stage in range(self.schedule.stages) for b in batches}
+        there = {(a.kind, a.stage, a.batch, a.microbatch) for a in self.log if a.kind in (F, B, R, U)}
+        assert there == wanted
+
+    def _take(self, action: Action) -> bool:
+        stage, kind = action.stage, action.kind
+        if kind in (F, B):
+            if not self._arrived(action):
+                return False
+            assert self.schedule.version_of(stage, action.batch) in self.held[stage], (action, self.held[stage])
+            assert kind == F or (self._has(F, action, stage) and not self._has(R, action, stage))
+            self.in_flight[stage] += 1 if kind == F else -1
+            self.most_in_flight[stage] = max(self.most_in_flight[stage], self.in_flight[stage])
+        elif kind in (SF, SB):
+            sent, posted = self.sent[kind, stage], self.posted[kind, stage]
+            if self.rendezvous and len(sent) == len(posted):
+                return False
+            assert self._has(F if kind == SF else B, action, stage)
+            sent.append((action.batch, action.microbatch))
+        elif kind in (RF, RB):
+            self.posted[(SF, stage - 1) if kind == RF else (SB, stage + 1)].append((action.batch, action.microbatch))
+        elif kind == U:
+            if any(not self._has(R, action, other) for other in range(self.schedule.stages)):
+                return False
+            assert self.held[stage][-1] == action.batch
+            self.held[stage].append(action.batch + 1)
+        self.done[action] += 1
+        self.log.append(action)
+        return True
+
+    def _arrived(self, action: Action) -> bool:
+        other = action.stage + (-1 if action.kind == F else 1)
+        if not 0 <= other < self.schedule.stages:
+            return True
+        if self.schedule.stage_rank(other) == self.schedule.stage_rank(action.stage):
+            return self._has(action.kind, action, other)
+        assert self._has(RF if action.kind == F else RB, action, action.stage)
+        queue = SF if action.kind == F else SB, other
+        place = self.posted[queue].index((action.batch, action.microbatch))
+        if place >= len(self.sent[queue]):
+            return False
+        assert self.sent[queue][place] == (action.batch, action.microbatch)
+        return True
+
+    def _has(self, kind: ActionKind, action: Action, stage: int) -> bool:
+        microbatch = 0 if kind in (R, U) else action.microbatch
+        return self.done[Action(kind, stage=stage, batch=action.batch, microbatch=microbatch)] > 0
