@@ -87,6 +87,26 @@ class WeightsError(HydraError, ValueError):
         self.tensor = tensor
 
 
+class PlanError(HydraError, ValueError):
+    """What was asked of a planner makes no sense, or has no solution; the message says why."""
+
+
+class PlanDoesNotFit(PlanError):
+    """No plan stays within the memory that was given.
+
+    Attributes:
+        stage: the one that lacks most where as little as possible is lacking.
+        needed_bytes: that it takes.
+        limit_bytes: that it may hold.
+    """
+
+    def __init__(self, message: str, *, stage: int, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
+
+
 class TraceFileError(HydraError, OSError):
     """The file of a trace cannot be opened, or not be written."""
 

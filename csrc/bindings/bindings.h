@@ -20,6 +20,7 @@ void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Schedule>& schedule_class);
+void bind_plan(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
 void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class);

@@ -9,6 +9,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_paging(module);
   hydra::bind_optim(module);
   hydra::bind_schedule(module);
+  hydra::bind_plan(module);
   hydra::bind_values(module);
   hydra::bind_pytorch(module);
   hydra::bind_tensors(module);

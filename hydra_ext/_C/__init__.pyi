@@ -18,6 +18,7 @@ __all__: list[str] = [
     "ActivityRow",
     "AdamStep",
     "BlockUpdate",
+    "ChainPartition",
     "DeviceBackend",
     "FaultInjector",
     "GradientStatistics",
@@ -37,6 +38,7 @@ __all__: list[str] = [
     "Schedule",
     "SchedulePeaks",
     "ScheduleStream",
+    "PlannedStage",
     "SgdStep",
     "SimulatedDevice",
     "SiteVisit",
@@ -57,6 +59,7 @@ __all__: list[str] = [
     "norm_of_sums",
     "on_simulated_device",
     "parse_schedule",
+    "partition_chain",
     "random_states",
     "reached_leaves",
     "reached_models",
@@ -698,6 +701,27 @@ class Timeline:
     def makespan(self) -> float: ...
     @property
     def period(self) -> float: ...
+class PlannedStage:
+    @property
+    def begin(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def communication_seconds(self) -> float: ...
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+class ChainPartition:
+    @property
+    def crossing_bytes(self) -> int: ...
+    @property
+    def period_seconds(self) -> float: ...
+    @property
+    def stages(self) -> list[PlannedStage]: ...
 
 class GradientStatistics:
     @property
@@ -995,6 +1019,33 @@ def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
 
 def parse_schedule(text: str) -> Schedule: ...
+def partition_chain(
+    events: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ],
+    boundaries: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, bool]],
+    shared: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        ]
+    ],
+    *,
+    bandwidth: typing.SupportsFloat | typing.SupportsIndex,
+    latency: typing.SupportsFloat | typing.SupportsIndex,
+    overlapped: bool,
+    versions: typing.SupportsInt | typing.SupportsIndex,
+    limits: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex | None],
+) -> ChainPartition:
+    """
+    Events are (forward seconds, backward seconds, parameter bytes, activation bytes), boundaries (crossing bytes, possible), shared parameters (bytes, events).
+    """
+
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
     """
     Of each generator; charged to no device.
