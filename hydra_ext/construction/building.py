@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hydra_ext.construction.operations import is_gone, weak
 from hydra_ext.construction.surroundings import RandomState, Surroundings
-from hydra_ext.construction.withholding import Missing, Withholding, is_gone, weak
+from hydra_ext.construction.withholding import Missing, Withholding
 from hydra_ext.errors import StateError, UnsupportedModel
 
 _log = logging.getLogger(__name__)
@@ -101,12 +102,17 @@ def _alone() -> Iterator[None]:
 def _run_once(build: Callable[[], nn.Module], run: Withholding, own: frozenset[int]) -> Built | frozenset[int]:
     """What was built, or the parameters that have to be kept too."""
     try:
-        with run:
-            model = build()
-    except Missing as missing:
-        return missing.parameters
-    if run.missing:  # something has caught it
-        return frozenset(run.missing)
+        try:
+            with run:
+                model = build()
+        except Missing as missing:
+            return missing.parameters
+        return frozenset(run.missing) or _finish(model, run, own)  # something may have caught it
+    finally:
+        run.abandon()
+
+
+def _finish(model: nn.Module, run: Withholding, own: frozenset[int]) -> Built | frozenset[int]:
     end = RandomState.now()
     made = tuple((parameter.shape, parameter.dtype) for parameter in run.made)
     numbers = _numbers(model, run)

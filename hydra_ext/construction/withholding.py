@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,27 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Only the shape of their tensor arguments counts.
-_SHAPE_ONLY = frozenset(
-    (
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
-    )
+from hydra_ext.construction.operations import (
+    DECIDING,
+    NEW,
+    ROOM_ELEMENTS,
+    SHAPE_ONLY,
+    is_gone,
+    only_result,
+    operands_of,
+    overwrites,
+    storage_of,
+    tensors_in,
+    weak,
 )
-# What a parameter's memory is usually asked for with. What is given back before leaves room for it.
-_NEW = frozenset(("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"))
-_ROOM_ELEMENTS = 2**18
-# Nothing of what their first argument held is left.
-_OVERWRITING = frozenset(
-    (
-        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
-        *("zero_", "fill_", "copy_"),
-    )
-)
-_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
 # They hand out the address, or read it without an operation.
 _RAW = frozenset(
     (
@@ -87,6 +82,10 @@ class Memory:
     withheld: bool = False
     unknown: set[int] = field(default_factory=set)
 
+    @property
+    def is_empty(self) -> bool:
+        return self.storage.nbytes() < self.nbytes
+
 
 class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Active as a context, around one run of the constructor.
@@ -109,6 +108,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._there: list[Memory] = []
         self._born: dict[int, StorageWeakRef] = {}
         self._purge_at = 4096
+        self._emptied: list[tuple[StorageWeakRef, int]] = []
         self._contexts = ExitStack()
 
     def __enter__(self) -> Withholding:
@@ -128,7 +128,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- what is asked afterwards, and by the two other watches --------------------------------------------------
     def memory(self, tensor: Tensor) -> Memory | None:
         """That ``tensor`` lives in, if anything is known about it."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return None if storage is None else self._known.get(storage._cdata)
 
     def memories(self) -> Iterable[Memory]:
@@ -141,10 +141,23 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Lets go of every tensor."""
+        self._emptied += [(weak(one.storage), one.nbytes) for one in self._known.values() if one.is_empty]
         self.made.clear()
         self._number.clear()
         self._known.clear()
         self._there.clear()
+
+    def abandon(self) -> None:
+        """Lets go of every tensor; what others still hold of those without memory gets some, whatever it holds.
+
+        Who looks at such a tensor (through a traceback, a list outside the model) must not find a null address.
+        """
+        self.forget()
+        for storage, nbytes in self._emptied:
+            held = None if is_gone(storage) else torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+            if held is not None:
+                held.resize_(nbytes)
+        self._emptied.clear()
 
     def note_parameter(self, parameter: nn.Parameter) -> None:
         number = self._number[id(parameter)] = len(self.made)
@@ -183,24 +196,24 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.rpartition("::")[2] if hasattr(func, "_schema") else ""
-        operands = [] if name in _SHAPE_ONLY else list(_operands(func, args, kwargs))
+        operands = [] if name in SHAPE_ONLY else list(operands_of(func, args, kwargs))
         known = [(memory, tensor, written) for tensor, written in operands if (memory := self.memory(tensor))]
         if not known:
-            if name in _NEW and math.prod(args[0]) >= _ROOM_ELEMENTS:
+            if name in NEW and math.prod(args[0]) >= ROOM_ELEMENTS:
                 self._use([], reading=[])
             result = func(*args, **kwargs)
             self._note_births(func, operands, result)
             return result
         writing = [(memory, tensor) for memory, tensor, written in known if written]
-        if not self._draw and (skipped := _only_result(func, operands)) is not None and self._lose(writing):
+        if not self._draw and (skipped := only_result(func, operands)) is not None and self._lose(writing):
             return skipped
-        overwritten = [memory for memory, tensor in writing if _overwrites(func, name, tensor, memory)]
+        overwritten = [memory for memory, tensor in writing if overwrites(func, name, tensor, memory.nbytes)]
         reading = [memory for memory, _, written in known if not (written and memory in overwritten)]
         if getattr(func, "is_view", False):
             reading = []
         self._use([memory for memory, _, _ in known], reading=reading)
         sources = set().union(*(memory.unknown for memory in reading))
-        if sources and any(tag in getattr(func, "tags", ()) for tag in _DECIDING):
+        if sources and any(tag in getattr(func, "tags", ()) for tag in DECIDING):
             self._miss(sources)
         result = func(*args, **kwargs)
         born = self._note_births(func, operands, result)
@@ -228,7 +241,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._there.remove(memory)
         for memory in memories:
             if memory.withheld and memory not in self._there:
-                if memory.storage.nbytes() == 0:
+                if memory.is_empty:
                     memory.storage.resize_(memory.nbytes)
                     if memory in reading:
                         # The same at every run, and never NaN. Not an operation: that would be seen.
@@ -243,17 +256,17 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.unknown |= sources
             self._there.append(memory)
         for tensor in written:
-            if (changed := _storage(tensor)) is not None:
+            if (changed := storage_of(tensor)) is not None:
                 self._know(changed).unknown |= sources
 
     def _note_births(self, func: Any, operands: list[tuple[Tensor, bool]], result: Any) -> list[torch.UntypedStorage]:
         """The storages that this operation has made."""
         if getattr(func, "is_view", False) and "lift_fresh" not in str(func):
             return []
-        before = {storage._cdata for tensor, _ in operands if (storage := _storage(tensor)) is not None}
+        before = {storage._cdata for tensor, _ in operands if (storage := storage_of(tensor)) is not None}
         born = []
-        for tensor in _tensors(result):
-            storage = _storage(tensor)
+        for tensor in tensors_in(result):
+            storage = storage_of(tensor)
             if storage is not None and (storage._cdata not in before or "lift_fresh" in str(func)):
                 self._born[storage._cdata] = weak(storage)
                 born.append(storage)
@@ -275,7 +288,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _settle(self, number: int, parameter: nn.Parameter) -> None:
         """A parameter has come to live in its storage."""
-        storage = _storage(parameter)
+        storage = storage_of(parameter)
         if (
             storage is None
             or parameter.device.type != "cpu"
@@ -285,7 +298,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory = self._know(storage)
         memory.parameters.add(number)
         memory.withheld = not (memory.parameters & self._kept) and self.was_born(storage) and storage.resizable()
-        if not memory.withheld and memory.storage.nbytes() == 0:
+        if not memory.withheld and memory.is_empty:
             memory.storage.resize_(memory.nbytes)
         self._use([memory], reading=[])
 
@@ -336,52 +349,3 @@ class _RawAccess(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             self._withholding.note_data_set(args[0], before)
         return result
-
-
-def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """As long as it is there, no other storage has the same address."""
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
-        return None
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _pytree.tree_iter(tree) if isinstance(leaf, Tensor))
-
-
-def _operands(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
-    """Every tensor argument, and whether it is written to."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    by_name = {argument.name: argument for argument in arguments}
-    pairs = [(argument, value) for argument, value in zip(arguments, args, strict=False)]
-    pairs += [(by_name.get(name), value) for name, value in kwargs.items()]
-    pairs += [(None, value) for value in args[len(arguments) :]]
-    for argument, value in pairs:
-        written = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
-        yield from ((tensor, written) for tensor in _tensors(value))
-
-
-def _overwrites(func: Any, name: str, tensor: Tensor, memory: Memory) -> bool:
-    """Whether writing to ``tensor`` leaves nothing of what its whole storage held."""
-    every = tensor.numel() * tensor.element_size() == memory.nbytes
-    return every and (name in _OVERWRITING or func._schema.overload_name.endswith("out"))
-
-
-def _only_result(func: Any, operands: list[tuple[Tensor, bool]]) -> Tensor | None:
-    """The tensor that is all that this operation writes to and returns."""
-    written = [tensor for tensor, is_written in operands if is_written]
-    returns: Any = getattr(getattr(func, "_schema", None), "returns", ())
-    alone = len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None
-    metadata = torch.Tag.inplace_view in getattr(func, "tags", ())
-    return written[0] if alone and returns[0].alias_info.is_write and not metadata else None

@@ -118,6 +118,33 @@ def test_what_the_constructor_raises_comes_out_and_the_next_one_works(thrown: Ba
     assert not model.weight.is_meta
 
 
+def test_tensors_of_a_constructor_that_failed_can_be_looked_at() -> None:
+    held: list[Any] = []
+
+    def build() -> nn.Module:
+        held.extend(nn.Linear(300, 300) for _ in range(3))
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        materialize(build)
+    assert all(layer.weight.untyped_storage().nbytes() == 360000 for layer in held)
+
+
+def test_tensors_of_a_run_that_was_repeated_can_be_looked_at() -> None:
+    held: list[Any] = []
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(30, 30) for _ in range(3)]
+        held.append([layer.weight.detach() for layer in layers])
+        held.append(float(layers[0].weight.detach().sum()))
+        return nn.Sequential(nn.Linear(2, 2))
+
+    materialize(build)
+    runs = [each for each in held if isinstance(each, list)]
+    assert len(runs) > 1, "it was not run again"
+    assert all(weight.untyped_storage().nbytes() == 3600 for weights in runs for weight in weights)
+
+
 class Changing:
     """A constructor that changes when it is told to."""
 

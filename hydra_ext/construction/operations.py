@@ -1,0 +1,79 @@
+"""What an operation of torch reads, writes and makes, by its schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+
+# Only the shape of their tensor arguments counts.
+SHAPE_ONLY = frozenset(
+    (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+# What a parameter's memory is usually asked for with. What is given back before leaves room for it.
+NEW = frozenset(("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"))
+ROOM_ELEMENTS = 2**18
+# Nothing of what their first argument held is left.
+_OVERWRITING = frozenset(
+    (
+        *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+        *("zero_", "fill_", "copy_"),
+    )
+)
+DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """As long as it is there, no other storage has the same address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+        return None
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in _pytree.tree_iter(tree) if isinstance(leaf, Tensor))
+
+
+def operands_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
+    """Every tensor argument, and whether it is written to."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    by_name = {argument.name: argument for argument in arguments}
+    pairs = [(argument, value) for argument, value in zip(arguments, args, strict=False)]
+    pairs += [(by_name.get(name), value) for name, value in kwargs.items()]
+    pairs += [(None, value) for value in args[len(arguments) :]]
+    for argument, value in pairs:
+        written = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
+        yield from ((tensor, written) for tensor in tensors_in(value))
+
+
+def overwrites(func: Any, name: str, tensor: Tensor, whole_bytes: int) -> bool:
+    """Whether writing to ``tensor`` leaves nothing of what its whole storage held."""
+    every = tensor.numel() * tensor.element_size() == whole_bytes
+    return every and (name in _OVERWRITING or func._schema.overload_name.endswith("out"))
+
+
+def only_result(func: Any, operands: list[tuple[Tensor, bool]]) -> Tensor | None:
+    """The tensor that is all that this operation writes to and returns."""
+    written = [tensor for tensor, is_written in operands if is_written]
+    returns: Any = getattr(getattr(func, "_schema", None), "returns", ())
+    alone = len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None
+    metadata = torch.Tag.inplace_view in getattr(func, "tags", ())
+    return written[0] if alone and returns[0].alias_info.is_write and not metadata else None
