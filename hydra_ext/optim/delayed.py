@@ -14,16 +14,16 @@ What is known of the delay, and from where:
 
       W(t+1) = W(t) - u(t) - correction * (u(t) - u(t-1))          u(t): made of the late gradient g(W(t-1))
 
-  With a correction of 1 the weights are W(t) = Y(t) - u(t-1) where Y(t+1) = Y(t) - u(t): they run one update ahead of
-  a sequence Y. The gradient that Y(t+1) is made with was taken at W(t-1) = Y(t-1) - u(t-2), which is Y(t) but for the
-  difference of two successive updates. So Y does what training without a delay does, to first order. It follows, too,
-  that the correction does harm where gradients are not late, and that what differs much from step to step, as small
-  batches make it, is amplified.
+  With a correction of 1 the weights are W(t) = Y(t) - u(t-1) where Y(t+1) = Y(t) - u(t), Y(1) = W(0): they run one
+  update ahead of a sequence Y. The gradient that Y(t+1) is made with was taken at W(t-1) = Y(t-1) - u(t-2), which is
+  Y(t) but for the difference of two successive updates. So Y does what training without a delay does, to first order.
+  It follows, too, that the correction does harm where gradients are not late, and that what differs much from step to
+  step, as small batches make it, is amplified.
 - A first step has no step before it, is not late in 2BW either (its gradient is taken at the weights it is applied to),
   and is not corrected. Weight decay is taken of the newest weights, is not late, and no part of ``u``.
 - Error by delay grows with the rate and with how fast updates change, which is fastest in the beginning: warm the rate
-  up. A rule for how long was not found in the PipeDream-2BW paper (arXiv 2006.09503), which trains with the schedule of
-  the synchronous run; 2606.30634 is said to warm up over the first tenth of the steps.
+  up. No rule for how long was found (the PipeDream-2BW paper, arXiv 2006.09503, was not at hand); 2606.30634 is said to
+  warm up over the first tenth of the steps, and so does benchmarks/delay_convergence.py.
 """
 
 from __future__ import annotations
