@@ -108,7 +108,7 @@ class PlanDoesNotFit(PlanError):
 
 
 class TraceFileError(HydraError, OSError):
-    """The file of a trace cannot be opened, or not be written."""
+    """The file of a trace or picture cannot be opened, or not be written."""
 
 
 class MissingDependency(HydraError, ImportError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from hydra_ext.errors import HydraError, InvalidSchedule
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         _show(options)
     except HydraError as error:
-        print(error)
+        print(error, file=sys.stderr)
         return 1
     return 0
 

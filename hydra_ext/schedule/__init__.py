@@ -3,8 +3,8 @@
     >>> from hydra_ext import schedule
     >>> print(schedule.make("1f1b", stages=2, microbatches=3).simulate(batches=1).grid())
     a column is 1 s; 3 is a forward of microbatch 3, [3] its backward
-    rank 0 | 0  1 [ 0  ] 2 [ 1  ] .  .  . [ 2  ]| 33 % idle
-    ...
+    rank 0 | 0  1  .  . [ 0  ] 2 [ 1  ] . [ 2  ]| 25% idle
+    rank 1 | .  0 [ 0  ] 1 [ 1  ] 2 [ 2  ] .  . | 25% idle
 
 A *stage* is consecutive blocks on one rank, a *microbatch* what runs through the stages at once, a *batch* what one
 step trains with. A schedule has for every rank a *body*: its actions in one step, in order, with batches counted from

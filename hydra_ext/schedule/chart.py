@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra_ext import _C
 from hydra_ext._C import ActionKind, TimedAction
-from hydra_ext.errors import MissingDependency
+from hydra_ext.errors import MissingDependency, TraceFileError
 from hydra_ext.schedule.labels import label, shortest, work_by_rank
 
 _COLOURS = {  # of even and odd batches
@@ -39,7 +39,13 @@ def save(core: _C.Schedule, timeline: _C.Timeline, path: str | os.PathLike[str])
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     _add_legend(axes, figure, ranks)
-    figure.savefig(os.fspath(path), dpi=120, format="png")
+    try:
+        figure.savefig(os.fspath(path), dpi=120, format="png")
+    except OSError as error:
+        raise TraceFileError(
+            f"the picture cannot be written to '{os.fspath(path)}': {error.strerror or error}; give a path in a folder "
+            "that exists and may be written to"
+        ) from error
 
 
 def _figure() -> Any:

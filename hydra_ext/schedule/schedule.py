@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from hydra_ext import _C
 from hydra_ext._C import Action, Verification
+from hydra_ext.errors import InvalidSchedule
 from hydra_ext.schedule.simulation import Simulation, per_place
 
 KINDS = ("gpipe", "1f1b", "interleaved", "2bw", "pipedream")
@@ -131,7 +132,7 @@ class Schedule:
     # ---- what comes of it -------------------------------------------------------------------------------------------
 
     def with_communication(self) -> Schedule:
-        """With sends and receives in the bodies.
+        """With sends and receives in the bodies, as a user's own schedule: for batches of one size.
 
         A receive comes before the forward or backward that precedes the one that needs it, so that values travel
         while that one computes; the first of a body comes first of all. Each direction of each hop is a queue of its
@@ -216,13 +217,16 @@ class Schedule:
         hops = self.stages - 1
         crossing = per_place("crossing_bytes", crossing_bytes, hops)
         speed = per_place("bytes_per_second", bytes_per_second, hops)
+        for rate in speed:
+            if not rate > 0:
+                raise InvalidSchedule(f"bytes_per_second: {rate}; give more than 0")
         timeline = self._core.simulate(
             batches,
             forward=per_place("forward", forward, self.stages),
             backward=per_place("backward", backward, self.stages),
             update=per_place("update", update, self.stages),
             reduce=per_place("reduce", reduce, self.stages),
-            transfer=[size / rate if size else 0.0 for size, rate in zip(crossing, speed, strict=True)],
+            transfer=[size / rate for size, rate in zip(crossing, speed, strict=True)],
             latency=per_place("latency", latency, hops),
             overlap=overlap,
             global_norm=global_norm,

@@ -66,6 +66,7 @@ class Simulation:
         """
         Raises:
             MissingDependency: matplotlib is not installed.
+            TraceFileError: the file cannot be written.
         """
         chart.save(self._core, self._timeline, path)
 

@@ -1,0 +1,36 @@
+// Schedules to test with.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "csrc/schedule/schedule.h"
+#include "csrc/schedule/text.h"
+
+namespace hydra::schedule::test {
+
+inline Schedule made(const char* kind, int stages, int ranks, int microbatches) {
+  return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, false));
+}
+
+/// The words of one rank's body.
+inline std::string words(const Actions& actions) {
+  std::string line;
+  for (const Action& action : actions) {
+    line += (line.empty() ? "" : " ") + body_token(action);
+  }
+  return line;
+}
+
+/// What `call` throws, or "" if it throws no such thing.
+template <typename Error, typename Call>
+std::string message_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace hydra::schedule::test
