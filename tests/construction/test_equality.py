@@ -145,6 +145,7 @@ def test_a_generator_from_outside_is_advanced_once_by_all_calls_together() -> No
     generator = torch.Generator().manual_seed(3)
     model = materialize(drawing(generator))
     assert torch.equal(generator.get_state(), reference.get_state())
+    assert torch.equal(torch.rand(2, generator=generator), torch.rand(2, generator=reference))
     fill(model, ["1"])
     fill(model, ["0"])
     assert torch.equal(generator.get_state(), reference.get_state())
