@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split import Rehearsal, SplitPass, SplitStage, buffers_of, keep_own_part, rehearse
+from hydra_ext.pipeline.split import (
+    Rehearsal,
+    SplitPass,
+    SplitStage,
+    buffers_of,
+    keep_own_part,
+    rehearse,
+    shared_parameters,
+)
 from hydra_ext.pipeline.stage_program import Crossing
 
 Fn = Callable[[nn.Module, Any], Any]
@@ -61,7 +69,7 @@ class Stages:
         gradients: tuple[Tensor | None, ...] = ()
         for run in reversed(passes):
             gradients = run.backward(gradients)
-            gradients = tuple(None if gradient is None else gradient.contiguous().clone() for gradient in gradients)
+            gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
 
     def outcome(self, runs: Sequence[Sequence[SplitPass]]) -> Outcome:
         gradients: dict[str, Tensor] = {}
@@ -154,3 +162,8 @@ def assert_same(found: Outcome, expected: Outcome, shared: frozenset[str] | set[
     assert found.buffers.keys() == expected.buffers.keys()
     for name, buffer in found.buffers.items():
         assert torch.equal(buffer, expected.buffers[name]), name
+
+
+def shared(model: nn.Module, rehearsal: Rehearsal, cuts: Sequence[int]) -> set[str]:
+    """Names of the parameters that several stages hold."""
+    return set(shared_parameters(rehearsal, cuts, model))

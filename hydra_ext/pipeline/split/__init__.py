@@ -1,5 +1,6 @@
 """Stages of a plain module, without tracing: every rank runs the user's own forward, and skips what is not its own."""
 
+from hydra_ext.pipeline.split.blocks import find_blocks
 from hydra_ext.pipeline.split.ownership import (
     buffers_of,
     glue_parameters,
@@ -10,15 +11,18 @@ from hydra_ext.pipeline.split.ownership import (
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
 from hydra_ext.pipeline.split.stage import SplitPass, SplitStage
+from hydra_ext.pipeline.split.timing import time_events
 
 __all__ = [
     "Rehearsal",
     "SplitPass",
     "SplitStage",
     "buffers_of",
+    "find_blocks",
     "glue_parameters",
     "keep_own_part",
     "parameters_of",
     "rehearse",
     "shared_parameters",
+    "time_events",
 ]

@@ -71,7 +71,9 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < (
+        1 if isinstance(module, nn.ModuleList) else 2
+    ):
         return False
     return len({type(member) for member in module}) == 1 and any(True for _ in module.parameters())
 

@@ -45,8 +45,7 @@ def _event(draft: EventDraft, usage: Usage) -> Event:
         parameters=_names(usage.roots, "parameter"),
         buffers=_names(usage.roots | usage.writes, "buffer"),
         inputs=_names(usage.roots, "input"),
-        writes=_names(usage.writes, "buffer"),
-        seconds=draft.seconds,
+        writes=_names(usage.writes, "buffer") | _names(usage.writes, "parameter"),
     )
 
 
@@ -109,7 +108,7 @@ def _torn_frames(recorder: Recorder, step: int) -> list[str]:
 
 def _torn_buffers(events: Sequence[Event], number: int) -> list[str]:
     written = frozenset().union(*(event.writes for event in events))
-    before = frozenset().union(*(event.buffers for event in events[:number]))
-    after = frozenset().union(*(event.buffers for event in events[number:]))
+    before = frozenset().union(*(event.buffers | event.parameters for event in events[:number]))
+    after = frozenset().union(*(event.buffers | event.parameters for event in events[number:]))
     torn = sorted(written & before & after)
-    return [f"the buffer {', '.join(torn)} is used on both sides and written"] if torn else []
+    return [f"{', '.join(torn)} is used on both sides, and written"] if torn else []

@@ -26,7 +26,6 @@ class EventDraft:
     step: int
     calls_before: int
     output: Any = None
-    seconds: float = 0.0
     structure: Structure | None = None
     written: list[tuple[int, Key]] = field(default_factory=list)
     inner: list[InnerCall] = field(default_factory=list)

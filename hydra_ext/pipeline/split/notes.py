@@ -30,6 +30,7 @@ class Note:
         values: that lie in it.
         writes: steps at which it was changed in place.
         foreign: it was there before.
+        made: step at which it was first seen.
     """
 
     event: int | None = None
@@ -38,6 +39,7 @@ class Note:
     values: list[Key] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     foreign: bool = False
+    made: int = 0
 
 
 _Content = TypeVar("_Content")

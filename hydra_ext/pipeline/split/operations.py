@@ -60,7 +60,8 @@ class Operation:
             reads=[] if name in _SHAPE_ONLY else tensors,
             writes=writes,
             random=torch.Tag.nondeterministic_seeded in tags,
-            shape_depends_on_values=torch.Tag.dynamic_output_shape in tags,
+            shape_depends_on_values=torch.Tag.dynamic_output_shape in tags
+            and (name != "index" or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])),
         )
 
 

@@ -136,8 +136,7 @@ class Event:
         inner: calls inside whose hooks must see an output also where the event is skipped.
         attributes: tensors it set on modules: module in the block, attribute, value.
         parameters, buffers, inputs: whose values it, or the glue after it, needs.
-        writes: buffers it changes.
-        seconds: its forward took.
+        writes: parameters and buffers that it changes.
     """
 
     name: str
@@ -151,7 +150,6 @@ class Event:
     buffers: frozenset[str]
     inputs: frozenset[str]
     writes: frozenset[str]
-    seconds: float
 
     def text(self) -> str:
         inner = [(call.module, call.structure.text()) for call in self.inner]
@@ -219,11 +217,6 @@ class Rehearsal:
     def possible_cuts(self) -> list[int]:
         """Boundaries at which the model can be cut."""
         return [b for b in range(1, len(self.events)) if not self.boundaries[b].reasons]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each event's forward."""
-        return [event.seconds for event in self.events]
 
     @property
     def crossing_bytes(self) -> list[int]:

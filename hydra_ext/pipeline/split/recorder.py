@@ -105,6 +105,11 @@ class Recorder:
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
         note.roots |= {root}
 
+    def stands_for(self, absent: Tensor, present: Tensor) -> None:
+        """What is read of ``present`` counts as read of ``absent``."""
+        note = self.notes.get(absent)
+        self.notes.put(present, Note(roots=note.roots if note is not None else frozenset()))
+
     def next_step(self) -> int:
         self.step += 1
         frame = checkpoint_frame()
@@ -147,7 +152,7 @@ class Recorder:
         keys = [key] if key is not None else list(note.values) if note is not None else []
         keys = [key for key in keys if self.values[key].made < self.step]
         if not keys and note is not None and note.tainted and note.event is None:
-            self.refuse("a tensor that depends on an event is read, and it cannot be told from which", after=0)
+            self.refuse("a tensor is read of which it cannot be told how an event made it", after=note.made)
         for used in keys:
             value = self.values[used]
             self.values[used] = replace(value, last_use=self.step, everywhere=value.everywhere or everywhere)
@@ -205,7 +210,7 @@ class Recorder:
                 event.written.append(storage_key(tensor))
         for tensor in results:
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
-                self.notes.put(tensor, Note(event=event.index))
+                self.notes.put(tensor, Note(event=event.index, made=self.step))
 
     def _read_in_event(self, event: Running, tensor: Tensor, note: Note) -> None:
         if not self._is_known(tensor, note):
@@ -241,7 +246,9 @@ class Recorder:
         context.roots |= roots
         context.tainted |= tainted
         if tainted and self._context is None:
-            self.refuse(f"{operation.name} works on what an event made, and is no call of a function of torch")
+            for tensor in context.read.values():
+                self.use(tensor)
+            self.refuse(f"{operation.name} works on what an event made, inside a compiled function")
         if tainted and operation.shape_depends_on_values:
             self.refuse(f"the shape of what {operation.name} makes depends on values that an event made")
         for tensor in operation.writes:
@@ -257,7 +264,8 @@ class Recorder:
         for tensor in results:
             if self.notes.get(tensor) is None:
                 context.made.add(storage_key(tensor))
-                self.notes.put(tensor, Note(tainted=tainted, roots=frozenset() if tainted else frozenset(roots)))
+                made_from = frozenset() if tainted else frozenset(roots)
+                self.notes.put(tensor, Note(tainted=tainted, roots=made_from, made=self.step))
 
     # ---- glue --------------------------------------------------------------------------------------------------------
     def glue(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,15 +6,13 @@ length of their call, so that a rehearsal needs the memory of the largest block 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
@@ -27,7 +25,7 @@ from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.restoring import unchanged_modules
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
-from hydra_ext.pipeline.split.tensors import tensors_of
+from hydra_ext.pipeline.split.tensors import own_copy, tensors_of
 from hydra_ext.runtime.rounds.isolation import Surroundings
 
 
@@ -83,7 +81,7 @@ def _run(
         recorder.note_root(parameter, ("parameter", name))
     for name, buffer in model.named_buffers():
         recorder.note_root(buffer, ("buffer", name))
-    microbatch = _noted_copy(recorder, microbatch)
+    microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
 
     def call(
@@ -91,10 +89,8 @@ def _run(
     ) -> Any:
         if recorder.running is not None:
             return forward(*args, **kwargs)
-        with events.event(name, block, args, kwargs) as event, present(block, device, recorder):
-            started = _now(device)
+        with events.event(name, block, args, kwargs) as event, present(block, device, recorder.stands_for):
             event.output = forward(*args, **kwargs)
-            event.seconds = _now(device) - started
         return event.output
 
     randomness.begin()
@@ -106,39 +102,22 @@ def _run(
     return concluded(recorder, events.events, blocks, signature)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _noted_copy(recorder: Recorder, microbatch: Any) -> Any:
-    """The microbatch with its own memory; what was one tensor is one again."""
-    leaves, tree = tree_flatten_with_path(microbatch)
-    copies: dict[int, Tensor] = {}
-    copied: list[Any] = []
-    for path, leaf in leaves:
-        if isinstance(leaf, Tensor):
-            if id(leaf) not in copies:
-                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            recorder.note_root(copies[id(leaf)], ("input", keystr(path)))
-            copied.append(copies[id(leaf)])
-        else:
-            copied.append(leaf)
-    return tree_unflatten(copied, tree)
-
-
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
+        with torch._C.DisableTorchFunction():
+            return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() != -1:
             raise SplitError("fn runs a backward of its own, whose graph a cut would tear: give stages= explicitly")
-        operation = Operation.of(func, args, kwargs or {})
+        operation = Operation.of(func, args, kwargs)
         self._recorder.before(operation)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self._recorder.after(operation, tensors_of(result))
         return result
 

@@ -15,8 +15,7 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 @contextmanager
 def unchanged_modules(model: nn.Module) -> Iterator[None]:
     """Puts back afterwards what is set, replaced or added in any module, one level deep into its containers."""
-    modules = list(model.modules())
-    before = [(module, dict(module.__dict__), _contents(module)) for module in modules]
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
     try:
         yield
     finally:
@@ -24,18 +23,12 @@ def unchanged_modules(model: nn.Module) -> Iterator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for container, content in contents:
-                _fill(container, content)
+                container.clear()
+                if isinstance(container, (dict, set)):
+                    container.update(content)
+                else:
+                    container.extend(content)
 
 
 def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
     return [(value, value.copy()) for value in module.__dict__.values() if type(value) in _CONTAINERS]
-
-
-def _fill(container: Any, content: Any) -> None:
-    if len(container) == len(content) and container == content if isinstance(container, set) else False:
-        return
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(content)
-    else:
-        container.extend(content)

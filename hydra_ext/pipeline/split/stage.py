@@ -12,13 +12,13 @@ from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import SplitError, StateError
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
-from hydra_ext.pipeline.split.ownership import parameters_of
+from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
 from hydra_ext.pipeline.split.run import StageDone, StageRun
 from hydra_ext.pipeline.split.signature import signature_of
-from hydra_ext.pipeline.split.stand_ins import device_of
+from hydra_ext.pipeline.split.stand_ins import device_of, is_absent
 from hydra_ext.pipeline.split.tensors import Arrival, StandIns
 from hydra_ext.pipeline.split.watch import StandInWatch
 from hydra_ext.pipeline.stage_program import Crossing
@@ -151,8 +151,18 @@ class SplitStage:
                 )
 
     def _absent(self, rehearsal: Rehearsal) -> list[Tensor]:
+        """What the stage's own part may not read."""
         needed = parameters_of(rehearsal, self._lo, self._hi, self._model)
-        return [tensor for name, tensor in self._model.named_parameters() if name not in needed]
+        needed |= buffers_of(rehearsal, self._lo, self._hi, self._model)
+        absent = []
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if name not in needed:
+                absent.append(tensor)
+            elif is_absent(tensor):
+                raise SplitError(
+                    f"{name} is needed for the events [{self._lo}, {self._hi}) and is not there: load it before"
+                )
+        return absent
 
     def _arrive(self, rehearsal: Rehearsal, arriving: Crossing | None) -> tuple[Arrival, dict[Key, Tensor]]:
         keys = rehearsal.boundaries[self._lo].values

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.notes import Note
-from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import Absent, AbsentBuffer
 
 
@@ -74,8 +72,10 @@ def with_stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def present(block: nn.Module, device: torch.device, recorder: Recorder) -> Iterator[None]:
-    """What is absent of the block is there, with random numbers; they count as the parameters they stand for."""
+def present(
+    block: nn.Module, device: torch.device, noted: Callable[[Tensor, Tensor], None] | None = None
+) -> Iterator[None]:
+    """What is absent of the block is there, with random numbers; ``noted`` is told for what each tensor stands."""
     generator: torch.Generator | None = None
 
     def new(tensor: Tensor) -> Tensor | None:
@@ -84,8 +84,8 @@ def present(block: nn.Module, device: torch.device, recorder: Recorder) -> Itera
             return None
         generator = generator or torch.Generator(device).manual_seed(0)
         filled = _filled(tensor, device, generator)
-        note = recorder.notes.get(tensor)
-        recorder.notes.put(filled, Note(roots=note.roots if note is not None else frozenset(), foreign=False))
+        if noted is not None:
+            noted(tensor, filled)
         return nn.Parameter(filled, requires_grad=tensor.trainable) if isinstance(tensor, Absent) else filled
 
     replaced = replace_tensors(block, new)

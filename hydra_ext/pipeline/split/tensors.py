@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_unflatten
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """In the order of the pytree; what is inside objects that are no pytree is not looked at."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def own_copy(value: Any, noted: Callable[[Tensor, str], None] | None = None) -> Any:
+    """The same with memory of its own; what is one tensor in several places is one again.
+
+    Args:
+        noted: is told of each tensor and its place.
+    """
+    leaves, tree = tree_flatten_with_path(value)
+    copies: dict[int, Tensor] = {}
+    copied: list[Any] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if noted is not None:
+                noted(copies[id(leaf)], keystr(path))
+            copied.append(copies[id(leaf)])
+        else:
+            copied.append(leaf)
+    return tree_unflatten(copied, tree)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,14 +43,19 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._marked.discard(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = Operation.of(func, args, kwargs or {})
+        # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
+        with torch._C.DisableTorchFunction():
+            return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operation = Operation.of(func, args, kwargs)
         missing = next((found for found in map(self.what, operation.reads) if found is not None), None)
         if missing is not None and (self.strict or operation.name in VALUE_OPERATIONS):
             raise SplitError(
                 f"{operation.name} reads {missing}, which the rehearsal did not see: the forward does not take the "
                 "way that it took then. Let it depend on the microbatch's shapes only, or give stages= explicitly"
             )
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if missing is not None:
             for tensor in (*tensors_of(result), *operation.writes):
                 self._marked.put(tensor, missing)

@@ -1,0 +1,107 @@
+"""How long each event takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.notes import Undo
+from hydra_ext.pipeline.split.randomness import EventRandomness
+from hydra_ext.pipeline.split.record import Rehearsal
+from hydra_ext.pipeline.split.restoring import unchanged_modules
+from hydra_ext.pipeline.split.stand_ins import device_of, is_absent, present, with_stand_ins
+from hydra_ext.pipeline.split.tensors import own_copy
+from hydra_ext.runtime.rounds.isolation import Surroundings
+
+
+def time_events(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    rehearsal: Rehearsal,
+    *,
+    seed: int = 0,
+    runs: int = 3,
+    device: torch.device | None = None,
+) -> list[float]:
+    """Median seconds of each event's forward, over ``runs`` forwards after one that does not count.
+
+    Blocks that are absent are given random parameters, which takes no part in the time. The model is unchanged
+    afterwards, as by :func:`~hydra_ext.pipeline.split.rehearse.rehearse`.
+
+    Raises:
+        SplitError: another run calls other blocks than the rehearsal.
+    """
+    device = device or device_of(model)
+    blocks = find_blocks(model, rehearsal.blocks)
+    measured = []
+    for _ in range(runs + 1):
+        surroundings = Surroundings(device)
+        undo = Undo()
+        try:
+            with unchanged_modules(model), with_stand_ins(model, device):
+                for tensor in _changing(model, rehearsal):
+                    undo.before_write(tensor)
+                measured.append(_run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device))
+        finally:
+            undo.restore()
+            surroundings.restore()
+        if len(measured[-1]) != len(rehearsal.events):
+            raise SplitError(f"fn made {len(measured[-1])} calls of blocks; in the rehearsal {len(rehearsal.events)}")
+    return [statistics.median(times) for times in zip(*measured[1:], strict=True)]
+
+
+def _changing(model: nn.Module, rehearsal: Rehearsal) -> list[Tensor]:
+    """What a forward may write to."""
+    written = frozenset().union(*(event.writes for event in rehearsal.events))
+    found: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in written]
+    found += [tensor for module in model.modules() for tensor in module.__dict__.values() if isinstance(tensor, Tensor)]
+    return [tensor for tensor in (*found, *model.buffers()) if not is_absent(tensor)]
+
+
+def _run(
+    blocks: dict[str, nn.Module],
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    randomness: EventRandomness,
+    device: torch.device,
+) -> list[float]:
+    times: list[float] = []
+    inside = False
+
+    def call(
+        _name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        nonlocal inside
+        if inside:
+            return forward(*args, **kwargs)
+        number = len(times)
+        randomness.enter(number)
+        inside = True
+        try:
+            with present(block, device):
+                started = _now(device)
+                output = forward(*args, **kwargs)
+                times.append(_now(device) - started)
+        finally:
+            inside = False
+        randomness.leave(number)
+        return output
+
+    randomness.begin()
+    with blocks_call(blocks, call):
+        fn(microbatch)
+    return times
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
