@@ -89,7 +89,7 @@ def build_part(
 @contextmanager
 def _alone() -> Iterator[None]:
     me = threading.get_ident()
-    if _builder and _builder[0] == me:
+    if me in _builder:
         raise StateError("materialize() or fill() was called inside the constructor that is being run by one of them")
     with _building:
         _builder.append(me)

@@ -92,7 +92,8 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
         device: where the memory is to be. Values are made on the CPU.
 
     Raises:
-        StateError: the model was not made by materialize().
+        StateError: the model was not made by materialize(), or this is called inside a constructor.
+        InvalidDevice: ``device`` is none, or is meta.
         InvalidArgument: a name that the model has not. Nothing was filled.
         ModelChanged: a parameter has another shape or dtype than the one that was built. Nothing was filled.
         BuildDiffers: the constructor made something else than before. Nothing was filled.
@@ -117,9 +118,12 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
 
 def _device(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise InvalidDevice(f"fill(device={device!r}): {error}") from error
+    if target.type == "meta":
+        raise InvalidDevice(f"fill(device={device!r}): there is no memory on meta")
+    return target
 
 
 def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> dict[str, nn.Parameter]:

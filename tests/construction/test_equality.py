@@ -114,6 +114,23 @@ def test_a_model_that_was_filled_trains_as_the_ordinary_one_with_an_optimizer_ma
     assert all(torch.equal(one, other) for one, other in zip(train(model, optimizer), expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "name", ["gpt2", "vit", "bert", "recurrent", "orthogonal", "truncated", "scaled", "another dtype"]
+)
+def test_the_constructor_runs_once_for_the_model_and_once_for_a_part(name: str) -> None:
+    calls = 0
+
+    def counted() -> nn.Module:
+        nonlocal calls
+        calls += 1
+        return CONSTRUCTORS[name]()
+
+    model = materialize(counted)
+    assert calls == 1
+    fill(model, list(dict(model.named_parameters()))[::2])
+    assert calls == 2
+
+
 def test_attributes_that_depend_on_numbers_are_right() -> None:
     torch.manual_seed(SEED)
     ordinary = FromNumbers()

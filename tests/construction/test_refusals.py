@@ -190,6 +190,8 @@ def test_names_and_models_that_are_not_known_are_refused_before_anything_is_fill
         fill(model, "weight")
     with pytest.raises(errors.InvalidDevice, match="nowhere"):
         fill(model, ["weight"], device="nowhere")
+    with pytest.raises(errors.InvalidDevice, match="no memory on meta"):
+        fill(model, ["weight"], device="meta")
     with pytest.raises(errors.StateError, match="did not return"):
         fill(nn.Sequential(model), ["0.weight"])
     assert model.weight.is_meta
