@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from hydra_ext.pipeline.split import (
     parameters_of,
     rehearse,
     shared_parameters,
+    time_events,
 )
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
@@ -55,47 +57,78 @@ def split_parts(
         SplitError: the model cannot be cut so, or ranks found different things.
         PlanError: there are fewer blocks than stages.
     """
-    names = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     unbuilt = any(parameter.is_meta for parameter in model.parameters())
     if unbuilt:
         fill(model, glue_parameters(model))
     rehearsal = rehearse(model, fn, microbatch, seed=seed)
     _compare(rehearsal, topology)
-    borders = _borders(model, rehearsal, schedule.stages, cuts, topology)
-    ranges = [(borders[stage], borders[stage + 1]) for stage in schedule.stages_of(topology.place)]
-    kept = frozenset().union(*(parameters_of(rehearsal, lo, hi, model) for lo, hi in ranges))
+    if cuts is None:
+        seconds = [0.0] * len(rehearsal.events)
+        if topology.rank == 0:
+            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
+        seconds = _agreed(seconds, topology)
+        borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
+    else:
+        borders = _given(rehearsal, schedule.stages, cuts)
+    division = _divide(model, rehearsal, borders)
+    own = schedule.stages_of(topology.place)
+    _refuse_twice_here(division, own)
     if unbuilt:
-        fill(model, kept)
-    holders = shared_parameters(rehearsal, borders[1:-1], model)
-    held = [parameters_of(rehearsal, lo, hi, model) for lo, hi in pairwise(borders)]
-    parameters = dict(model.named_parameters())
-    trained = [
-        [name for name in sorted(of_stage, key=names.__getitem__) if parameters[name].requires_grad]
-        for of_stage in held
-    ]
-    _refuse_twice_here(holders, schedule, topology)
-    keep_own_part(model, rehearsal, ranges, device=device)
+        fill(model, {name for stage in own for name in division.held[stage]})
+    keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(device)
     parameters = dict(model.named_parameters())
-    own = [
+    parts = [
         Part(
             stage,
-            SplitStage(model, rehearsal, lo, hi, device=device),
+            SplitStage(model, rehearsal, borders[stage], borders[stage + 1], device=device),
             (model,),
-            tuple((name, parameters[name]) for name in sorted(held[stage], key=names.__getitem__)),
+            tuple((name, parameters[name]) for name in division.held[stage]),
         )
-        for stage, (lo, hi) in zip(schedule.stages_of(topology.place), ranges, strict=True)
+        for stage in own
     ]
-    orders = {
-        stage: tuple(names[name] if holders.get(name, (stage,))[0] == stage else -1 for name in trained[stage])
-        for stage in range(schedule.stages)
-    }
-    shared: list[dict[int, int | None]] = [
-        {stage: trained[stage].index(name) for stage in holders[name]}
-        for name in sorted(holders, key=names.__getitem__)
-        if name in trained[holders[name][0]]
-    ]
-    return Parts(tuple(own), tuple(shared), orders, rehearsal)
+    return Parts(tuple(parts), division.shared(), division.orders(), rehearsal)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Who holds what, as every rank knows it.
+
+    Attributes:
+        names: of all parameters, with their places in the model.
+        held: by stage, in the model's order.
+        trained: likewise, those that are.
+        holders: of parameters that several stages hold, the stages.
+    """
+
+    names: dict[str, int]
+    held: list[list[str]]
+    trained: list[list[str]]
+    holders: dict[str, tuple[int, ...]]
+
+    def orders(self) -> dict[int, tuple[int, ...]]:
+        """See :class:`~hydra_ext.pipeline.parts.Parts`."""
+        return {
+            stage: tuple(self.names[n] if self.holders.get(n, (stage,))[0] == stage else -1 for n in of_stage)
+            for stage, of_stage in enumerate(self.trained)
+        }
+
+    def shared(self) -> tuple[dict[int, int | None], ...]:
+        """See :class:`~hydra_ext.pipeline.parts.Parts`."""
+        several = sorted(self.holders, key=self.names.__getitem__)
+        return tuple(
+            {stage: self.trained[stage].index(name) for stage in self.holders[name]}
+            for name in several
+            if name in self.trained[self.holders[name][0]]
+        )
+
+
+def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _Division:
+    parameters = dict(model.named_parameters())
+    names = {name: number for number, name in enumerate(parameters)}
+    held = [sorted(parameters_of(rehearsal, lo, hi, model), key=names.__getitem__) for lo, hi in pairwise(borders)]
+    trained = [[name for name in of_stage if parameters[name].requires_grad] for of_stage in held]
+    return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
 
 
 def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
@@ -112,12 +145,17 @@ def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
         )
 
 
-def _borders(
-    model: nn.Module, rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int] | None, topology: Topology
-) -> list[int]:
+def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:
+    """The first rank's, so that all ranks choose alike."""
+    values = torch.tensor(seconds, dtype=torch.float64)
+    if topology.world > 1:
+        dist.broadcast(values, src=0)
+    return [float(value) for value in values]
+
+
+def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
+    """The borders of stages that begin at these cuts."""
     count = len(rehearsal.events)
-    if cuts is None:
-        return [0, *_chosen(model, rehearsal, stages, topology), count]
     if len(cuts) != stages - 1:
         raise InvalidArgument(f"cuts={list(cuts)!r}: {stages} stages have {stages - 1} cuts")
     blocks = [event.name for event in rehearsal.events]
@@ -135,11 +173,8 @@ def _borders(
     return borders
 
 
-def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, topology: Topology) -> tuple[int, ...]:
-    """By the first rank's times, so that all ranks choose alike."""
-    seconds = torch.tensor(rehearsal.seconds, dtype=torch.float64)
-    if topology.world > 1:
-        dist.broadcast(seconds, src=0)
+def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequence[float]) -> tuple[int, ...]:
+    """The cuts that let the slowest stage be fastest."""
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     users: dict[str, list[int]] = {}
     for number, event in enumerate(rehearsal.events):
@@ -153,7 +188,7 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, topology: Topol
     partition = partition_chain(
         [
             Event(forward_seconds=time, backward_seconds=_BACKWARD * time, parameter_bytes=size)
-            for time, size in zip(seconds.tolist(), alone, strict=True)
+            for time, size in zip(seconds, alone, strict=True)
         ],
         [
             Boundary(crossing_bytes=rehearsal.crossing_bytes[b], possible=b in possible)
@@ -170,12 +205,11 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, topology: Topol
     return partition.cuts
 
 
-def _refuse_twice_here(holders: dict[str, tuple[int, ...]], schedule: Schedule, topology: Topology) -> None:
+def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
     """Several stages of one rank share the module's one place for a parameter, and its versions are of one stage."""
-    own = set(schedule.stages_of(topology.place))
-    for name, stages in holders.items():
-        if len(own.intersection(stages)) > 1:
+    for name, stages in division.holders.items():
+        here = sorted(set(own).intersection(stages))
+        if len(here) > 1:
             raise UnsupportedModel(
-                f"'{name}' is used by stages {sorted(own.intersection(stages))}, which are on one rank: use other "
-                "cuts= or as many ranks as stages"
+                f"'{name}' is used by stages {here}, which are on one rank: use other cuts=, or as many ranks as stages"
             )
