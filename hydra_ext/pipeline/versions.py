@@ -165,7 +165,8 @@ class StageWeights:
                 if leaf is not parameter:
                     leaf.data = parameter.data
                     leaf.requires_grad_(parameter.requires_grad)
-        self._slot_of = {self.newest: self._slot_of[self.newest]}
+        slot = self._slot_of[self.newest]
+        self._slot_of = dict.fromkeys(range(max(0, self.newest - self._alive + 1), self.newest + 1), slot)
         newest.note()
         self._note_own()
 

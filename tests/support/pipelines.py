@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.stage_program import event_seed
 
@@ -225,4 +226,13 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
                 assert torch.equal(weight, wanted), f"{case}: rank {rank}, weight {index} of stage {stage}"
 
 
-Body = Callable[..., Any]
+def train_unevenly(rank: int) -> str:
+    """Each rank gives another number of microbatches; returns the error's text."""
+    pipe = Pipeline(None, adamw, stages=make_stages(2), schedule="2bw", microbatches=4, seed=5)
+    try:
+        for step in range(3):
+            pipe.step([make_microbatch(step, index) for index in range(4 - rank)], loss_of)
+    except HydraError as error:
+        pipe.close()
+        return str(error)
+    return ""

@@ -1,0 +1,180 @@
+"""What cannot be done is refused with a typed error that says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hydra_ext.errors import (
+    InvalidArgument,
+    InvalidSchedule,
+    PlanError,
+    RankFailed,
+    SplitError,
+    StateError,
+    UnsupportedModel,
+)
+from hydra_ext.pipeline import Pipeline
+from support import pipelines
+from support.ranks import run_ranks
+
+
+def make_pipe(**options: Any) -> Pipeline:
+    options = {"schedule": "2bw", "microbatches": 2, "stages": pipelines.make_stages(1), **options}
+    return Pipeline(None, pipelines.adamw, **options)
+
+
+def data(count: int = 2) -> list[dict[str, torch.Tensor]]:
+    return [pipelines.make_microbatch(0, index) for index in range(count)]
+
+
+def test_arguments_are_checked_before_anything_is_changed() -> None:
+    with pytest.raises(InvalidArgument, match="nothing to train"):
+        Pipeline(None, pipelines.adamw)
+    with pytest.raises(InvalidArgument, match="give a function that makes an optimizer"):
+        Pipeline(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=r"replicas=3 with 1 rank"):
+        make_pipe(replicas=3)
+    with pytest.raises(InvalidArgument, match="model is a str"):
+        Pipeline("model", pipelines.adamw)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSchedule):
+        make_pipe(schedule="3bw")
+    with pytest.raises(InvalidArgument, match=r"stages\[0\] is a str"):
+        make_pipe(stages=["a"])
+
+
+def test_a_step_without_microbatches_is_refused_and_the_next_one_works() -> None:
+    with make_pipe() as pipe:
+        with pytest.raises(InvalidArgument, match="no microbatches"):
+            pipe.step([], pipelines.loss_of)
+        with pytest.raises(InvalidArgument, match="3 seeds for 2 microbatches"):
+            pipe.step(data(), pipelines.loss_of, seeds=[1, 2, 3])
+        with pytest.raises(InvalidArgument, match="microbatches is a int"):
+            pipe.step(3, pipelines.loss_of)
+        assert pipe.step(data(), pipelines.loss_of).loss.isfinite()
+
+
+def test_a_whole_batch_is_cut_into_microbatches() -> None:
+    whole = {"ids": torch.arange(20).view(5, 4) % 7, "labels": torch.arange(20).view(5, 4) % 7, "scale": 2.0}
+    seen = []
+
+    def fn(output: torch.Tensor, microbatch: dict[str, Any]) -> torch.Tensor:
+        seen.append(microbatch["ids"].clone())
+        return pipelines.loss_of(output, microbatch) * microbatch["scale"]
+
+    with make_pipe(schedule="1f1b", microbatches=2) as pipe:
+        assert len(pipe.step(whole, fn).losses) == 2
+        assert len(pipe.step({"ids": whole["ids"][:1], "labels": whole["labels"][:1], "scale": 1.0}, fn).losses) == 1
+        with pytest.raises(InvalidArgument, match="no rows"):
+            pipe.step({"ids": whole["ids"][:0]}, fn)
+        with pytest.raises(InvalidArgument, match=r"rows .*same number"):
+            pipe.step({"ids": whole["ids"], "labels": whole["labels"][:2]}, fn)
+    assert [ids.shape[0] for ids in seen] == [3, 2, 1]
+    assert torch.equal(torch.cat(seen[:2]), whole["ids"])
+
+
+def test_after_its_end_nothing_works_but_closing_it_again() -> None:
+    pipe = make_pipe()
+    pipe.close()
+    pipe.close()
+    with pytest.raises(StateError, match="has ended"):
+        pipe.step(data(), pipelines.loss_of)
+
+
+def test_an_error_in_fn_ends_the_pipeline() -> None:
+    pipe = make_pipe()
+    with pytest.raises(ValueError, match="scalar"):
+        pipe.step(data(), lambda output, microbatch: output)
+    with pytest.raises(RankFailed, match="The pipeline has ended"):
+        pipe.step(data(), pipelines.loss_of)
+    pipe.close()
+
+
+def test_writing_to_weights_that_are_under_way_is_refused() -> None:
+    stages = pipelines.make_stages(1)
+    pipe = make_pipe(stages=stages)
+    pipe.step(data(), pipelines.loss_of)
+    with torch.no_grad():
+        next(stages[0].parameters()).mul_(2)
+    with pytest.raises(StateError, match="written to between two steps"):
+        pipe.step(data(), pipelines.loss_of)
+    pipe.close()
+
+
+def test_a_forward_that_writes_to_its_weights_is_refused() -> None:
+    class Writes(pipelines.Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+            return super().forward(x)
+
+    stages = [nn.Sequential(pipelines.First(), Writes(), pipelines.Last())]
+    pipe = make_pipe(stages=stages)
+    with pytest.raises(StateError, match=r"linear\.weight' that the pipeline keeps was written to in place"):
+        pipe.step(data(), pipelines.loss_of)
+    pipe.close()
+
+
+def test_refreshed_weights_count_from_then_on() -> None:
+    stages = pipelines.make_stages(1)
+    pipe = make_pipe(stages=stages)
+    pipe.step(data(), pipelines.loss_of)
+    pipe.drain()
+    with torch.no_grad():
+        for parameter in stages[0].parameters():
+            parameter.mul_(0.5)
+    pipe.refresh()
+    expected = pipelines.forward(stages, data()[0], 1).detach()
+    assert torch.equal(pipe.step(data(), pipelines.loss_of).losses[0], expected)
+    pipe.close()
+
+
+def test_hooks_on_weights_with_versions_are_refused() -> None:
+    stages = pipelines.make_stages(1)
+    next(stages[0].parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(UnsupportedModel, match="hooks"):
+        make_pipe(stages=stages)
+    make_pipe(stages=stages, schedule="1f1b").close()
+
+
+def plain_model() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(pipelines.First(), *(pipelines.Layer() for _ in range(3)), pipelines.Last())
+    return model, lambda microbatch: pipelines.loss_of(model(microbatch), microbatch)
+
+
+def test_cuts_are_checked_against_the_blocks() -> None:
+    for cuts, error, reason in (
+        (["9"], InvalidArgument, "no block"),
+        (["1", "2"], InvalidArgument, "2 stages have 1 cuts"),
+        ([0], InvalidArgument, "in the forward's order"),
+    ):
+        model, fn = plain_model()
+        pipe = Pipeline(model, pipelines.adamw, stages=2, microbatches=2, cuts=cuts)  # type: ignore[arg-type]
+        with pytest.raises(error, match=reason):
+            pipe.step(data(), fn)
+        pipe.close()
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    model, fn = plain_model()
+    pipe = Pipeline(model, pipelines.adamw, stages=9, microbatches=2)
+    with pytest.raises(PlanError):
+        pipe.step(data(), fn)
+    pipe.close()
+
+
+def test_what_does_not_call_the_model_cannot_be_split() -> None:
+    model, _ = plain_model()
+    pipe = Pipeline(model, pipelines.adamw, stages=2, microbatches=2)
+    with pytest.raises(SplitError, match="called no block"):
+        pipe.step(data(), lambda microbatch: torch.zeros((), requires_grad=True))
+    pipe.close()
+
+
+def test_ranks_with_different_numbers_of_microbatches_are_told(tmp_path: Path) -> None:
+    for errors in run_ranks(pipelines.train_unevenly, folder=tmp_path):
+        assert "the ranks do not make the same steps" in errors
