@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.pipeline.chain import assemble, take_apart
+from hydra_ext.pipeline.executor import Batch
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.output import PipelineOutput
@@ -24,7 +25,14 @@ class Announcements:
         self._waiting: WeakValueDictionary[int, PipelineOutput] = WeakValueDictionary()
         self._expected: list[int] = []
 
-    def announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
+    def publish(self, output: PipelineOutput, batch: Batch | None) -> None:
+        """Of one step; None by a rank that listens."""
+        if batch is None:
+            self._expect(output)
+        else:
+            self._announce(output, batch.losses, batch.metrics)
+
+    def _announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
         """Of one step, by the rank that has them."""
         stacked = torch.stack(list(losses))
         if self._outboxes:
@@ -34,7 +42,7 @@ class Announcements:
                 outbox.put(message)
         output.resolve(stacked, tuple(metrics))
 
-    def expect(self, output: PipelineOutput) -> None:
+    def _expect(self, output: PipelineOutput) -> None:
         """Of one step, by a rank that listens. Which nobody refers to is not kept."""
         if self._inbox is None:
             return

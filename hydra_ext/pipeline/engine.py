@@ -48,6 +48,7 @@ class Engine:
         recompute: bool,
     ) -> None:
         self.batches = 0
+        self._evaluations = 0
         self._parts = parts
         self._schedule = schedule
         self._topology = topology
@@ -91,6 +92,16 @@ class Engine:
                 # their first step.
                 stage.optimizer._opt_called = True  # type: ignore[attr-defined]
         return batch, self._executor.take_updates()
+
+    def evaluate(self, microbatches: Sequence[Any], fn: Callable[..., Any]) -> Batch:
+        """All of this rank's forwards, after a drain, with the newest weights."""
+        self.drain()
+        self._evaluations += 1
+        number = -1 - self._evaluations
+        seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
+        batch = Batch(number, microbatches, fn, seeds, 1, None, {})
+        self._executor.evaluate(batch)
+        return batch
 
     def drain(self) -> list[Update]:
         """What is under way is finished: the modules' parameters are the newest weights."""

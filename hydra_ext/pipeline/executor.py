@@ -171,6 +171,32 @@ class Executor:
             for stage in self._stages.values():
                 stage.weights.hide()
 
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> None:
+        """Forwards only, with the newest weights; nothing may be under way. Its number is below -1."""
+        self._batches[batch.number] = batch
+        numbers = range(len(batch.microbatches))
+        for index in sorted(self._stages):
+            ahead = self._evaluation(ActionKind.RECEIVE_ACTIVATION, index, batch, numbers[:1])
+            for number in numbers:
+                ahead += self._evaluation(ActionKind.RECEIVE_ACTIVATION, index, batch, numbers[number + 1 : number + 2])
+                ahead += self._evaluation(ActionKind.FORWARD, index, batch, [number])
+                ahead += self._evaluation(ActionKind.SEND_ACTIVATION, index, batch, [number])
+            self.run(ahead)
+        for key in [key for key in self._passes if key[1] == batch.number]:
+            del self._passes[key]
+        del self._batches[batch.number]
+
+    def _evaluation(self, kind: ActionKind, stage: int, batch: Batch, numbers: Iterable[int]) -> list[Action]:
+        if kind != ActionKind.FORWARD and (stage if kind == ActionKind.RECEIVE_ACTIVATION else stage + 1) not in range(
+            1, self._schedule.stages
+        ):
+            return []
+        return [Action(kind, stage=stage, batch=batch.number, microbatch=number) for number in numbers]
+
+    def _version(self, action: Action, stage: OwnStage) -> int:
+        return stage.weights.newest if action.batch < 0 else self._schedule.version_of(stage.index, action.batch)
+
     def describe(self) -> str:
         """Where this rank is, for the others; from any thread."""
         action = self._at
@@ -200,7 +226,7 @@ class Executor:
             message = self._take(stage.inbox, self._leaving, action)
             tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
             arriving = Crossing(tensors, message.requires_grad, message.structure)
-        stage.weights.show(self._schedule.version_of(stage.index, action.batch))
+        stage.weights.show(self._version(action, stage))
         done = stage.program.forward(
             batch.fn,
             batch.microbatches[action.microbatch],

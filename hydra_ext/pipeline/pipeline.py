@@ -135,10 +135,26 @@ class Pipeline:
             engine, announcements = self._begun(works[0], fn)
             batch, updates = engine.step(works, fn, max_norm=max_norm, seeds=seeds)
             output = _output(batch.number, updates)
-            if engine.computes_losses:
-                announcements.announce(output, batch.losses, batch.metrics)
-            else:
-                announcements.expect(output)
+            announcements.publish(output, batch if engine.computes_losses else None)
+            return output
+
+    def evaluate(self, microbatches: Any, fn: Callable[..., Any]) -> PipelineOutput:
+        """Losses with the newest weights, without gradients; drains first. All ranks have to call it.
+
+        Training goes on as it would have without. Modes are the modules': call ``model.eval()`` before, and
+        ``model.train()`` after, on every rank.
+
+        Args:
+            microbatches: as for :meth:`step`.
+            fn: as for :meth:`step`.
+        """
+        self._check_open()
+        works = as_microbatches(microbatches, self._microbatches)
+        with self._guarded():
+            engine, announcements = self._begun(works[0], fn)
+            batch = engine.evaluate(works, fn)
+            output = PipelineOutput(batch.number, norm=None, skipped=False)
+            announcements.publish(output, batch if engine.computes_losses else None)
             return output
 
     def prepare(self, microbatch: Any, fn: Callable[..., Any]) -> None:

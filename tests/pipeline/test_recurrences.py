@@ -12,8 +12,8 @@ from support.pipelines import Case
 from support.ranks import run_ranks
 
 
-def check(cases: Sequence[Case], folder: Path, *, delay: int) -> None:
-    size = cases[0].stages * cases[0].replicas
+def check(cases: Sequence[Case], folder: Path, *, delay: int, size: int | None = None) -> None:
+    size = size or cases[0].stages * cases[0].replicas
     ranks = run_ranks(pipelines.train_all, cases, folder=folder, size=size)
     for index, case in enumerate(cases):
         pipelines.same([results[index] for results in ranks], pipelines.recurrence(case, delay), case, delay)
@@ -64,6 +64,26 @@ def test_recomputed_stages_give_the_same_with_dropout(schedule: str, tmp_path: P
         Case(schedule=schedule, stages=3, dropout=0.3, recompute=recompute, max_norm=1.0) for recompute in (False, True)
     ]
     check(cases, tmp_path, delay=1 if schedule == "2bw" else 0)
+
+
+def test_evaluation_uses_the_newest_weights_and_changes_nothing(tmp_path: Path) -> None:
+    cases = [
+        Case(schedule="2bw", stages=3, evaluates=True, max_norm=1.0, steps=8, recompute=recompute)
+        for recompute in (False, True)
+    ]
+    check(cases, tmp_path, delay=1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks"), [("gpipe", 4, 2), ("interleaved", 4, 2), ("2bw", 4, 2), ("2bw", 3, 1)]
+)
+def test_more_stages_than_ranks_wrap_round(schedule: str, stages: int, ranks: int, tmp_path: Path) -> None:
+    cases = [
+        Case(schedule=schedule, stages=stages, microbatches=count, max_norm=max_norm, dropout=0.1, optimizer=optimizer)
+        for count in (2, 5)
+        for max_norm, optimizer in ((None, "adamw"), (0.5, "native-adamw"))
+    ]
+    check(cases, tmp_path, delay=1 if schedule == "2bw" else 0, size=ranks)
 
 
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3), (2, 3)])

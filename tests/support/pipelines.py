@@ -104,6 +104,7 @@ class Case:
     counts: tuple[int, ...] = ()  # microbatches of each step, where they differ
     decays: bool = False  # the learning rate, after each step
     drains: tuple[int, ...] = ()  # after which steps
+    evaluates: bool = False  # after each step
 
     def count(self, step: int) -> int:
         return self.counts[step % len(self.counts)] if self.counts else self.microbatches
@@ -119,6 +120,7 @@ class Trained:
 
     losses: list[Tensor]
     norms: list[float | None]
+    evaluations: list[list[Tensor]]
     weights: dict[int, list[Tensor]]
 
 
@@ -136,20 +138,22 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         seed=5,
     )
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in pipe.optimizers]
-    outputs = []
+    outputs, evaluations = [], []
     for step in range(case.steps):
         outputs.append(pipe.step(data_of(case, step, pipe.replica), loss_of, max_norm=case.max_norm))
         for scheduler in schedulers if case.decays else ():
             scheduler.step()
         if step in case.drains:
             pipe.drain()
+        if case.evaluates:
+            evaluations.append(pipe.evaluate(data_of(case, step + 100, pipe.replica), loss_of).losses)
     norms = [None if output.grad_norm is None else output.grad_norm.item() for output in outputs]
     losses = [output.losses for output in outputs]
     pipe.close()
     own = {
         stage: [p.detach().clone() for p in stages[stage].parameters()] for stage in pipe.schedule.stages_of(pipe.place)
     }
-    return {"losses": losses, "norms": norms, "weights": own}
+    return {"losses": losses, "norms": norms, "evaluations": evaluations, "weights": own}
 
 
 def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -177,7 +181,7 @@ def recurrence(case: Case, delay: int) -> Trained:
     versions = [copy.deepcopy(newest)]
     optimizer = OPTIMIZERS[case.optimizer](newest.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    trained = Trained([], [], {})
+    trained = Trained([], [], [], {})
     for step in range(case.steps):
         used = versions[max(step - delay, 0)]
         sums = []
@@ -200,6 +204,10 @@ def recurrence(case: Case, delay: int) -> Trained:
         if case.decays:
             scheduler.step()
         versions.append(copy.deepcopy(newest))
+        if case.evaluates:
+            with torch.no_grad():
+                evaluated = [forward(newest, microbatch, 0) for microbatch in data_of(case, step + 100)]
+            trained.evaluations.append(evaluated)
     trained.weights = {index: [p.detach() for p in stage.parameters()] for index, stage in enumerate(newest)}
     return trained
 
@@ -219,7 +227,9 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
         own = expected.losses[replica :: case.replicas]
         for step, (losses, wanted) in enumerate(zip(result["losses"], own, strict=True)):
             assert torch.equal(torch.stack(list(losses)), wanted), f"{case}: rank {rank}, losses of step {step}"
-        if not case.drains:
+        for found, wanted in zip(result["evaluations"], expected.evaluations, strict=True):
+            assert torch.equal(torch.stack(list(found)), torch.stack(wanted)), f"{case}: rank {rank}, evaluation"
+        if not case.drains and not case.evaluates:
             assert result["norms"] == [None] * late + expected.norms[: len(expected.norms) - late], f"{case}: {rank}"
         for stage, weights in result["weights"].items():
             for index, (weight, wanted) in enumerate(zip(weights, expected.weights[stage], strict=True)):
