@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from support import pipelines
-from support.pipelines import Case
+from support.pipelines import OPTIMIZERS, Case
 from support.ranks import run_ranks
 
 
-def check(cases: Sequence[Case], folder: Path, *, delay: int, size: int | None = None) -> None:
+def check(cases: Sequence[Case], folder: Path, *, delay: int | Sequence[int], size: int | None = None) -> None:
     size = size or cases[0].stages * cases[0].replicas
     ranks = run_ranks(pipelines.train_all, cases, folder=folder, size=size)
     for index, case in enumerate(cases):
@@ -36,6 +36,26 @@ def test_schedules_that_flush_are_plain_accumulation(schedule: str, stages: int,
         for optimizer, max_norm in (("adamw", None), ("sgd", 0.5), ("native-adamw", 0.5))
     ]
     check(cases, tmp_path, delay=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_pipedream_delays_each_stage_by_its_distance_from_the_last(stages: int, tmp_path: Path) -> None:
+    cases = [
+        Case(schedule="pipedream", stages=stages, microbatches=1, optimizer=optimizer)
+        for optimizer in ("adamw", "sgd", "native-sgd")
+    ]
+    check(cases, tmp_path, delay=[stages - 1 - stage for stage in range(stages)])
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_vertical_sync_delays_all_stages_alike(stages: int, tmp_path: Path) -> None:
+    cases = [Case(schedule="pipedream-sync", stages=stages, microbatches=1, optimizer=name) for name in OPTIMIZERS]
+    check(cases, tmp_path, delay=[stages - 1] * stages)
+
+
+@pytest.mark.parametrize("kind", ["2bw", "1f1b", "gpipe"])
+def test_a_schedule_in_a_text_of_the_users_own_is_run_as_it_says(kind: str, tmp_path: Path) -> None:
+    check([Case(schedule=f"{kind}-text", stages=3, microbatches=4)], tmp_path, delay=1 if kind == "2bw" else 0)
 
 
 @pytest.mark.parametrize("optimizer", ["native-adamw", "native-sgd", "adamw"])

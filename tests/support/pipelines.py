@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext import schedule
 from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.stage_program import event_seed
@@ -110,6 +111,16 @@ class Case:
         return self.counts[step % len(self.counts)] if self.counts else self.microbatches
 
 
+def schedule_of(case: Case) -> str | schedule.Schedule:
+    """The built-in one by name; "pipedream-sync" with vertical sync; a name with "text" as a user would write it."""
+    options = {"stages": case.stages, "microbatches": case.microbatches}
+    if case.schedule == "pipedream-sync":
+        return schedule.make("pipedream", vertical_sync=True, **options)
+    if case.schedule.endswith("text"):
+        return schedule.Schedule.parse(schedule.make(case.schedule.removesuffix("-text"), **options).text)
+    return case.schedule
+
+
 def data_of(case: Case, step: int, replica: int = 0) -> list[dict[str, Tensor]]:
     return [make_microbatch(step, 100 * replica + index) for index in range(case.count(step))]
 
@@ -131,7 +142,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         None,
         OPTIMIZERS[case.optimizer],
         stages=stages,
-        schedule=case.schedule,
+        schedule=schedule_of(case),
         microbatches=case.microbatches,
         replicas=case.replicas,
         recompute=case.recompute,
@@ -175,15 +186,16 @@ def seed_of(replica: int, step: int, microbatch: int) -> int:
     return event_seed(event_seed(event_seed(5, replica), step), microbatch)
 
 
-def recurrence(case: Case, delay: int) -> Trained:
-    """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process."""
+def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
+    """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process; of each stage if there are several delays."""
+    delays = [delay] * case.stages if isinstance(delay, int) else delay
     newest = nn.ModuleList(make_stages(case.stages, dropout=case.dropout))
     versions = [copy.deepcopy(newest)]
     optimizer = OPTIMIZERS[case.optimizer](newest.parameters())
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     trained = Trained([], [], [], {})
     for step in range(case.steps):
-        used = versions[max(step - delay, 0)]
+        used = nn.ModuleList(versions[max(step - late, 0)][stage] for stage, late in enumerate(delays))
         sums = []
         for replica in range(case.replicas):
             used.zero_grad()
@@ -219,7 +231,7 @@ def mean(gradients: Sequence[Tensor]) -> Tensor:
     return total / len(gradients) if len(gradients) > 1 else total
 
 
-def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: int) -> None:
+def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: int | Sequence[int]) -> None:
     """Every rank has the losses of its line, and each stage its weights, to the last bit."""
     late = 2 if delay else 0  # a step reports the norm of the update that it makes
     for rank, result in enumerate(ranks):
@@ -229,7 +241,7 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
             assert torch.equal(torch.stack(list(losses)), wanted), f"{case}: rank {rank}, losses of step {step}"
         for found, wanted in zip(result["evaluations"], expected.evaluations, strict=True):
             assert torch.equal(torch.stack(list(found)), torch.stack(wanted)), f"{case}: rank {rank}, evaluation"
-        if not case.drains and not case.evaluates:
+        if not case.drains and not case.evaluates and isinstance(delay, int):
             assert result["norms"] == [None] * late + expected.norms[: len(expected.norms) - late], f"{case}: {rank}"
         for stage, weights in result["weights"].items():
             for index, (weight, wanted) in enumerate(zip(weights, expected.weights[stage], strict=True)):
