@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,8 @@ _OVERWRITING = frozenset(
         *("zero_", "fill_", "copy_"),
     )
 )
+_WORTH_GIVING_BACK = 2**18  # bytes
+_c_library = ctypes.CDLL(None)
 DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -37,6 +41,25 @@ def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
 
 def is_gone(storage: StorageWeakRef) -> bool:
     return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+def may_be_given_back(storage: torch.UntypedStorage) -> bool:
+    """Not what numpy has seen, nor what a device may be copying to."""
+    return storage.resizable() and not (torch.cuda.is_available() and storage.is_pinned())
+
+
+def give_back(storage: torch.UntypedStorage) -> None:
+    """Frees its memory, to the system too.
+
+    The C library keeps what lies between other blocks of its heap; with a small block after every parameter that is
+    nearly all of a model.
+    """
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - begin >= _WORTH_GIVING_BACK:
+        # An error leaves the pages where they are.
+        _c_library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
+    storage.resize_(0)
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

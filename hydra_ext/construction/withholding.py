@@ -34,7 +34,9 @@ from hydra_ext.construction.operations import (
     NEW,
     ROOM_ELEMENTS,
     SHAPE_ONLY,
+    give_back,
     is_gone,
+    may_be_given_back,
     only_result,
     operands_of,
     overwrites,
@@ -236,7 +238,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _use(self, memories: list[Memory], *, reading: list[Memory]) -> None:
         for memory in [there for there in self._there if there not in memories]:
             if memory.withheld and memory.storage.resizable():  # not once numpy has seen it
-                memory.storage.resize_(0)
+                give_back(memory.storage)
                 memory.unknown |= memory.parameters
             self._there.remove(memory)
         for memory in memories:
@@ -297,7 +299,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         memory = self._know(storage)
         memory.parameters.add(number)
-        memory.withheld = not (memory.parameters & self._kept) and self.was_born(storage) and storage.resizable()
+        memory.withheld = not (memory.parameters & self._kept) and self.was_born(storage) and may_be_given_back(storage)
         if not memory.withheld and memory.is_empty:
             memory.storage.resize_(memory.nbytes)
         self._use([memory], reading=[])

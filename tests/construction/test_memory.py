@@ -34,6 +34,13 @@ def test_materialize_takes_the_largest_parameter_and_leaves_nothing(held: dict[s
     assert seen.materialize_left <= CONSTANT
 
 
+def test_the_system_gets_back_what_is_not_filled(held: dict[str, Held]) -> None:
+    seen = held["library"]
+    kept_by_the_c_library = 64 * 2**20
+    assert seen.resident_after_materialize <= kept_by_the_c_library
+    assert seen.filled / 2 <= seen.resident_after_fill <= seen.filled + kept_by_the_c_library
+
+
 def test_conversions_inside_the_constructor_keep_one_parameter_in_both_forms(held: dict[str, Held]) -> None:
     seen = held["converted"]
     assert seen.ordinary_peak >= 2 * seen.whole, "all in the first form"

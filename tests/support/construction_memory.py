@@ -31,6 +31,8 @@ class Held:
         ordinary_peak, materialize_peak, fill_peak: of tensors, the most at one time beyond what was there before; of
             the ordinary constructor, of materialize(), of fill().
         materialize_left, fill_left: of tensors, afterwards.
+        resident_after_materialize, resident_after_fill: what the system has given the process meanwhile and not got
+            back, of whatever kind. What was free before is used again first: look at the first model only.
     """
 
     whole: int
@@ -41,6 +43,8 @@ class Held:
     materialize_left: int
     fill_peak: int
     fill_left: int
+    resident_after_materialize: int
+    resident_after_fill: int
 
 
 def observe(hook: Path) -> dict[str, Held]:
@@ -73,12 +77,20 @@ class _Hook:
         return result, self._library.hook_aligned_peak() - before, self.live() - before
 
 
-def _llama() -> nn.Module:
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _llama(layers: int = 4, width: int = 1024) -> nn.Module:
     import transformers
 
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            hidden_size=1024, intermediate_size=3072, num_hidden_layers=4, num_attention_heads=16, vocab_size=9000
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            vocab_size=9000,
         )
     )
 
@@ -100,17 +112,19 @@ def _measure(build: Callable[[], nn.Module], weights: Path | None = None) -> Hel
     from hydra_ext.construction import fill, materialize
 
     hook = _Hook()
-    ordinary, ordinary_peak, _ = hook.during(build)
     if weights is not None:
         from safetensors.torch import save_model
 
-        save_model(ordinary, str(weights))
-    del ordinary
+        save_model(build(), str(weights))
+    before = _resident()
     model, materialize_peak, materialize_left = hook.during(lambda: materialize(build, weights=weights))
+    after_materialize = _resident() - before
     parameters = dict(model.named_parameters())
     sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
     names = list(parameters)[len(parameters) // 2 :][: len(parameters) // 4]
     _, fill_peak, fill_left = hook.during(lambda: fill(model, names))
+    after_fill = _resident() - before
+    _, ordinary_peak, _ = hook.during(build)
     return Held(
         whole=sum(sizes.values()),
         largest=max(sizes.values()),
@@ -120,6 +134,8 @@ def _measure(build: Callable[[], nn.Module], weights: Path | None = None) -> Hel
         materialize_left=materialize_left,
         fill_peak=fill_peak,
         fill_left=fill_left,
+        resident_after_materialize=after_materialize,
+        resident_after_fill=after_fill,
     )
 
 
@@ -127,6 +143,7 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _measure(lambda: _llama(layers=4, width=32))  # what libraries and we allocate once
     with tempfile.TemporaryDirectory() as folder:
         held = {
             "library": _measure(_llama),
