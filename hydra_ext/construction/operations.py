@@ -29,9 +29,10 @@ _OVERWRITING = frozenset(
         *("zero_", "fill_", "copy_"),
     )
 )
+# What they return, or its shape, depends on numbers.
+DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _WORTH_GIVING_BACK = 2**18  # bytes
 _c_library = ctypes.CDLL(None)
-DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 def weak(storage: torch.UntypedStorage) -> StorageWeakRef:

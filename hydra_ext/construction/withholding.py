@@ -201,7 +201,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [] if name in SHAPE_ONLY else list(operands_of(func, args, kwargs))
         known = [(memory, tensor, written) for tensor, written in operands if (memory := self.memory(tensor))]
         if not known:
-            if name in NEW and math.prod(args[0]) >= ROOM_ELEMENTS:
+            if name in NEW and args and math.prod(args[0]) >= ROOM_ELEMENTS:
                 self._use([], reading=[])
             result = func(*args, **kwargs)
             self._note_births(func, operands, result)
@@ -237,7 +237,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _use(self, memories: list[Memory], *, reading: list[Memory]) -> None:
         for memory in [there for there in self._there if there not in memories]:
-            if memory.withheld and memory.storage.resizable():  # not once numpy has seen it
+            if memory.withheld and may_be_given_back(memory.storage):
                 give_back(memory.storage)
                 memory.unknown |= memory.parameters
             self._there.remove(memory)
