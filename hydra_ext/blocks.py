@@ -34,11 +34,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Site:
-    """A module whose forward uses the blocks with these indices."""
+    """A module whose forward uses the blocks with these indices.
+
+    Attributes:
+        others: where weights have several versions, the blocks of each but the first.
+    """
 
     name: str
     module: nn.Module
     blocks: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass

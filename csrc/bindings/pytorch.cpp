@@ -71,6 +71,7 @@ void bind_running(ModelClass& model_class) {
       .def("record_timeline", &PagedModel::record_timeline, py::arg("samples"))
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
+      .def("expect_version", &PagedModel::expect_version, py::arg("version"))
       .def("note_optimizer_step", &PagedModel::note_optimizer_step)
       .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())

@@ -70,14 +70,14 @@ void Pager::note_leaving(Bytes gradients) {
 
 // ---- passes -----------------------------------------------------------------------------------
 
-void Pager::begin_pass(PassKind kind) {
+void Pager::begin_pass(PassKind kind, int version) {
   home_.expect_here();
   activation_peak();  // what happened between passes is not this pass's
   std::vector<std::int32_t> wanted;
   Bytes room = 0;
   {
     const std::lock_guard lock(mutex_);
-    trace_.begin(kind);
+    trace_.begin(kind, version);
     wanted = plan_locked(room);
   }
   fetch_ahead(wanted, room);

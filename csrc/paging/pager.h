@@ -86,7 +86,7 @@ class Pager {
   /// Off: meeting an absent block throws PageFaultError.
   void set_fault_path(bool enabled) noexcept { fault_path_ = enabled; }
 
-  void begin_pass(PassKind kind);
+  void begin_pass(PassKind kind, int version = 0);
   /// Blocks until loads under way have ended. `completed`: the pass ran to its end without an error.
   void end_pass(bool completed) noexcept;
 

@@ -4,16 +4,16 @@
 
 namespace hydra {
 
-void Trace::begin(PassKind kind) {
+void Trace::begin(PassKind kind, int version) {
+  pass_ = {kind, version};
   if (any_before_) {
-    successor_[previous_kind_] = kind;
+    successor_[previous_] = pass_;
   }
   open_ = true;
-  kind_ = kind;
   current_.clear();
   prologue_peak_ = 0;
   next_ = 0;
-  const auto known = recorded_.find(kind);
+  const auto known = recorded_.find(pass_);
   following_ = known != recorded_.end() && !known->second.empty();
 }
 
@@ -30,7 +30,7 @@ void Trace::arrive(std::int32_t block, Bytes activation_peak) {
   if (!following_) {
     return;
   }
-  const Entries& expected = recorded_[kind_];
+  const Entries& expected = recorded_[pass_];
   const auto from = expected.begin() + static_cast<std::ptrdiff_t>(next_);
   const auto found = std::find_if(from, expected.end(), [&](const Entry& entry) { return entry.block == block; });
   following_ = found != expected.end();
@@ -46,13 +46,13 @@ void Trace::end(Bytes activation_peak, bool completed) {
   open_ = false;
   following_ = false;
   any_before_ = true;
-  previous_kind_ = kind_;
+  previous_ = pass_;
   if (!completed || current_.empty()) {
     return;
   }
   current_.back().activations = activation_peak;
   current_.front().activations = std::max(current_.front().activations, prologue_peak_);
-  Entries& recorded = recorded_[kind_];
+  Entries& recorded = recorded_[pass_];
   const bool same = recorded.size() == current_.size() &&
                     std::equal(recorded.begin(), recorded.end(), current_.begin(),
                                [](const Entry& a, const Entry& b) { return a.block == b.block; });
@@ -71,7 +71,7 @@ void Trace::end(Bytes activation_peak, bool completed) {
 
 std::vector<std::pair<std::int32_t, Bytes>> Trace::recorded(PassKind kind) const {
   std::vector<std::pair<std::int32_t, Bytes>> entries;
-  if (const auto known = recorded_.find(kind); known != recorded_.end()) {
+  if (const auto known = recorded_.find({kind, 0}); known != recorded_.end()) {
     for (const Entry& entry : known->second) {
       entries.emplace_back(entry.block, entry.activations);
     }
@@ -84,22 +84,22 @@ std::vector<Use> Trace::future(Bytes limit, Bytes gradient_reserve, std::size_t 
   if (!open_ || !following_) {
     return uses;
   }
-  const auto append = [&](PassKind kind, std::size_t from, bool loadable) {
-    const Bytes room = kind == PassKind::kBackward ? limit - gradient_reserve : limit;
-    const Entries& entries = recorded_.at(kind);
+  const auto append = [&](const Pass& pass, std::size_t from, bool loadable) {
+    const Bytes room = pass.first == PassKind::kBackward ? limit - gradient_reserve : limit;
+    const Entries& entries = recorded_.at(pass);
     for (std::size_t i = from; i < entries.size(); ++i) {
       uses.push_back({entries[i].block, room - entries[i].activations, loadable});
     }
   };
-  append(kind_, next_ == 0 ? 0 : next_ - 1, true);
-  PassKind kind = kind_;
-  for (int pass = 0; pass < 2 && uses.size() < 4 * blocks; ++pass) {
-    const auto successor = successor_.find(kind);
+  append(pass_, next_ == 0 ? 0 : next_ - 1, true);
+  Pass pass = pass_;
+  for (int passes = 0; passes < 2 && uses.size() < 4 * blocks; ++passes) {
+    const auto successor = successor_.find(pass);
     if (successor == successor_.end() || !recorded_.contains(successor->second)) {
       break;
     }
-    kind = successor->second;
-    append(kind, 0, false);
+    pass = successor->second;
+    append(pass, 0, false);
   }
   return uses;
 }

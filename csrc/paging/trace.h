@@ -15,7 +15,9 @@ namespace hydra {
 
 class Trace {
  public:
-  void begin(PassKind kind);
+  /// Of weights that have several versions, each with blocks of its own, every version's passes are recorded by
+  /// themselves.
+  void begin(PassKind kind, int version = 0);
   /// The pass uses `block` from now on. `activation_peak` is what activations took since the last call.
   void arrive(std::int32_t block, Bytes activation_peak);
   /// `completed` is false when the pass ended by an error: then nothing is learned from it.
@@ -27,7 +29,8 @@ class Trace {
   /// Empty when the rest of the pass is unknown. Before the first arrival it starts with the first use.
   std::vector<Use> future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const;
 
-  /// What the last pass of a kind ran: blocks, and the bytes activations took at most while each was in use.
+  /// What the last pass of a kind ran, of the first version: blocks, and the bytes activations took at most while each
+  /// was in use.
   std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
   /// Passes whose order differed from the one recorded before.
   std::int64_t order_changes() const noexcept { return order_changes_; }
@@ -39,12 +42,14 @@ class Trace {
   };
   using Entries = std::vector<Entry>;
 
-  std::map<PassKind, Entries> recorded_;
-  std::map<PassKind, PassKind> successor_;
+  using Pass = std::pair<PassKind, int>;  // its version
+
+  std::map<Pass, Entries> recorded_;
+  std::map<Pass, Pass> successor_;
   bool open_ = false;
   bool any_before_ = false;
-  PassKind kind_ = PassKind::kForward;
-  PassKind previous_kind_ = PassKind::kForward;
+  Pass pass_{PassKind::kForward, 0};
+  Pass previous_{PassKind::kForward, 0};
   Entries current_;
   Bytes prologue_peak_ = 0;
   std::size_t next_ = 0;  // index into the recorded pass of the entry expected next

@@ -161,6 +161,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Whether some thread is inside a backward.
   bool in_backward() const { return window_.in_backward(); }
 
+  /// Where weights have several versions, each with blocks of its own: passes that begin from now on are of this one.
+  void expect_version(int version) noexcept { version_ = version; }
+
   /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
   void refresh();
   /// Outside windows: brings one block up to date for an operation that met its face.
@@ -302,6 +305,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::atomic<bool> trainable_stale_{false};
   std::atomic<bool> closed_{false};
   PassKind open_kind_ = PassKind::kForward;
+  std::atomic<int> version_{0};
   Bytes buffer_bytes_ = 0;
 };
 

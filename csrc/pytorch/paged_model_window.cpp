@@ -81,7 +81,7 @@ void PagedModel::open_window(PassKind kind) {
   }
   window_.show_device();
   const py::gil_scoped_release released;
-  pager_->begin_pass(kind);
+  pager_->begin_pass(kind, version_);
 }
 
 void PagedModel::expect_unmoved_hosts() const {

@@ -16,6 +16,7 @@ from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.stage_program import microbatch_seed
+from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.update import settings_of, writes_elsewhere
 from hydra_ext.pipeline.versions import StageWeights
@@ -32,6 +33,7 @@ class Engine:
 
     Attributes:
         stages: on this rank.
+        tier: the device under a budget, if there is one.
         batches: how many have been admitted.
     """
 
@@ -46,6 +48,7 @@ class Engine:
         *,
         seed: int,
         recompute: bool,
+        tier: TierOptions | None = None,
     ) -> None:
         self.batches = 0
         self._evaluations = 0
@@ -56,7 +59,10 @@ class Engine:
         self._device = device
         self._links = Links(topology.rank, device, watch)
         self._stream = schedule.stream(topology.place)
-        self.stages = [self._own_stage(part, make_optimizer, recompute=recompute) for part in parts.own]
+        self.stages = [self._own_stage(part, make_optimizer, recompute, tier is not None) for part in parts.own]
+        self.tier: Tier | None = None
+        if tier is not None:
+            self.tier = self._make_tier(tier)
         self._connect()
         self.announcements, self._announcers = self._connect_announcements()
         self._seed = seed
@@ -124,10 +130,19 @@ class Engine:
         """All ranks have to."""
         self._reducer.close(timeout)
         self._links.close(timeout)
+        if self.tier is not None:
+            self.tier.close()
 
     # ---- putting it together ----------------------------------------------------------------------------------------
 
-    def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, *, recompute: bool) -> OwnStage:
+    def _make_tier(self, options: TierOptions) -> Tier:
+        modules = [module for part in self._parts.own for module in part.modules]
+        tier = Tier(modules, [stage.weights for stage in self.stages], options)
+        for stage in self.stages:
+            stage.weights.on_show = tier.show
+        return tier
+
+    def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, recompute: bool, offloaded: bool) -> OwnStage:
         alive = self._schedule.versions[part.stage]
         if alive > 1:
             _refuse_hooks(part)
@@ -136,7 +151,8 @@ class Engine:
             raise UnsupportedModel(
                 f"the optimizer's factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
             )
-        weights = StageWeights(part.trained, part.modules, alive=alive, native=writes_elsewhere(optimizer))
+        native = writes_elsewhere(optimizer)
+        weights = StageWeights(part.trained, part.modules, alive=alive, native=native, at_once=offloaded)
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
         return OwnStage(part.stage, program, weights, optimizer)
 

@@ -23,8 +23,11 @@ from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.splitting import split_parts
+from hydra_ext.pipeline.tier import TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
+from hydra_ext.runtime import devices
 from hydra_ext.schedule import Schedule, make
 
 logger = logging.getLogger(__name__)
@@ -53,10 +56,14 @@ class Pipeline:
             that build them are called on their own rank only.
         cuts: of ``model``: the blocks at which stages after the first begin, by name; chosen unless given.
         replicas: lines of ranks that train copies of the model on data of their own; gradients are averaged.
-        device: where this rank computes; its GPU if it has one, else the CPU.
+        budget: device bytes of this rank for weights, gradients and activations together. The weights then stay on
+            the host, all versions of them, and come to the device block by block, as with :func:`hydra_ext.offload`.
+            Without it they are on the device.
+        device: where this rank computes; its GPU if it has one, else the CPU, or with a budget a simulated device.
         recompute: keep only what arrives at a stage, and run its forward again before its backward.
         seed: of all random numbers; the first rank's ``torch.initial_seed()`` unless given.
         patience: seconds after which a rank that gives no sign of life has failed.
+        checks: switches for tests, with a budget.
 
     Raises:
         InvalidArgument: an argument is not of the type given here, or the ranks do not divide into lines.
@@ -73,10 +80,12 @@ class Pipeline:
         stages: Sequence[StageModule] | int | None = None,
         cuts: Sequence[str | int] | None = None,
         replicas: int = 1,
-        device: torch.device | str | None = None,
+        budget: int | str | None = None,
+        device: torch.device | str | SimulatedDevice | None = None,
         recompute: bool = False,
         seed: int | None = None,
         patience: float = 20.0,
+        checks: Checks | None = None,
     ) -> None:
         modules = _stage_modules(model, optimizer, stages, cuts)
         self._model = model
@@ -90,7 +99,8 @@ class Pipeline:
             schedule = make(schedule, stages=count, ranks=self._topology.places, microbatches=microbatches)
         _check_schedule(schedule, count, self._topology)
         self.schedule = schedule
-        self._device = choose_device(device)
+        self._tier = _tier_options(budget, device, checks)
+        self._device = choose_device(device) if self._tier is None else self._tier.place.device
         self._engine: Engine | None = None
         self._announcements: Announcements | None = None
         self._closed = False
@@ -99,7 +109,8 @@ class Pipeline:
         with self._guarded():
             self._seed = common_seed(seed, self._topology)
             if modules:
-                self._begin(explicit_parts(modules, schedule.stages_of(self.place), self._device))
+                home = self._device if self._tier is None else torch.device("cpu")
+                self._begin(explicit_parts(modules, schedule.stages_of(self.place), home))
         self._at_exit = weakref.WeakMethod(self._abandon)
         atexit.register(_call, self._at_exit)
 
@@ -259,6 +270,7 @@ class Pipeline:
                 schedule=self.schedule,
                 topology=self._topology,
                 device=self._device,
+                home=self._device if self._tier is None else torch.device("cpu"),
                 cuts=self._cuts,
                 seed=self._seed,
             )
@@ -275,6 +287,7 @@ class Pipeline:
             self._device,
             seed=self._seed,
             recompute=self._recompute,
+            tier=self._tier,
         )
         announcements = Announcements(engine.announcements, engine.announcers)
         self._engine, self._announcements = engine, announcements
@@ -298,8 +311,22 @@ class Pipeline:
         self._watch.end()
 
 
-def choose_device(device: torch.device | str | None) -> torch.device:
+def _tier_options(
+    budget: int | str | None, device: torch.device | str | SimulatedDevice | None, checks: Checks | None
+) -> TierOptions | None:
+    if budget is None:
+        if isinstance(device, SimulatedDevice):
+            raise InvalidArgument("device=SimulatedDevice(...) has as much memory as its budget=: give one")
+        return None
+    if device is None and torch.cuda.is_available():
+        device = choose_device(None)
+    return TierOptions(parse_bytes(budget), devices.choose(device), checks or Checks())
+
+
+def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.device:
     """The one given, else this rank's GPU if there is one, else the CPU."""
+    if isinstance(device, SimulatedDevice):
+        return torch.device("cpu")
     if device is not None:
         return torch.device(device)
     if torch.cuda.is_available():

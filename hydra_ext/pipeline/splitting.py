@@ -41,6 +41,7 @@ def split_parts(
     schedule: Schedule,
     topology: Topology,
     device: torch.device,
+    home: torch.device,
     cuts: Sequence[str | int] | None,
     seed: int,
 ) -> Parts:
@@ -51,6 +52,8 @@ def split_parts(
     Args:
         model: whole, or on meta as :func:`hydra_ext.construction.materialize` makes it: then only the own part is
             ever built.
+        device: where this rank computes.
+        home: where its parameters are to be.
         cuts: where stages after the first begin: names of blocks, or numbers of events; chosen unless given.
 
     Raises:
@@ -76,7 +79,7 @@ def split_parts(
     if unbuilt:
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
-    model.to(device)
+    model.to(home)
     parameters = dict(model.named_parameters())
     parts = [
         Part(

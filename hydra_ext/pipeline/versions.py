@@ -56,6 +56,7 @@ class StageWeights:
         modules: where they may stand.
         alive: how many versions are alive together.
         native: the optimizer can write the next version elsewhere than where the newest is.
+        at_once: all versions' leaves are made now, not when they are first needed.
 
     Attributes:
         newest: number of the newest version; training starts with 0.
@@ -68,6 +69,7 @@ class StageWeights:
         *,
         alive: int,
         native: bool,
+        at_once: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.newest = 0
@@ -85,11 +87,14 @@ class StageWeights:
         self._slot_of: dict[int, int] = {0: 0}  # by version
         self._own_counters: list[int] = []
         self._shown: int | None = None  # the slot whose leaves stand in the modules
+        self.on_show: Callable[[int], None] = _nothing
         if alive == 1:
             self._slots.append(_Slot([parameter for _, parameter in self.parameters]))
         else:
             self._slots.append(_Slot([_leaf(parameter, parameter.data) for _, parameter in self.parameters]))
         self._slots[0].note()
+        while at_once and len(self._slots) < alive:
+            self._add_slot()
         self._note_own()
 
     # ---- for the runtime --------------------------------------------------------------------------------------------
@@ -106,6 +111,7 @@ class StageWeights:
             if self._shown != slot:
                 self._put(self._slots[slot].leaves)
         self._shown = slot
+        self.on_show(slot)
 
     def hide(self) -> None:
         """The modules have the user's own parameters."""
@@ -175,7 +181,36 @@ class StageWeights:
         """Of all versions that have memory."""
         return sum(leaf.nbytes for slot in self._slots for leaf in slot.leaves)
 
+    # ---- for a tier ------------------------------------------------------------------------------------------------
+
+    @property
+    def slots(self) -> list[list[nn.Parameter]]:
+        """The leaves of each slot."""
+        return [slot.leaves for slot in self._slots]
+
+    def leaves_of(self, index: int) -> list[nn.Parameter]:
+        """Those of one parameter, by slot."""
+        return [slot.leaves[index] for slot in self._slots]
+
+    def release_own(self) -> None:
+        """The user's parameters let go of the newest version's memory, until :meth:`point_own`."""
+        if self._alive > 1:
+            for _, parameter in self.parameters:
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def point_own(self) -> None:
+        """The user's parameters are in the newest version's memory."""
+        if self._alive > 1:
+            leaves = self._slots[self._slot_of[self.newest]].leaves
+            for (_, parameter), leaf in zip(self.parameters, leaves, strict=True):
+                parameter.data = leaf.data
+
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _add_slot(self) -> None:
+        leaves = [_leaf(parameter, torch.empty_like(parameter)) for _, parameter in self.parameters]
+        self._slots.append(_Slot(leaves))
+        self._slots[-1].note()
 
     def _retired(self, version: int) -> int:
         """A slot that no version in use lies in."""
@@ -183,9 +218,7 @@ class StageWeights:
         free = [number for number in range(len(self._slots)) if number not in used]
         if not free:
             free = [len(self._slots)]
-            leaves = [_leaf(parameter, torch.empty_like(parameter)) for _, parameter in self.parameters]
-            self._slots.append(_Slot(leaves))
-            self._slots[-1].note()
+            self._add_slot()
         self._check(free[0])
         return free[0]
 
@@ -225,6 +258,10 @@ class StageWeights:
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for place in self._places:
             place.module._parameters[place.key] = parameters[place.index]
+
+
+def _nothing(slot: int) -> None:
+    pass
 
 
 def _leaf(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:

@@ -41,6 +41,7 @@ class Run:
         device: where the forward's tensors live.
         layout: the model's blocks, and the modules that use them.
         replicas: the ranks that train copies of the model together; None without others.
+        version: of the weights that modules show, where each has several; see :class:`hydra_ext.blocks.Site`.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Run:
         self.layout = layout
         self.core = core
         self.replicas = replicas
+        self.version = 0
         self._averages = True  # at the end of a backward
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}

@@ -27,9 +27,14 @@ from hydra_ext.runtime.tracing import not_traced
 
 
 class SiteListener(Protocol):
-    """The context a site belongs to."""
+    """The context a site belongs to.
+
+    Attributes:
+        version: of the weights that calls use, where there are several; else 0.
+    """
 
     core: _C.PagedModel
+    version: int
 
     def forward_kind(self) -> _C.PassKind: ...
 
@@ -43,7 +48,7 @@ class SiteCall:
         self._listener = listener
         self._site = site
         self._number = number
-        self._blocks = list(site.blocks)
+        self._blocks = [list(site.blocks), *map(list, site.others)]  # by version
 
     # Not traced: the blocks are pinned around the compiled region. What is called inside is compiled as usual.
     @not_traced
@@ -60,7 +65,7 @@ class SiteCall:
         failed = True
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
-            core.begin_visit(visit, self._blocks, self._listener.forward_kind())
+            core.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
             output = self._inner(*args, **kwargs)
             if torch.is_grad_enabled():
                 core.returns(visit, list(tensors_in(output)))

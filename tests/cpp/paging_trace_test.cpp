@@ -104,5 +104,21 @@ TEST(Trace, RemembersTheLargestActivationsOfEqualPasses) {
   EXPECT_EQ(trace.future(kLimit, 0, 1).at(0).room, 60);
 }
 
+TEST(Trace, RemembersTheOrderOfEachVersionByItself) {
+  Trace trace;
+  for (int round = 0; round < 2; ++round) {
+    for (const int version : {0, 1}) {
+      trace.begin(PassKind::kForward, version);
+      trace.arrive(2 * version, 0);
+      trace.arrive(2 * version + 1, 0);
+      trace.end(0, true);
+    }
+  }
+  EXPECT_EQ(trace.order_changes(), 0);
+  trace.begin(PassKind::kForward, 0);
+  trace.arrive(0, 0);
+  EXPECT_EQ(blocks_of(trace.future(kLimit, 0, 2)), (std::vector<std::int32_t>{0, 1, 2, 3, 0, 1}));
+}
+
 }  // namespace
 }  // namespace hydra::test

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext import Checks
 from hydra_ext import schedule
 from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
@@ -101,6 +102,7 @@ class Case:
     max_norm: float | None = None
     dropout: float = 0.0
     recompute: bool = False
+    budget: int | None = None
     replicas: int = 1
     counts: tuple[int, ...] = ()  # microbatches of each step, where they differ
     decays: bool = False  # the learning rate, after each step
@@ -146,6 +148,8 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         microbatches=case.microbatches,
         replicas=case.replicas,
         recompute=case.recompute,
+        budget=case.budget,
+        checks=None if case.budget is None else Checks(poison_hosts=True),
         seed=5,
     )
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in pipe.optimizers]

@@ -11,6 +11,7 @@ from hydra_ext.pipeline.split.ownership import (
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
 from hydra_ext.pipeline.split.stage import SplitPass, SplitStage
+from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.split.timing import time_events
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "buffers_of",
     "find_blocks",
     "glue_parameters",
+    "is_absent",
     "keep_own_part",
     "parameters_of",
     "rehearse",
