@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,13 +15,15 @@ from hydra_ext.pipeline.executor import Batch
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.output import PipelineOutput
+from hydra_ext.pipeline.tally import Tally
 
 
 class Announcements:
     """One rank's view: it announces, or it listens."""
 
-    def __init__(self, inbox: Inbox | None, outboxes: Sequence[Outbox]) -> None:
+    def __init__(self, inbox: Inbox | None, outboxes: Sequence[Outbox], tally: Tally) -> None:
         self._inbox = inbox
+        self._tally = tally
         self._outboxes = outboxes
         self._waiting: WeakValueDictionary[int, PipelineOutput] = WeakValueDictionary()
         self._expected: list[int] = []
@@ -54,8 +57,12 @@ class Announcements:
             self._take(self._inbox)
 
     def _wait(self, output: PipelineOutput) -> None:
-        while self._inbox is not None and not output.resolved:
-            self._take(self._inbox)
+        start = time.perf_counter()
+        try:
+            while self._inbox is not None and not output.resolved:
+                self._take(self._inbox)
+        finally:
+            self._tally.count_loss_wait(time.perf_counter() - start)
 
     def _take(self, inbox: Inbox) -> None:
         message = inbox.take()

@@ -126,6 +126,10 @@ class Engine:
     def executor(self) -> Executor:
         return self._executor
 
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
     def close(self, timeout: float) -> None:
         """All ranks have to."""
         self._reducer.close(timeout)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.update import OptimizerStep, Settings
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
@@ -111,7 +113,8 @@ class Executor:
 
     Attributes:
         updates: made since they were last taken.
-        timings: of the actions since they were last taken; bounded.
+        timings: of the last actions, the one that has failed included; bounded.
+        tally: of all actions.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Executor:
     ) -> None:
         self.updates: list[Update] = []
         self.timings: deque[Timing] = deque(maxlen=_TIMINGS)
+        self.tally = Tally(stage.index for stage in stages)
         self._schedule = schedule
         self._stages = {stage.index: stage for stage in stages}
         self._reducer = reducer
@@ -157,19 +161,36 @@ class Executor:
     def run(self, actions: Iterable[Action]) -> None:
         """Afterwards the modules have the user's own parameters, and the caller's random state is as it was."""
         caller = Surroundings(self._device)
+        start = time.perf_counter()
         try:
             for action in actions:
-                self._at = action
-                self._watch.moved()
-                self._waited = 0.0
-                start = time.perf_counter()
-                self._run_kind[action.kind](action, self._stages[action.stage])
-                self.timings.append(Timing(action, start, time.perf_counter(), self._waited))
+                self._run_one(action)
             self._at = None
         finally:
             caller.restore()
             for stage in self._stages.values():
                 stage.weights.hide()
+            self.tally.count_step(time.perf_counter() - start)
+
+    def _run_one(self, action: Action) -> None:
+        self._at = action
+        self._watch.moved()
+        self._waited = 0.0
+        start = time.perf_counter()
+        try:
+            self._run_kind[action.kind](action, self._stages[action.stage])
+        finally:
+            end = time.perf_counter()
+            self.timings.append(Timing(action, start, end, self._waited))
+            self.tally.count_action(action.kind, action.stage, end - start, self._waited)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited = time.perf_counter() - start
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> None:
@@ -268,9 +289,8 @@ class Executor:
     def _take(self, inbox: Inbox | None, here: dict[tuple[int, int, int], Message], action: Action) -> Message:
         if inbox is None:
             return here.pop((action.stage, action.batch, action.microbatch))
-        start = time.perf_counter()
-        message = inbox.take()
-        self._waited = time.perf_counter() - start
+        with self._waiting():
+            message = inbox.take()
         count = self._count(action)
         if (message.batch, message.microbatch, message.count) != (action.batch, action.microbatch, count):
             raise StateError(
@@ -316,9 +336,8 @@ class Executor:
 
     def _update(self, action: Action, stage: OwnStage) -> None:
         gradients = self._gradients[action.batch]
-        start = time.perf_counter()
-        self._watch.wait_for(lambda: gradients.done)
-        self._waited = time.perf_counter() - start
+        with self._waiting():
+            self._watch.wait_for(lambda: gradients.done)
         skipped = gradients.norm is not None and not math.isfinite(gradients.norm)
         step = None
         own = gradients.of(stage.index)
@@ -330,3 +349,4 @@ class Executor:
         if not gradients.stages:  # all of this rank's stages have been updated
             del self._gradients[action.batch], self._batches[action.batch]
             self.updates.append(Update(action.batch, gradients.norm, skipped))
+            self.tally.count_update(skipped=skipped)

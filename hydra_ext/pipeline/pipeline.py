@@ -22,6 +22,7 @@ from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
+from hydra_ext.pipeline.report import PipelineReport, make_report
 from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.tier import TierOptions
 from hydra_ext.pipeline.topology import Topology
@@ -198,6 +199,10 @@ class Pipeline:
             if self._engine is not None:
                 self._engine.refresh()
 
+    def report(self) -> PipelineReport:
+        """What this rank holds and has done so far; at any time, and of this rank alone."""
+        return make_report(self.schedule, self._topology, self._engine)
+
     def close(self) -> None:
         """Drains, and ends the pipeline on all ranks, which all have to call it."""
         if self._closed:
@@ -289,7 +294,7 @@ class Pipeline:
             recompute=self._recompute,
             tier=self._tier,
         )
-        announcements = Announcements(engine.announcements, engine.announcers)
+        announcements = Announcements(engine.announcements, engine.announcers, engine.executor.tally)
         self._engine, self._announcements = engine, announcements
         return engine, announcements
 

@@ -67,6 +67,11 @@ class SplitStage:
         self._watched: set[Hashable] = set()
         self._check(rehearsal)
 
+    @property
+    def events(self) -> tuple[str, ...]:
+        """Names of the blocks that are called in it, in this order."""
+        return tuple(self._names[self._lo : self._hi])
+
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
     ) -> SplitPass:

@@ -1,0 +1,209 @@
+"""What one rank of a pipeline holds and has done: one documented schema, as an object, a dict and a text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hydra_ext.pipeline.engine import Engine
+from hydra_ext.pipeline.executor import OwnStage
+from hydra_ext.pipeline.links import Inbox, Outbox
+from hydra_ext.pipeline.parts import Part, Parts
+from hydra_ext.pipeline.split import SplitStage
+from hydra_ext.pipeline.tally import RECENT, Tally
+from hydra_ext.pipeline.topology import Topology
+from hydra_ext.schedule import Schedule
+
+_NAMED_BLOCKS = 4  # of a stage, in the text
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage of this rank. Bytes are bytes.
+
+    Attributes:
+        stage: its number.
+        blocks: that are called in it, in this order, where it was split from a plain module; else empty.
+        parameter_bytes: of its parameters, each once, frozen ones included.
+        shared_bytes: of those among them that other stages hold and train too.
+        version_bytes: of all versions of its trained parameters that have memory, the newest included.
+        peak_in_flight: microbatches between their forward and their backward, at most.
+    """
+
+    stage: int
+    blocks: tuple[str, ...]
+    parameter_bytes: int
+    shared_bytes: int
+    version_bytes: int
+    peak_in_flight: int
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}: {_blocks(self.blocks)}parameters {_mib(self.parameter_bytes)}"
+            + (f", {_mib(self.shared_bytes)} of them on other stages too" if self.shared_bytes else "")
+            + f"; versions {_mib(self.version_bytes)}; microbatches in flight at most {self.peak_in_flight}"
+        )
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """Figures of one rank since its beginning. Bytes are bytes of tensors, times seconds of the host.
+
+    Attributes:
+        rank: of ``ranks``.
+        place: in its line of ``places`` ranks that hold the model together.
+        replica: which of ``replicas`` lines.
+        schedule: its kind; None for a user's own.
+        delay: updates that a gradient is late by at most, over all stages. 0: the numbers of plain training.
+        stages: this rank's; empty before a plain module was split.
+        steps: made.
+        updates: made by this rank; with a delay some are still to come.
+        skipped_updates: left out, since the norm of their gradients was not finite.
+        activations_sent_bytes, activations_received_bytes: to the next stages' ranks, and from those before.
+        gradients_sent_bytes, gradients_received_bytes: the other way.
+        computing_seconds: in forwards, backwards and updates. On a GPU: until they were enqueued.
+        waited_for_activations_seconds, waited_for_gradients_seconds: of other stages.
+        waited_for_reductions_seconds: updates waited for sums of gradients over ranks, and for their norm.
+        waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.
+        bubble: part of the last ``RECENT`` steps and drains, with the waits for their losses, in which this rank
+            computed nothing. What a program does between two steps is not in it.
+    """
+
+    rank: int
+    ranks: int
+    place: int
+    places: int
+    replica: int
+    replicas: int
+    schedule: str | None
+    delay: int
+    stages: tuple[StageReport, ...]
+    steps: int
+    updates: int
+    skipped_updates: int
+    activations_sent_bytes: int
+    activations_received_bytes: int
+    gradients_sent_bytes: int
+    gradients_received_bytes: int
+    computing_seconds: float
+    waited_for_activations_seconds: float
+    waited_for_gradients_seconds: float
+    waited_for_reductions_seconds: float
+    waited_for_losses_seconds: float
+    bubble: float
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the numbers are others than those of plain training."""
+        return self.delay > 0
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(stage.parameter_bytes for stage in self.stages)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"rank     {self.rank} of {self.ranks}: place {self.place} of {self.places} in replica {self.replica} of "
+            f"{self.replicas}",
+            f"schedule {self.schedule or 'of its own'}: {meaning_of(self.delay)}",
+            *(f"holds    {stage}" for stage in self.stages or ("nothing yet: the first step splits the model",)),
+            f"steps    {self.steps}; {self.updates} updates, {self.skipped_updates} more skipped",
+            f"moved    activations: sent {_mib(self.activations_sent_bytes)}, received "
+            f"{_mib(self.activations_received_bytes)}; gradients: sent {_mib(self.gradients_sent_bytes)}, received "
+            f"{_mib(self.gradients_received_bytes)}",
+            f"time     computing {self.computing_seconds:.3f} s; waited for activations "
+            f"{self.waited_for_activations_seconds:.3f} s, gradients {self.waited_for_gradients_seconds:.3f} s, "
+            f"reductions {self.waited_for_reductions_seconds:.3f} s, losses {self.waited_for_losses_seconds:.3f} s; "
+            f"bubble {self.bubble:.1%} of the last {min(self.steps, RECENT)} steps",
+        ]
+        return "\n".join(lines)
+
+
+def meaning_of(delay: int) -> str:
+    """What a schedule's delay makes of the numbers."""
+    if delay == 0:
+        return "the numbers of plain training"
+    if delay == 1:
+        uses = "each update uses gradients of the weights before the newest"
+    else:
+        uses = f"updates use gradients of weights that are up to {delay} updates old"
+    return f"{uses}: approximate, not the numbers of plain training"
+
+
+def delay_of(schedule: Schedule) -> int:
+    """By how many updates its gradients are late at most."""
+    settled = schedule.stages + 1  # the first batches' are late by less
+    return max(settled - schedule.version_of(stage, settled) for stage in range(schedule.stages))
+
+
+def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -> PipelineReport:
+    """Of a rank whose engine there may not be yet."""
+    own = [] if engine is None else engine.stages
+    tally = Tally(()) if engine is None else engine.executor.tally
+    waited = tally.waited_seconds
+    return PipelineReport(
+        rank=topology.rank,
+        ranks=topology.world,
+        place=topology.place,
+        places=topology.places,
+        replica=topology.replica,
+        replicas=topology.replicas,
+        schedule=schedule.kind,
+        delay=delay_of(schedule),
+        stages=() if engine is None else _stages(own, engine.parts, tally),
+        steps=0 if engine is None else engine.batches,
+        updates=tally.updates,
+        skipped_updates=tally.skipped_updates,
+        activations_sent_bytes=_sent(stage.outbox for stage in own),
+        activations_received_bytes=_received(stage.inbox for stage in own),
+        gradients_sent_bytes=_sent(stage.gradient_outbox for stage in own),
+        gradients_received_bytes=_received(stage.gradient_inbox for stage in own),
+        computing_seconds=tally.computing_seconds,
+        waited_for_activations_seconds=waited["activations"],
+        waited_for_gradients_seconds=waited["gradients"],
+        waited_for_reductions_seconds=waited["reductions"],
+        waited_for_losses_seconds=waited["losses"],
+        bubble=tally.bubble,
+    )
+
+
+def _stages(own: Sequence[OwnStage], parts: Parts, tally: Tally) -> tuple[StageReport, ...]:
+    return tuple(
+        StageReport(
+            stage=part.stage,
+            blocks=part.program.events if isinstance(part.program, SplitStage) else (),
+            parameter_bytes=sum(parameter.nbytes for _, parameter in part.parameters),
+            shared_bytes=_shared_bytes(part, parts),
+            version_bytes=stage.weights.nbytes,
+            peak_in_flight=tally.peak_in_flight[part.stage],
+        )
+        for stage, part in zip(own, parts.own, strict=True)
+    )
+
+
+def _shared_bytes(part: Part, parts: Parts) -> int:
+    indices = [weight[part.stage] for weight in parts.shared if part.stage in weight]
+    return sum(part.trained[index][1].nbytes for index in indices if index is not None)
+
+
+def _sent(links: Iterable[Outbox | None]) -> int:
+    return sum(link.sent_bytes for link in links if link is not None)
+
+
+def _received(links: Iterable[Inbox | None]) -> int:
+    return sum(link.received_bytes for link in links if link is not None)
+
+
+def _blocks(names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    shown = names if len(names) <= _NAMED_BLOCKS else [*names[: _NAMED_BLOCKS - 2], "...", names[-1]]
+    return f"{', '.join(shown)}; "
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
