@@ -18,6 +18,7 @@ from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.trace import Activity
 from hydra_ext.pipeline.update import settings_of, writes_elsewhere
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
@@ -125,6 +126,11 @@ class Engine:
     @property
     def executor(self) -> Executor:
         return self._executor
+
+    @property
+    def activity(self) -> Activity:
+        """What this rank has done, as far back as it is kept."""
+        return Activity(list(self._executor.timings), list(self._links.transfers), list(self._reducer.reductions))
 
     @property
     def parts(self) -> Parts:

@@ -19,13 +19,12 @@ from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
+from hydra_ext.pipeline.transfers import ROOM
 from hydra_ext.pipeline.update import OptimizerStep, Settings
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
-
-_TIMINGS = 20_000
 
 _NAMES = {
     ActionKind.FORWARD: "in the forward of",
@@ -126,7 +125,7 @@ class Executor:
         device: torch.device,
     ) -> None:
         self.updates: list[Update] = []
-        self.timings: deque[Timing] = deque(maxlen=_TIMINGS)
+        self.timings: deque[Timing] = deque(maxlen=ROOM)
         self.tally = Tally(stage.index for stage in stages)
         self._schedule = schedule
         self._stages = {stage.index: stage for stage in stages}
@@ -182,7 +181,7 @@ class Executor:
         finally:
             end = time.perf_counter()
             self.timings.append(Timing(action, start, end, self._waited))
-            self.tally.count_action(action.kind, action.stage, end - start, self._waited)
+            self.tally.count_action(action, end - start, self._waited)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

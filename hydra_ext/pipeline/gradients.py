@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +30,7 @@ from hydra_ext import _C
 from hydra_ext.optim import threads
 from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.pipeline.transfers import ROOM, Reduction
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,9 +113,14 @@ class Partners:
 
 
 class Reducer:
-    """Reduces in a thread of its own."""
+    """Reduces in a thread of its own.
+
+    Attributes:
+        reductions: the last ones.
+    """
 
     def __init__(self, partners: Partners, watch: Watch, rank: int) -> None:
+        self.reductions: deque[Reduction] = deque(maxlen=ROOM)
         self._partners = partners
         self._watch = watch
         self._rank = rank
@@ -131,11 +139,13 @@ class Reducer:
     @torch.no_grad()
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
+            start = time.perf_counter()
             try:
                 self._reduce(batch)
             except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it: another rank may have ended
                 self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", describe_error(error)))
                 return
+            self.reductions.append(Reduction(batch.batch, start, time.perf_counter()))
             with self._watch.changed:
                 batch.done = True
                 self._watch.changed.notify_all()

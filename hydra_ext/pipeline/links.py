@@ -16,7 +16,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Header, Message
+from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,17 @@ class _Channel:
             work.wait()
 
 
+@dataclass(frozen=True)
+class _Outgoing:
+    """Words of the header, then tensors; ``computed`` says when these may be read."""
+
+    batch: int
+    microbatch: int
+    words: list[Tensor]
+    tensors: list[Tensor]
+    computed: torch.cuda.Event | None
+
+
 class Outbox:
     """The sending end of a link.
 
@@ -78,17 +92,16 @@ class Outbox:
         sent_bytes: of tensors, so far.
     """
 
-    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, name: str) -> None:
+    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.sent_bytes = 0
+        self._log = log
         self._device = device
         self._channel = channel
         self._peer = peer
         self._watch = watch
         self._known: set[str] = set()  # structures that the other side has
-        self._queue: queue.SimpleQueue[tuple[list[Tensor], list[Tensor], torch.cuda.Event | None] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {name}", daemon=True)
+        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> None:
@@ -102,7 +115,7 @@ class Outbox:
             first.append(_as_words(message.structure))
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
-        self._queue.put((first, there, _computed(self._device)))
+        self._queue.put(_Outgoing(message.batch, message.microbatch, first, there, _computed(self._device)))
 
     def close(self, timeout: float) -> None:
         """What was put is sent first, for as long as that may take."""
@@ -113,14 +126,14 @@ class Outbox:
         stream = _Stream(self._device)
         try:
             while (entry := self._queue.get()) is not None:
-                words, tensors, computed = entry
-                for part in words:
-                    self._channel.send_words(part)
-                if computed is not None:
-                    computed.synchronize()
-                with stream, torch.no_grad():
-                    self._channel.send([tensor.to(self._channel.device) for tensor in tensors])
-                del entry, tensors
+                with self._log.moving(entry.batch, entry.microbatch, sum(tensor.nbytes for tensor in entry.tensors)):
+                    for part in entry.words:
+                        self._channel.send_words(part)
+                    if entry.computed is not None:
+                        entry.computed.synchronize()
+                    with stream, torch.no_grad():
+                        self._channel.send([tensor.to(self._channel.device) for tensor in entry.tensors])
+                del entry
             self._channel.send_words(messages.end_of_messages())
         except RuntimeError as error:
             _peer_ended(self._watch, self._peer, error)
@@ -133,8 +146,9 @@ class Inbox:
         received_bytes: of tensors, so far.
     """
 
-    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, name: str) -> None:
+    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.received_bytes = 0
+        self._log = log
         self._channel = channel
         self._peer = peer
         self._device = device
@@ -145,7 +159,7 @@ class Inbox:
         self._expected = threading.Semaphore(0)
         self._ended = False  # on this side
         self._over = False  # on the other one
-        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
     def expect(self) -> None:
@@ -183,7 +197,8 @@ class Inbox:
                 self._expected.acquire()
                 if self._ended:
                     return
-                message = self._fetch(header)
+                with self._log.moving(header.batch, header.microbatch, header.nbytes):
+                    message = self._fetch(header)
                 self.received_bytes += message.nbytes
                 with self._watch.changed:
                     self._arrived.append(message)
@@ -229,9 +244,13 @@ class Links:
 
     Args:
         device: where this rank's tensors are.
+
+    Attributes:
+        transfers: the last ones of all links, as they ended.
     """
 
     def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
+        self.transfers: deque[Transfer] = deque(maxlen=ROOM)
         self._rank = rank
         self._device = device
         self._watch = watch
@@ -249,9 +268,11 @@ class Links:
         channel = _Channel(headers, payload, sorted((source, target)).index(peer), self._device)
         end: Outbox | Inbox
         if self._rank == source:
-            end = Outbox(channel, peer, self._device, self._watch, f"{name} to {target}")
+            log = LinkLog(f"{name} to rank {target}", sent=True, transfers=self.transfers)
+            end = Outbox(channel, peer, self._device, self._watch, log)
         else:
-            end = Inbox(channel, peer, self._device, self._watch, f"{name} from {source}")
+            log = LinkLog(f"{name} from rank {source}", sent=False, transfers=self.transfers)
+            end = Inbox(channel, peer, self._device, self._watch, log)
         self._ends.append(end)
         return end
 

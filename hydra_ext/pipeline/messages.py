@@ -8,6 +8,7 @@ convolution's result may depend on them to the last bit. One with gaps or overla
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,10 @@ class Announced:
     stride: tuple[int, ...]
     requires_grad: bool
 
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.size)
+
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
@@ -74,6 +79,10 @@ class Header:
     fingerprint: int  # of the structure's text
     structure_bytes: int  # of the text, if it follows; else both sides have it from before
     tensors: tuple[Announced | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors if each is not None)
 
 
 END = Header(-1, -1, 0, 0, 0, ())  # nothing comes after it

@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +26,7 @@ from hydra_ext.pipeline.report import PipelineReport, make_report
 from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.tier import TierOptions
 from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.trace import Activity, PipelineTrace
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices
@@ -203,6 +204,19 @@ class Pipeline:
         """What this rank holds and has done so far; at any time, and of this rank alone."""
         return make_report(self.schedule, self._topology, self._engine)
 
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """A context that writes what this rank does in it to ``path`` on leaving it, after an error too.
+
+        The file opens in https://ui.perfetto.dev. Of several ranks each writes its own, ``step.json`` becoming
+        ``step.rank0.json``, and so on; their clock is the machines' time of day, so that they can be put together:
+        ``jq -s '{traceEvents: map(.traceEvents) | add}' step.rank*.json > step.json``. What is under way when the
+        context is left is not in it: :meth:`drain` before, to have all of a step with ``"2bw"``.
+
+        Raises:
+            TraceFileError: there can be no such file.
+        """
+        return PipelineTrace(path, self.schedule, self._topology, self._activity)
+
     def close(self) -> None:
         """Drains, and ends the pipeline on all ranks, which all have to call it."""
         if self._closed:
@@ -297,6 +311,9 @@ class Pipeline:
         announcements = Announcements(engine.announcements, engine.announcers, engine.executor.tally)
         self._engine, self._announcements = engine, announcements
         return engine, announcements
+
+    def _activity(self) -> Activity:
+        return Activity([], [], []) if self._engine is None else self._engine.activity
 
     def _describe(self) -> str:
         return "at the start" if self._engine is None else self._engine.executor.describe()

@@ -9,6 +9,7 @@ from typing import Any
 from hydra_ext.pipeline.engine import Engine
 from hydra_ext.pipeline.executor import OwnStage
 from hydra_ext.pipeline.links import Inbox, Outbox
+from hydra_ext.pipeline.meaning import delay_of, meaning_of
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import SplitStage
 from hydra_ext.pipeline.tally import RECENT, Tally
@@ -66,8 +67,8 @@ class PipelineReport:
         waited_for_activations_seconds, waited_for_gradients_seconds: of other stages.
         waited_for_reductions_seconds: updates waited for sums of gradients over ranks, and for their norm.
         waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.
-        bubble: part of the last ``RECENT`` steps and drains, with the waits for their losses, in which this rank
-            computed nothing. What a program does between two steps is not in it.
+        bubble: part of the last ``RECENT`` steps, drains and evaluations, with the waits for their losses, in which
+            this rank computed nothing. What a program does between two steps is not in it.
     """
 
     rank: int
@@ -121,23 +122,6 @@ class PipelineReport:
             f"bubble {self.bubble:.1%} of the last {min(self.steps, RECENT)} steps",
         ]
         return "\n".join(lines)
-
-
-def meaning_of(delay: int) -> str:
-    """What a schedule's delay makes of the numbers."""
-    if delay == 0:
-        return "the numbers of plain training"
-    if delay == 1:
-        uses = "each update uses gradients of the weights before the newest"
-    else:
-        uses = f"updates use gradients of weights that are up to {delay} updates old"
-    return f"{uses}: approximate, not the numbers of plain training"
-
-
-def delay_of(schedule: Schedule) -> int:
-    """By how many updates its gradients are late at most."""
-    settled = schedule.stages + 1  # the first batches' are late by less
-    return max(settled - schedule.version_of(stage, settled) for stage in range(schedule.stages))
 
 
 def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -> PipelineReport:

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Literal
 
-from hydra_ext._C import ActionKind
+from hydra_ext._C import Action, ActionKind
 
 Cause = Literal["activations", "gradients", "reductions", "losses"]
 
-RECENT = 16  # steps and drains
+RECENT = 16  # steps, drains and evaluations
 
 WAITS: dict[ActionKind, Cause] = {
     ActionKind.FORWARD: "activations",
@@ -42,21 +42,22 @@ class Tally:
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # seconds, and those computing among them
         self._computing_before = 0.0
 
-    def count_action(self, kind: ActionKind, stage: int, seconds: float, waited: float) -> None:
-        """Of one action that has ended."""
-        cause = WAITS.get(kind)
+    def count_action(self, action: Action, seconds: float, waited: float) -> None:
+        """One that has ended."""
+        cause = WAITS.get(action.kind)
         if cause is None:
             return
         self.computing_seconds += seconds - waited
         self.waited_seconds[cause] += waited
-        if kind == ActionKind.FORWARD:
+        stage = action.stage
+        if action.kind == ActionKind.FORWARD and action.batch >= 0:  # an evaluation's has no backward
             self._in_flight[stage] += 1
             self.peak_in_flight[stage] = max(self.peak_in_flight[stage], self._in_flight[stage])
-        elif kind == ActionKind.BACKWARD:
+        elif action.kind == ActionKind.BACKWARD:
             self._in_flight[stage] -= 1
 
     def count_step(self, seconds: float) -> None:
-        """Of all actions of a step, or of a drain."""
+        """Of all actions of a step, a drain or an evaluation."""
         self._recent.append((seconds, self.computing_seconds - self._computing_before))
         self._computing_before = self.computing_seconds
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hydra_ext import schedule
-from hydra_ext._C import ActionKind
-from hydra_ext.pipeline.report import delay_of, meaning_of
+from hydra_ext._C import Action, ActionKind
+from hydra_ext.pipeline.meaning import delay_of, meaning_of
 from hydra_ext.pipeline.tally import RECENT, Tally
 from support import pipeline_reports, pipelines
 from support.pipelines import CLASSES, WIDTH, Case
@@ -26,6 +26,10 @@ def crossing_bytes(case: Case) -> int:
 
 def weights_bytes(case: Case, stage: int) -> int:
     return sum(parameter.nbytes for parameter in pipelines.make_stages(case.stages)[stage].parameters())
+
+
+def action(kind: ActionKind, *, batch: int = 0) -> Action:
+    return Action(kind, stage=0, batch=batch, microbatch=0)
 
 
 def one(report: dict[str, Any]) -> dict[str, Any]:
@@ -123,12 +127,20 @@ def test_the_bubble_is_of_the_last_steps() -> None:
     assert tally.bubble == 0.0
     tally.count_step(100.0)
     for _ in range(RECENT):
-        tally.count_action(ActionKind.FORWARD, 0, 3.0, 1.0)
-        tally.count_action(ActionKind.SEND_ACTIVATION, 0, 1.0, 0.0)
-        tally.count_action(ActionKind.BACKWARD, 0, 5.0, 0.5)
+        tally.count_action(action(ActionKind.FORWARD), 3.0, 1.0)
+        tally.count_action(action(ActionKind.SEND_ACTIVATION), 1.0, 0.0)
+        tally.count_action(action(ActionKind.BACKWARD), 5.0, 0.5)
         tally.count_step(10.0)
     assert tally.bubble == pytest.approx(0.35)
     assert tally.computing_seconds == 6.5 * RECENT
     assert tally.waited_seconds == {"activations": RECENT, "gradients": RECENT / 2, "reductions": 0.0, "losses": 0.0}
     tally.count_loss_wait(16.0)
     assert tally.bubble == pytest.approx(1.0 - 6.5 * RECENT / (10.0 * RECENT + 16.0))
+
+
+def test_an_evaluation_leaves_nothing_in_flight() -> None:
+    tally = Tally([0])
+    for _ in range(3):
+        tally.count_action(action(ActionKind.FORWARD, batch=-2), 1.0, 0.0)
+    assert tally.peak_in_flight == {0: 0}
+    assert tally.computing_seconds == 3.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,18 +87,3 @@ def skipped_updates(rank: int) -> dict[str, Any]:
             data = [{**microbatch, "factor": factor} for microbatch in pipelines.data_of(case, step)]
             pipe.step(data, loss, max_norm=1.0)
     return pipe.report().as_dict()
-
-
-# ---- traces ---------------------------------------------------------------------------------------------------------
-def traced(rank: int, case: Case, path: Path) -> dict[str, Any]:
-    """Two steps that are not traced, then the case's; what the links have moved in these."""
-    with make(case) as pipe:
-        for step in range(2):
-            pipe.step(pipelines.data_of(case, step), pipelines.loss_of)
-        pipe.drain()
-        before = pipe.report().as_dict()
-        with pipe.trace(path):
-            for step in range(2, 2 + case.steps):
-                pipe.step(pipelines.data_of(case, step), pipelines.loss_of, max_norm=case.max_norm)
-            pipe.drain()
-    return {"before": before, "after": pipe.report().as_dict()}

@@ -1,0 +1,22 @@
+"""What a schedule makes of the numbers."""
+
+from __future__ import annotations
+
+from hydra_ext.schedule import Schedule
+
+
+def delay_of(schedule: Schedule) -> int:
+    """By how many updates its gradients are late at most."""
+    settled = schedule.stages + 1  # the first batches' are late by less
+    return max(settled - schedule.version_of(stage, settled) for stage in range(schedule.stages))
+
+
+def meaning_of(delay: int) -> str:
+    """In words, for whatever prints."""
+    if delay == 0:
+        return "the numbers of plain training"
+    if delay == 1:
+        uses = "each update uses gradients of the weights before the newest"
+    else:
+        uses = f"updates use gradients of weights that are up to {delay} updates old"
+    return f"{uses}: approximate, not the numbers of plain training"
