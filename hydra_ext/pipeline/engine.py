@@ -69,7 +69,7 @@ class Engine:
         self._seed = seed
         self._partners = self._meet()
         self._reducer = Reducer(self._partners, watch, topology.rank)
-        self._executor = Executor(schedule, self.stages, self._reducer, watch, device)
+        self._executor = Executor(schedule, self.stages, self._reducer, watch, device, self.tier)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 

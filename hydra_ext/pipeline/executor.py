@@ -19,6 +19,7 @@ from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
+from hydra_ext.pipeline.tier import Tier
 from hydra_ext.pipeline.transfers import ROOM
 from hydra_ext.pipeline.update import OptimizerStep, Settings
 from hydra_ext.pipeline.versions import StageWeights
@@ -123,6 +124,7 @@ class Executor:
         reducer: Reducer | None,
         watch: Watch,
         device: torch.device,
+        tier: Tier | None = None,
     ) -> None:
         self.updates: list[Update] = []
         self.timings: deque[Timing] = deque(maxlen=ROOM)
@@ -132,6 +134,7 @@ class Executor:
         self._reducer = reducer
         self._watch = watch
         self._device = device
+        self._tier = tier
         self._batches: dict[int, Batch] = {}
         self._passes: dict[tuple[int, int, int], StagePass] = {}
         self._leaving: dict[tuple[int, int, int], Message] = {}
@@ -245,6 +248,8 @@ class Executor:
         if stage.index > 0:
             message = self._take(stage.inbox, self._leaving, action)
             tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
+            if self._tier is not None:
+                tensors = self._tier.admit(tensors)
             arriving = Crossing(tensors, message.requires_grad, message.structure)
         stage.weights.show(self._version(action, stage))
         done = stage.program.forward(
@@ -259,9 +264,9 @@ class Executor:
             batch.losses.append(done.loss)
             batch.metrics.append(done.metrics)
             return
-        if done.leaving is None:
-            raise StateError(f"stage {stage.index} has neither a loss nor anything to hand on")
         leaving = done.leaving
+        if leaving is None:
+            raise StateError(f"stage {stage.index} has neither a loss nor anything to hand on")
         tensors = leaving.tensors
         if stage.outbox is None:  # the next stage is here, and may write to what it gets
             tensors = tuple(tensor.clone() for tensor in tensors)

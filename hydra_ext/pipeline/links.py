@@ -100,6 +100,7 @@ class Outbox:
         self._peer = peer
         self._watch = watch
         self._known: set[str] = set()  # structures that the other side has
+        self._waiting = 0  # messages that have been put and not been sent
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
@@ -115,7 +116,17 @@ class Outbox:
             first.append(_as_words(message.structure))
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
+        with self._watch.changed:
+            self._waiting += 1
         self._queue.put(_Outgoing(message.batch, message.microbatch, first, there, _computed(self._device)))
+
+    def flush(self) -> None:
+        """Returns when nothing that was put is held here any more.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._watch.wait_for(lambda: self._waiting == 0)
 
     def close(self, timeout: float) -> None:
         """What was put is sent first, for as long as that may take."""
@@ -134,6 +145,9 @@ class Outbox:
                     with stream, torch.no_grad():
                         self._channel.send([tensor.to(self._channel.device) for tensor in entry.tensors])
                 del entry
+                with self._watch.changed:
+                    self._waiting -= 1
+                    self._watch.changed.notify_all()
             self._channel.send_words(messages.end_of_messages())
         except RuntimeError as error:
             _peer_ended(self._watch, self._peer, error)

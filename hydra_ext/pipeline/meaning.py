@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydra_ext.schedule import Schedule
+from hydra_ext.schedule import ActionKind, Schedule
 
 
 def delay_of(schedule: Schedule) -> int:
@@ -20,3 +20,16 @@ def meaning_of(delay: int) -> str:
     else:
         uses = f"updates use gradients of weights that are up to {delay} updates old"
     return f"{uses}: approximate, not the numbers of plain training"
+
+
+def norm_comes_in_time(schedule: Schedule) -> bool:
+    """Whether every stage's gradients of a batch are complete by the step in which any stage is updated with them.
+
+    Else a rank would wait, inside a step, for what another does in a later one.
+    """
+    steps: dict[ActionKind, list[int]] = {ActionKind.REDUCE: [], ActionKind.UPDATE: []}
+    for rank in range(schedule.ranks):
+        for action in schedule.body(rank):
+            if action.kind in steps:
+                steps[action.kind].append(-action.batch)
+    return max(steps[ActionKind.REDUCE], default=0) <= min(steps[ActionKind.UPDATE], default=0)

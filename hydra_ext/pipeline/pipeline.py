@@ -20,6 +20,7 @@ from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
 from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
+from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.report import PipelineReport, make_report
@@ -144,6 +145,11 @@ class Pipeline:
         works = as_microbatches(microbatches, self._microbatches)
         if seeds is not None and len(seeds) != len(works):
             raise InvalidArgument(f"{len(seeds)} seeds for {len(works)} microbatches: give one for each")
+        if max_norm is not None and not norm_comes_in_time(self.schedule):
+            raise InvalidArgument(
+                f"max_norm={max_norm!r}: this schedule updates a stage before all stages have the batch's gradients, "
+                "so that there is no norm of the whole model yet: use schedule='2bw', or leave it out"
+            )
         with self._guarded():
             engine, announcements = self._begun(works[0], fn)
             batch, updates = engine.step(works, fn, max_norm=max_norm, seeds=seeds)

@@ -41,9 +41,15 @@ class _RecomputedPass:
         self._modules = modules
         self._autocast = _autocast_states()
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
-        self.leaving = first.leaving
+        self._leaving = first.leaving
         self.loss = first.loss
         self.metrics = first.metrics
+
+    @property
+    def leaving(self) -> Crossing | None:
+        """Once: else it would be kept until the backward."""
+        leaving, self._leaving = self._leaving, None
+        return leaving
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         run, self._run = self._run, None

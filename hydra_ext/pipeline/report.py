@@ -14,6 +14,7 @@ from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import SplitStage
 from hydra_ext.pipeline.tally import RECENT, Tally
 from hydra_ext.pipeline.topology import Topology
+from hydra_ext.runtime.report import Report
 from hydra_ext.schedule import Schedule
 
 _NAMED_BLOCKS = 4  # of a stage, in the text
@@ -69,6 +70,7 @@ class PipelineReport:
         waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.
         bubble: part of the last ``RECENT`` steps, drains and evaluations, with the waits for their losses, in which
             this rank computed nothing. What a program does between two steps is not in it.
+        device: what a rank with a ``budget=`` has held on its device and moved to and from it; else None.
     """
 
     rank: int
@@ -93,6 +95,7 @@ class PipelineReport:
     waited_for_reductions_seconds: float
     waited_for_losses_seconds: float
     bubble: float
+    device: Report | None = None
 
     @property
     def approximate(self) -> bool:
@@ -121,6 +124,8 @@ class PipelineReport:
             f"reductions {self.waited_for_reductions_seconds:.3f} s, losses {self.waited_for_losses_seconds:.3f} s; "
             f"bubble {self.bubble:.1%} of the last {min(self.steps, RECENT)} steps",
         ]
+        if self.device is not None:
+            lines.append(str(self.device))
         return "\n".join(lines)
 
 
@@ -152,6 +157,7 @@ def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -
         waited_for_reductions_seconds=waited["reductions"],
         waited_for_losses_seconds=waited["losses"],
         bubble=tally.bubble,
+        device=None if engine is None or engine.tier is None else engine.tier.report(),
     )
 
 

@@ -40,14 +40,16 @@ class StagePass(Protocol):
     """One microbatch between its forward and its backward in one stage.
 
     Attributes:
-        leaving: what goes to the next stage; None from the last one.
+        leaving: what goes to the next stage; None from the last one. Read once.
         loss: of the microbatch, without a graph; None but from the last stage.
         metrics: what ``fn`` returned beside the loss, its tensors without a graph; last stage only.
     """
 
-    leaving: Crossing | None
     loss: Tensor | None
     metrics: Any
+
+    @property
+    def leaving(self) -> Crossing | None: ...
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """Adds to the parameters' ``.grad``; may be called once.

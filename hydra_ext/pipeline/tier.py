@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Block, Layout, Site, discover
@@ -89,6 +90,13 @@ class Tier:
         """Calls of modules use the leaves of this slot from now on."""
         self.run.version = slot
         self.run.core.expect_version(slot)
+
+    def admit(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What has arrived from another rank, in memory that counts in the budget."""
+        if self.run.device.type != "cpu" or not tensors:
+            return tensors  # torch's allocator counts it
+        with torch.no_grad(), self.run.window(_C.PassKind.INFERENCE):
+            return tuple(tensor.clone() for tensor in tensors)
 
     def report(self) -> Report:
         return self.run.report()

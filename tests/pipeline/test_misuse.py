@@ -19,6 +19,8 @@ from hydra_ext.errors import (
     UnsupportedModel,
 )
 from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.meaning import norm_comes_in_time
+from hydra_ext.schedule import make
 from support import pipelines
 from support.ranks import run_ranks
 
@@ -75,6 +77,16 @@ def test_a_whole_batch_is_cut_into_microbatches() -> None:
             pipe.step({"ids": whole["ids"], "labels": whole["labels"][:2]}, fn)
     assert [ids.shape[0] for ids in seen] == [3, 2, 1]
     assert torch.equal(torch.cat(seen[:2]), whole["ids"])
+
+
+def test_a_norm_that_comes_too_late_is_refused() -> None:
+    for schedule, refused in (("pipedream", True), ("2bw", False), ("1f1b", False)):
+        with Pipeline(
+            None, pipelines.adamw, stages=pipelines.make_stages(1), microbatches=1, schedule=schedule
+        ) as pipe:
+            pipe.step(data(1), pipelines.loss_of, max_norm=1.0)  # one stage: nobody to wait for
+        found = make(schedule, stages=3, microbatches=1 if refused else 4)
+        assert norm_comes_in_time(found) is not refused
 
 
 def test_after_its_end_nothing_works_but_closing_it_again() -> None:

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext import Checks
-from hydra_ext import schedule
+from hydra_ext import Checks, schedule
 from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.stage_program import event_seed
@@ -164,11 +163,18 @@ def train(rank: int, case: Case) -> dict[str, Any]:
             evaluations.append(pipe.evaluate(data_of(case, step + 100, pipe.replica), loss_of).losses)
     norms = [None if output.grad_norm is None else output.grad_norm.item() for output in outputs]
     losses = [output.losses for output in outputs]
+    device = pipe.report().device
     pipe.close()
     own = {
         stage: [p.detach().clone() for p in stages[stage].parameters()] for stage in pipe.schedule.stages_of(pipe.place)
     }
-    return {"losses": losses, "norms": norms, "evaluations": evaluations, "weights": own}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluations": evaluations,
+        "weights": own,
+        "device": device and device.as_dict(),
+    }
 
 
 def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
