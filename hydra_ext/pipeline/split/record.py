@@ -218,6 +218,17 @@ class Rehearsal:
         """Boundaries at which the model can be cut."""
         return [b for b in range(1, len(self.events)) if not self.boundaries[b].reasons]
 
+    @cached_property
+    def way(self) -> tuple[str, ...]:
+        """The names of all glue calls and blocks, in the order in which they were called."""
+        steps: list[str] = []
+        done = 0
+        for event in self.events:
+            steps += (call.name for call in self.calls[done : event.calls_before])
+            steps.append(f"block {event.name}")
+            done = event.calls_before
+        return (*steps, *(call.name for call in self.calls[done:]))
+
     @property
     def crossing_bytes(self) -> list[int]:
         """At each boundary, one more than there are events."""

@@ -258,9 +258,10 @@ class Recorder:
             if tainted:
                 note.tainted = True
                 context.written.add(storage_key(tensor))
-                self.usages[-1].writes |= {root for root in note.roots if root[0] != "input"}
             else:
                 note.roots |= roots
+            if self.usages:  # before the first event every stage comes here
+                self.usages[-1].writes |= {root for root in note.roots if root[0] != "input"}
         for tensor in results:
             if self.notes.get(tensor) is None:
                 context.made.add(storage_key(tensor))

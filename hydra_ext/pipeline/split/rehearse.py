@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.carried import attribute_tensors, left_on_modules, outside_numbers, refuse_carried
 from hydra_ext.pipeline.split.conclusions import concluded
-from hydra_ext.pipeline.split.events import EventRecorder
+from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
 from hydra_ext.pipeline.split.operations import Operation, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
@@ -38,10 +39,11 @@ def rehearse(
     blocks: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> Rehearsal:
-    """Runs ``fn(microbatch)`` once, on copies of the microbatch's tensors, and changes nothing.
+    """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and changes nothing.
 
-    Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
-    ``fn`` changes (a counter of its own) it has changed.
+    It runs once; a second time where the first has left tensors on modules, to see who reads them there. Parameters,
+    buffers, attributes of modules, random state and gradients are afterwards what they were. What else ``fn`` changes
+    (a counter of its own) it has changed.
 
     Args:
         model: that ``fn`` calls; its parameters real, or absent but for those of the glue.
@@ -54,17 +56,26 @@ def rehearse(
     """
     found = find_blocks(model, blocks)
     device = device or device_of(model)
-    recorder = Recorder()
+    signature = signature_of(model, fn, microbatch)
+    recorder, again = Recorder(), Recorder()
     surroundings = Surroundings(device)
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that two events share would look like one event's
     try:
         with unchanged_modules(model), with_stand_ins(model, device):
-            return _run(recorder, model, found, fn, microbatch, EventRandomness(device, seed), device)
+            before = dict(attribute_tensors(model))
+            randomness = EventRandomness(device, seed)
+            drafts = _run(recorder, model, found, fn, microbatch, randomness, device)
+            left = left_on_modules(recorder, model, before)
+            if left:
+                _run(again, model, found, fn, microbatch, randomness, device)
+                refuse_carried(recorder, again, left)
     finally:
         torch.set_autocast_cache_enabled(cached)
+        again.undo.restore()
         recorder.undo.restore()
         surroundings.restore()
+    return concluded(recorder, drafts, found, signature)
 
 
 def _run(
@@ -75,20 +86,22 @@ def _run(
     microbatch: Any,
     randomness: EventRandomness,
     device: torch.device,
-) -> Rehearsal:
-    signature = signature_of(model, fn, microbatch)
+) -> list[EventDraft]:
     for name, parameter in model.named_parameters():
         recorder.note_root(parameter, ("parameter", name))
-    for name, buffer in model.named_buffers():
+    for name, buffer in (*model.named_buffers(), *attribute_tensors(model)):
         recorder.note_root(buffer, ("buffer", name))
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
+    numbers: dict[str, float] = {}
 
     def call(
         name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if recorder.running is not None:
             return forward(*args, **kwargs)
+        if not events.events:
+            numbers.update(outside_numbers(model, blocks.values()))
         with events.event(name, block, args, kwargs) as event, present(block, device, recorder.stands_for):
             event.output = forward(*args, **kwargs)
         return event.output
@@ -96,10 +109,17 @@ def _run(
     randomness.begin()
     with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder):
         result = fn(microbatch)
-    recorder.finish(result)
     if not events.events:
         raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
-    return concluded(recorder, events.events, blocks, signature)
+    recorder.finish(result)
+    changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
+    if changed:
+        recorder.refuse(
+            f"the forward sets the number {', '.join(changed)} between blocks, where not every stage comes: set it "
+            "before the first block, or outside of fn",
+            after=0,
+        )
+    return events.events
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]

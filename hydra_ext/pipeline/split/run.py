@@ -25,6 +25,15 @@ class StageDone(BaseException):
     """Ends the program's forward where the stage ends."""
 
 
+class OtherWay(BaseException):
+    """Ends the first stage's forward where it leaves the way of the rehearsal: another rehearsal may know this one."""
+
+    def __init__(self, message: str, way: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.message = message
+        self.way = way
+
+
 class StageRun(TorchFunctionMode):
     """The calls of one forward, in the order of the rehearsal.
 
@@ -55,6 +64,7 @@ class StageRun(TorchFunctionMode):
         self._sent_calls = {key.index for key in self._sent if key.kind == "call"}
         self._event = 0
         self._call = 0
+        self._step = 0
         self._inside = False
         self.captured = {key: tensor for key, tensor in arrived.items() if key in self._sent}
         self.own = lo == 0
@@ -66,17 +76,27 @@ class StageRun(TorchFunctionMode):
         Raises:
             SplitError: it has done less, or more, than in the rehearsal, or swallowed the end of the stage.
         """
-        events, calls = len(self._rehearsal.events), len(self._rehearsal.calls)
-        if self._hi < events:
+        if self._hi < len(self._rehearsal.events):
             raise SplitError(
                 f"fn returned before event {self._hi} began: it catches BaseException, or does not take the way of the "
                 "rehearsal"
             )
-        if (self._event, self._call) != (events, calls):
-            raise SplitError(
-                f"fn made {self._event} calls of blocks and {self._call} of functions; in the rehearsal it was "
-                f"{events} and {calls}"
+        if self._step != len(self._rehearsal.way):
+            raise SplitError(f"fn returned before {self._rehearsal.way[self._step]}, which came in the rehearsal")
+
+    def _advance(self, name: str) -> None:
+        """The next step of the forward is this one."""
+        way = self._rehearsal.way
+        expected = way[self._step] if self._step < len(way) else "the end"
+        if name != expected:
+            message = (
+                f"step {self._step} of the forward is {name}; in the rehearsal it was {expected}. It may depend on the "
+                "microbatch's shapes and Python numbers only, or give stages= explicitly"
             )
+            if self._lo == 0 and not any(event.writes for event in self._rehearsal.events[: self._event]):
+                raise OtherWay(message, (*way[: self._step], name))
+            raise SplitError(message)
+        self._step += 1
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
     def call_block(
@@ -87,27 +107,16 @@ class StageRun(TorchFunctionMode):
         if self.done:
             raise StageDone
         number = self._event
-        event = self._expected_event(name, number)
+        self._advance(f"block {name}")
         if number == self._hi:
             self.done = True
             raise StageDone
+        event = self._rehearsal.events[number]
         self._event += 1
         if number < self._lo:
             return self._skip(number, event, block, args, kwargs)
         self.own = True
         return self._run(number, event, block, forward, args, kwargs)
-
-    def _expected_event(self, name: str, number: int) -> Event:
-        events = self._rehearsal.events
-        if number >= len(events) or events[number].name != name:
-            there = events[number].name if number < len(events) else "the end"
-            raise SplitError(f"event {number} is a call of {name}; in the rehearsal it was {there}")
-        if self._call != events[number].calls_before:
-            raise SplitError(
-                f"{self._call} functions of torch were called before event {number} ({name}); in the rehearsal it was "
-                f"{events[number].calls_before}"
-            )
-        return events[number]
 
     def _skip(self, number: int, event: Event, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         known: dict[Key, Tensor] = {}
@@ -209,13 +218,10 @@ class StageRun(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.done:
             raise StageDone
+        self._advance(name)
         number = self._call
         self._call += 1
-        calls = self._rehearsal.calls
-        if number >= len(calls) or calls[number].name != name:
-            there = calls[number].name if number < len(calls) else "the end"
-            raise SplitError(f"call {number} of a function of torch is {name}; in the rehearsal it was {there}")
-        call = calls[number]
+        call = self._rehearsal.calls[number]
         if call.structure is None:
             if call.reads_value or name in VALUE_READS:
                 self._check_readable(name, tensors_of((args, kwargs)))

@@ -16,7 +16,7 @@ from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
-from hydra_ext.pipeline.split.run import StageDone, StageRun
+from hydra_ext.pipeline.split.run import OtherWay, StageDone, StageRun
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, is_absent
 from hydra_ext.pipeline.split.tensors import Arrival, StandIns
@@ -63,8 +63,8 @@ class SplitStage:
         self._blocks = find_blocks(model, rehearsal.blocks)
         self._device = device or device_of(model)
         self._stand_ins = StandIns(self._device)
-        self._rehearsals: dict[Hashable, Rehearsal] = {rehearsal.signature: rehearsal}
-        self._watched: set[Hashable] = set()
+        self._rehearsals = {rehearsal.signature: {rehearsal.digest: rehearsal}}
+        self._watched: set[tuple[Hashable, str]] = set()
         self._check(rehearsal)
 
     @property
@@ -77,25 +77,55 @@ class SplitStage:
     ) -> SplitPass:
         """See :class:`~hydra_ext.pipeline.stage_program.StageProgram`; without grad mode there is no backward."""
         signature = signature_of(self._model, fn, microbatch)
-        rehearsal = self._rehearsals.get(signature)
-        if rehearsal is None:
-            rehearsal = rehearse(self._model, fn, microbatch, seed=seed, blocks=list(self._blocks), device=self._device)
-            self._check(rehearsal)
-            self._rehearsals[signature] = rehearsal
-        watch = None if signature in self._watched else StandInWatch(self._stand_ins, self._absent(rehearsal))
+        way: tuple[str, ...] = ()
+        while True:
+            rehearsal = self._find(signature, arriving, way)
+            if rehearsal is None:
+                rehearsal = rehearse(
+                    self._model, fn, microbatch, seed=seed, blocks=list(self._blocks), device=self._device
+                )
+                self._check(rehearsal)
+                self._rehearsals.setdefault(signature, {})[rehearsal.digest] = rehearsal
+            try:
+                return self._forward(rehearsal, fn, microbatch, arriving, seed, divisor)
+            except OtherWay as other:
+                if len(other.way) <= len(way):
+                    raise SplitError(other.message) from None
+                way = other.way
+
+    def _find(self, signature: Hashable, arriving: Crossing | None, way: tuple[str, ...]) -> Rehearsal | None:
+        """That of this kind of microbatch which began in this way.
+
+        Values can decide about the way: a mask that hides nothing may be left out by the model. The first stage sees
+        it as it goes, and the others are told by what arrives.
+        """
+        known = self._rehearsals.get(signature, {})
+        if arriving is not None:
+            return known.get(arriving.structure.partition("/")[0])
+        return next((each for each in known.values() if each.way[: len(way)] == way), None)
+
+    def _forward(
+        self,
+        rehearsal: Rehearsal,
+        fn: Callable[..., Any],
+        microbatch: Any,
+        arriving: Crossing | None,
+        seed: int,
+        divisor: int,
+    ) -> SplitPass:
+        key = (rehearsal.signature, rehearsal.digest)
+        watch = None if key in self._watched else StandInWatch(self._stand_ins, self._absent(rehearsal))
         surroundings = Surroundings(self._device)
         torch.clear_autocast_cache()
         try:
-            result = self._forward(
-                rehearsal, fn, microbatch, arriving, EventRandomness(self._device, seed), watch, divisor
-            )
+            result = self._run(rehearsal, fn, microbatch, arriving, EventRandomness(self._device, seed), watch, divisor)
         finally:
             torch.clear_autocast_cache()
             surroundings.restore()
-        self._watched.add(signature)
+        self._watched.add(key)
         return result
 
-    def _forward(
+    def _run(
         self,
         rehearsal: Rehearsal,
         fn: Callable[..., Any],

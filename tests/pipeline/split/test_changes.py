@@ -1,7 +1,8 @@
-"""A wrong rehearsal, or another way than rehearsed, is an error on the first microbatch; never a wrong loss."""
+"""A wrong rehearsal, or another way than rehearsed, is an error at once, or right; never a wrong loss."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -92,35 +93,31 @@ WAYS = ("old value", "early glue", "glue twice", "other order", "chooses", "othe
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_another_way_than_rehearsed_is_an_error_on_the_first_microbatch(way: str) -> None:
-    """Or the loss is right: where one stage has it all to itself it may change."""
+@pytest.mark.parametrize("when", ["after the rehearsal", "after a microbatch"])
+def test_another_way_than_rehearsed_is_an_error_or_is_rehearsed(way: str, when: str) -> None:
+    """The first stage goes back and rehearses where it sees the change; the others have no way to tell it."""
     torch.manual_seed(0)
     model = Changing()
     batch = text(torch.Generator().manual_seed(1))
     rehearsal = rehearsed(model, text_loss, batch)
-    model.way = way
-    (expected,) = run_plainly(model, text_loss, [batch]).losses
-    for boundary in rehearsal.possible_cuts:
-        try:
-            loss = cut(model, text_loss, rehearsal, [boundary]).forward(batch)[-1].loss
-        except SplitError:
-            continue
-        assert torch.equal(loss, expected)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_change_after_the_first_microbatch_is_an_error_too(way: str) -> None:
-    torch.manual_seed(0)
-    model = Changing()
-    batch = text(torch.Generator().manual_seed(1))
-    rehearsal = rehearsed(model, text_loss, batch)
+    changed = copy.deepcopy(model)
+    changed.way = way
+    (expected,) = run_plainly(changed, text_loss, [batch]).losses
+    refused = []
     for boundary in rehearsal.possible_cuts:
         stages = cut(model, text_loss, rehearsal, [boundary])
-        stages.forward(batch)
+        if when == "after a microbatch":
+            stages.forward(batch)
         for part in stages.models:
             part.way = way
-        with pytest.raises(SplitError):
-            stages.forward(batch)
+        try:
+            loss = stages.forward(batch)[-1].loss
+        except SplitError:
+            refused.append(boundary)
+        else:
+            assert torch.equal(loss, expected)
+    assert refused[0] == 1  # the first stage has but the embedding
+    assert len(refused) < 5 or way in ("other order", "one less")  # other blocks: the cuts are not for them
 
 
 class ReturnsNumber(Layer):

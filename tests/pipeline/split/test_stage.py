@@ -51,6 +51,19 @@ def test_microbatches_of_other_shapes_are_in_flight_together(count: int) -> None
     assert_same(in_flight(stages, batches, list(range(6))), run_plainly(model, output_loss, batches))
 
 
+def test_the_way_between_blocks_may_depend_on_values_of_the_microbatch() -> None:
+    """A mask that hides nothing is left out by the library, so that other functions are called."""
+    subject = LIBRARY["llama_mask"]
+    model = subject.make()
+    hides = subject.batches(3)
+    hides_nothing = [{**batch, "attention_mask": torch.ones(2, 12, dtype=torch.long)} for batch in hides]
+    batches = [hides[0], hides_nothing[0], hides[1], hides[2], hides_nothing[1]]
+    rehearsal = rehearsed(model, output_loss, batches[0])
+    assert rehearsed(model, output_loss, batches[1]).way != rehearsal.way
+    found = run(model, output_loss, batches, [2, 4], rehearsal)
+    assert_same(found, run_plainly(model, output_loss, batches))
+
+
 def test_backwards_may_come_in_any_order() -> None:
     model = OWN["unet"].make()
     fn = OWN["unet"].fn
