@@ -110,6 +110,19 @@ class InPlace(Stack):
         return out
 
 
+class InPlaceUnseen(Stack):
+    """Changes what the blocks returned where no graph is made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+            with torch.no_grad():
+                h *= 0.5
+        out: Tensor = self.head(h)
+        return out
+
+
 class LeavesTensor(Layer):
     aux: Tensor
 
@@ -164,6 +177,23 @@ class Branches(Stack):
             h = layer(h)
             if h.detach().norm() > 1:
                 h = h / 2
+        out: Tensor = self.head(h)
+        return out
+
+
+class Reads(Stack):
+    """Python reads values in ways that no operation shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            if i == 0:
+                h = h * float(h.detach().numpy().std())
+            if i == 1:
+                h = h + torch.tensor(h.detach().mean((0, 1)).tolist())
+            if i == 2:
+                h = h * torch.tensor([h.detach().std(), 0.5]).max()
         out: Tensor = self.head(h)
         return out
 
@@ -290,8 +320,10 @@ OWN: dict[str, Subject] = {
         Subject("outside_residual", OutsideResidual, text, text_loss),
         Subject("functional", Functional, text, text_loss),
         Subject("in_place", InPlace, text, text_loss),
+        Subject("in_place_unseen", InPlaceUnseen, text, text_loss),
         Subject("on_modules", OnModules, text, two_losses),
         Subject("branches", Branches, text, text_loss),
+        Subject("reads", Reads, text, text_loss),
         Subject("repeats", Repeats, text, text_loss),
         Subject("catches", Catches, text, text_loss),
         Subject("catches_all", CatchesAll, text, text_loss),

@@ -57,12 +57,13 @@ class Stages:
     programs: list[SplitStage] = field(default_factory=list)
     kept: list[frozenset[str]] = field(default_factory=list)
 
-    def forward(self, batch: Any, *, seed: int = SEED, divisor: int = 1) -> list[SplitPass]:
+    def forward(self, batch: Any, *, seed: int = SEED, divisor: int = 1, copies: bool = True) -> list[SplitPass]:
+        """``copies``: what crosses gets other memory on the way, as between processes."""
         passes: list[SplitPass] = []
         crossing: Crossing | None = None
         for model, program in zip(self.models, self.programs, strict=True):
             passes.append(program.forward(bound(self.fn, model), batch, crossing, seed=seed, divisor=divisor))
-            crossing = sent(passes[-1].leaving)
+            crossing = sent(passes[-1].leaving) if copies else passes[-1].leaving
         return passes
 
     def backward(self, passes: Sequence[SplitPass]) -> None:

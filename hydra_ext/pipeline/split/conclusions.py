@@ -59,14 +59,12 @@ def _boundary(recorder: Recorder, events: Sequence[Event], number: int) -> Bound
         (value for value in recorder.values.values() if value.made < step <= _needed_until(value, step)),
         key=lambda value: (value.made, value.key),
     )
-    copied = frozenset(
-        value.key for value in live if recorder.note_of[value.key].foreign or _written_from(recorder, value.key, step)
-    )
+    copied = frozenset(value.key for value in live if recorder.note_of[value.key].foreign)
     reasons = [refusal.reason for refusal in recorder.refusals if refusal.holds_at(step)]
     reasons += _torn_graphs(live)
     reasons += _torn_memory(recorder, live, step)
     reasons += _torn_frames(recorder, step)
-    reasons += _torn_buffers(events, number)
+    reasons += _torn_state(events, number, _names(recorder.everywhere, "buffer"))
     return Boundary(tuple(value.key for value in live), copied, tuple(reasons))
 
 
@@ -106,9 +104,10 @@ def _torn_frames(recorder: Recorder, step: int) -> list[str]:
     return []
 
 
-def _torn_buffers(events: Sequence[Event], number: int) -> list[str]:
+def _torn_state(events: Sequence[Event], number: int, everywhere: frozenset[str]) -> list[str]:
+    """Every stage has buffers of its own, and only the one whose event writes to them has the right ones."""
     written = frozenset().union(*(event.writes for event in events))
     before = frozenset().union(*(event.buffers | event.parameters for event in events[:number]))
     after = frozenset().union(*(event.buffers | event.parameters for event in events[number:]))
-    torn = sorted(written & before & after)
+    torn = sorted(written & ((before & after) | everywhere))
     return [f"{', '.join(torn)} is used on both sides, and written"] if torn else []

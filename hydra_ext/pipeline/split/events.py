@@ -86,7 +86,7 @@ class EventRecorder:
         if not isinstance(leaf, Tensor):
             return Constant(leaf)
         known = self._recorder.key_of(leaf)
-        if known is not None and known.kind == "event" and known.index == event.index:
+        if known is not None:
             return Made(known)
         return Made(self._recorder.make_value(Key("event", event.index, place), leaf))
 

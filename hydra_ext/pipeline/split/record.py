@@ -182,8 +182,8 @@ class Boundary:
 
     Attributes:
         values: that would cross.
-        copied: those of them that are sent as copies: the stages after it write to them, or their memory is a
-            parameter's, a buffer's or an input's.
+        copied: those of them that are sent as copies: their memory is that of a parameter, of an input, or of something
+            else that was there before. No other is written to while it is needed, or else the whole model would fail.
         reasons: why no cut can be made here; empty where one can.
     """
 

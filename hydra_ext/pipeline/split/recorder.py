@@ -108,7 +108,7 @@ class Recorder:
     def stands_for(self, absent: Tensor, present: Tensor) -> None:
         """What is read of ``present`` counts as read of ``absent``."""
         note = self.notes.get(absent)
-        self.notes.put(present, Note(roots=note.roots if note is not None else frozenset()))
+        self.notes.put(present, Note(roots=note.roots if note is not None else frozenset(), foreign=True))
 
     def next_step(self) -> int:
         self.step += 1
@@ -206,7 +206,7 @@ class Recorder:
             note = self.notes.get(tensor) or self.notes.put(tensor, Note(event=event.index, foreign=True))
             note.writes.append(self.step)
             if note.event != event.index:
-                usage.writes |= {root for root in note.roots if root[0] != "input"}
+                usage.writes |= _state(note)
                 event.written.append(storage_key(tensor))
         for tensor in results:
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
@@ -261,7 +261,7 @@ class Recorder:
             else:
                 note.roots |= roots
             if self.usages:  # before the first event every stage comes here
-                self.usages[-1].writes |= {root for root in note.roots if root[0] != "input"}
+                self.usages[-1].writes |= _state(note)
         for tensor in results:
             if self.notes.get(tensor) is None:
                 context.made.add(storage_key(tensor))
@@ -285,8 +285,10 @@ class Recorder:
             result = list(result)
         if sources or context.tainted:
             result = self._note_tainted(number, result, arguments, sources, context)
-        elif name in VALUE_READS or not (context.writes or tensors_of(result)):
-            self._note_everywhere(context.roots, arguments if name in VALUE_READS else [])
+        elif name in VALUE_READS or name in VALUE_COPIES:
+            self._note_everywhere(context.roots, arguments)
+        elif not (context.writes or tensors_of(result)):
+            self._note_everywhere(context.roots, [])
         return iter(result) if name == "__iter__" else result
 
     def _note_everywhere(self, roots: Iterable[Root], arguments: list[Tensor]) -> None:
@@ -344,3 +346,8 @@ class Recorder:
         if known is not None and known.kind == "call" and known.index == number:
             return Made(known)
         return Made(self.make_value(Key("call", number, f"output {place}"), leaf))
+
+
+def _state(note: Note) -> set[Root]:
+    """The parameter or buffer that this memory is, not what it was computed from."""
+    return {root for root in note.roots if root[0] != "input"} if note.foreign else set()

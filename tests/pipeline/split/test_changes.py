@@ -19,7 +19,7 @@ from support.split_models_own import OWN, Layer, Stack, text, text_loss
 from support.split_stages import bound, cut, even_cuts, rehearsed, run_plainly
 
 SUBJECTS = LIBRARY | OWN | MORE
-SAMPLE = ("llama_mask", "mixtral_router", "t5", "outside_residual", "in_place", "on_modules", "branches")
+SAMPLE = ("llama_mask", "mixtral_router", "t5", "outside_residual", "in_place", "on_modules", "branches", "reads")
 
 
 def without(rehearsal: Rehearsal, boundary: int, key: Key) -> Rehearsal:
@@ -55,6 +55,20 @@ def test_a_value_that_does_not_cross_is_missed(name: str) -> None:
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_any_value_at_any_cut_that_does_not_cross_is_missed(name: str) -> None:
     assert check_every_drop(SUBJECTS[name], []) > 0
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_stage_in_the_middle_sends_nothing_that_depends_on_what_did_not_come(name: str) -> None:
+    subject = SUBJECTS[name]
+    model = subject.make()
+    (batch,) = subject.batches(1)
+    rehearsal = rehearsed(model, subject.fn, batch)
+    first, second = even_cuts(rehearsal, 3)
+    (*_, key) = rehearsal.boundaries[first].values
+    stages = cut(model, subject.fn, without(rehearsal, first, key), [first, second])
+    leaving = stages.programs[0].forward(bound(subject.fn, stages.models[0]), batch, None, seed=7, divisor=1).leaving
+    with pytest.raises(SplitError, match="a value of another stage"):
+        stages.programs[1].forward(bound(subject.fn, stages.models[1]), batch, leaving, seed=7, divisor=1)
 
 
 class Changing(Stack):

@@ -152,6 +152,47 @@ def test_a_written_buffer_stays_on_one_side() -> None:
     assert "norm.running_mean" in rehearsal.boundaries[2].reasons[0]
 
 
+class ReadsStatistics(SharedNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.layers[0](x))
+        if self.norm.num_batches_tracked > 0:
+            x = x * 2
+        out: Tensor = self.layers[2](self.layers[1](x))
+        return out
+
+
+def test_python_that_reads_a_written_buffer_is_refused() -> None:
+    rehearsal = rehearsed(ReadsStatistics(), lambda model, batch: model(batch).square().sum(), torch.randn(4, 8))
+    assert rehearsal.possible_cuts == []
+    assert "norm.num_batches_tracked" in rehearsal.boundaries[1].reasons[0]
+
+
+class DerivesFromBuffer(Stack):
+    """Between all blocks it changes in place what it has made of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.linspace(0, 1, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            slopes = self.slopes * 2
+            slopes += 1
+            h = layer(h) * slopes
+        out: Tensor = self.head(h)
+        return out
+
+
+def test_a_buffer_that_is_only_read_may_be_read_everywhere() -> None:
+    torch.manual_seed(0)
+    model = DerivesFromBuffer()
+    rehearsal = rehearsed(model, text_loss, BATCH)
+    assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
+    expected = run_plainly(model, text_loss, [BATCH])
+    assert_same(run(model, text_loss, [BATCH], [2, 4], rehearsal), expected)
+
+
 class Counts(Layer):
     load = 0.0
 

@@ -17,6 +17,7 @@ from hydra_ext.errors import StateError
 from hydra_ext.pipeline.split import SplitStage
 from hydra_ext.pipeline.stage_program import event_seed, reseed
 from support.split_models import LIBRARY, Batch, output_loss, tokens
+from support.split_models_more import MORE
 from support.split_models_own import OWN, Layer, Stack, text, text_loss
 from support.split_stages import Stages, assert_same, bound, cut, even_cuts, rehearsed, run, run_plainly, shared
 
@@ -288,6 +289,51 @@ def test_nothing_is_held_after_backward_without_the_garbage_collector() -> None:
         assert all(ref() is None for ref in held)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["in_place", "resnet", "recurrent"])
+def test_what_crosses_needs_no_copy_where_memory_is_shared(name: str) -> None:
+    subject = (OWN | MORE)[name]
+    model = subject.make()
+    (batch,) = subject.batches(1)
+    rehearsal = rehearsed(model, subject.fn, batch)
+    expected = run(model, subject.fn, [batch], [], rehearsal)
+    for boundary in rehearsal.possible_cuts:
+        stages = cut(model, subject.fn, rehearsal, [boundary])
+        passes = stages.forward(batch, copies=False)
+        stages.backward(passes)
+        assert_same(stages.outcome([passes]), expected, shared(model, rehearsal, [boundary]))
+
+
+class GivesWeight(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.norm.weight
+
+
+class UsesWeights(Stack):
+    def __init__(self) -> None:
+        super().__init__(GivesWeight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        scale = None
+        for layer in self.layers:
+            h, given = layer(h if scale is None else h * scale)
+            scale = given if scale is None else scale
+        out: Tensor = self.head(h)
+        return out
+
+
+def test_a_weight_that_crosses_is_sent_as_a_copy() -> None:
+    torch.manual_seed(0)
+    model = UsesWeights()
+    rehearsal = rehearsed(model, text_loss, BATCH)
+    assert_same(run(model, text_loss, [BATCH], [2], rehearsal), run_plainly(model, text_loss, [BATCH]))
+    stages = cut(model, text_loss, rehearsal, [2])
+    leaving = stages.forward(BATCH)[0].leaving
+    memory = {parameter.untyped_storage()._cdata for parameter in stages.models[0].parameters()}
+    assert sorted(tuple(tensor.shape) for tensor in leaving.tensors) == [(2, 12, 32), (32,)]
+    assert not any(tensor.untyped_storage()._cdata in memory for tensor in leaving.tensors)
 
 
 class WritesArgument(Layer):
