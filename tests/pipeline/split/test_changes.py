@@ -206,3 +206,19 @@ def test_ranks_that_rehearsed_differently_find_out() -> None:
     leaving = one.programs[0].forward(bound(text_loss, one.models[0]), batch, None, seed=7, divisor=1).leaving
     with pytest.raises(SplitError, match="do not take the same way"):
         other.programs[1].forward(bound(text_loss, other.models[1]), batch, leaving, seed=7, divisor=1)
+
+
+def test_a_gradient_that_one_side_does_not_expect_is_found() -> None:
+    model = Changing()
+    batch = text(torch.Generator().manual_seed(1))
+    rehearsal = rehearsed(model, text_loss, batch)
+    stages = cut(model, text_loss, rehearsal, [3])
+    leaving = stages.programs[0].forward(bound(text_loss, stages.models[0]), batch, None, seed=7, divisor=1).leaving
+    frozen = dataclasses.replace(leaving, requires_grad=(False,))
+    with pytest.raises(SplitError, match="has lost its graph"):
+        stages.programs[1].forward(bound(text_loss, stages.models[1]), batch, frozen, seed=7, divisor=1)
+    (key,) = rehearsal.boundaries[3].values
+    values = {**rehearsal.values, key: dataclasses.replace(rehearsal.values[key], requires_grad=False)}
+    wrong = cut(model, text_loss, dataclasses.replace(rehearsal, values=values), [3])
+    with pytest.raises(SplitError, match="requires a gradient, unlike in the rehearsal"):
+        wrong.forward(batch)
