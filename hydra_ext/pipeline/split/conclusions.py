@@ -39,7 +39,7 @@ def _event(draft: EventDraft, usage: Usage) -> Event:
         step=draft.step,
         calls_before=draft.calls_before,
         structure=draft.structure,
-        written=tuple(draft.written),
+        written=draft.written,
         inner=tuple(draft.inner),
         attributes=tuple(draft.attributes),
         parameters=_names(usage.roots, "parameter"),

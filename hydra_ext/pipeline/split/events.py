@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, InnerCall, Key, Leaf, Made, Structure
 from hydra_ext.pipeline.split.recorder import Recorder, Running, Usage
-from hydra_ext.pipeline.split.tensors import Arrival, storage_key, tensors_of
+from hydra_ext.pipeline.split.tensors import Arrival, tensors_of
 
 
 @dataclass
@@ -27,7 +27,7 @@ class EventDraft:
     calls_before: int
     output: Any = None
     structure: Structure | None = None
-    written: list[tuple[int, Key]] = field(default_factory=list)
+    written: tuple[tuple[int, Key], ...] = ()
     inner: list[InnerCall] = field(default_factory=list)
     attributes: list[tuple[str, str, Key]] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ class EventRecorder:
         finally:
             hook.remove()
             self._randomness.leave(event.index)
-        self._note_written(event, running)
+        event.written = recorder.note_first_writes(running)
         self._note_attributes(event, block, numbers)
         event.output = self._note_output(event, running)
         for note in recorder.notes.contents():
@@ -89,24 +89,6 @@ class EventRecorder:
         if known is not None:
             return Made(known)
         return Made(self._recorder.make_value(Key("event", event.index, place), leaf))
-
-    def _note_written(self, event: EventDraft, running: Running) -> None:
-        """What lay outside and has other contents now."""
-        recorder = self._recorder
-        for memory in dict.fromkeys(running.written):
-            note = recorder.notes.at(memory)
-            if note is None:
-                continue
-            found = False
-            for i, argument in enumerate(running.arguments):
-                if storage_key(argument) == memory and not any(argument is t for t in running.arguments[:i]):
-                    key = recorder.make_value(Key("event", event.index, f"argument {i}"), argument)
-                    event.written.append((i, key))
-                    found = True
-            if found:
-                note.tainted = True
-            elif not any(kind in ("buffer", "parameter") for kind, _ in note.roots):
-                note.event, note.values = event.index, []
 
     def _note_attributes(self, event: EventDraft, block: nn.Module, numbers: dict[tuple[str, str], float]) -> None:
         """Tensors set on modules can be set again where the event is skipped; numbers cannot be told from constants."""

@@ -67,9 +67,6 @@ class ByStorage(Generic[_Content]):
         self._entries[storage_key(tensor)] = (holder, content)
         return content
 
-    def discard(self, tensor: Tensor) -> None:
-        self._entries.pop(storage_key(tensor), None)
-
     def contents(self) -> Iterator[_Content]:
         return (content for _, content in self._entries.values())
 

@@ -49,7 +49,15 @@ class Made:
     key: Key
 
 
-Leaf = Constant | Argument | Made
+@dataclass(frozen=True)
+class View:
+    """A leaf that lies in the memory of an argument; calls that return it are made by every stage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+Leaf = Constant | Argument | Made | View
 PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
@@ -60,7 +68,12 @@ class Structure:
     leaves: tuple[Leaf, ...]
     tree: TreeSpec
 
-    def build(self, arguments: Sequence[Tensor], value: Callable[[Key], Tensor]) -> Any:
+    def build(
+        self,
+        arguments: Sequence[Tensor],
+        value: Callable[[Key], Tensor],
+        view: Callable[[torch.Size, torch.dtype], Tensor] | None = None,
+    ) -> Any:
         """The same with these tensors; a value that occurs twice is one tensor."""
         made: dict[Key, Tensor] = {}
         leaves: list[Any] = []
@@ -69,6 +82,8 @@ class Structure:
                 leaves.append(leaf.value)
             elif isinstance(leaf, Argument):
                 leaves.append(arguments[leaf.index])
+            elif isinstance(leaf, View):
+                leaves.append(view(leaf.shape, leaf.dtype) if view is not None else None)
             else:
                 if leaf.key not in made:
                     made[leaf.key] = value(leaf.key)
@@ -87,7 +102,9 @@ def _leaf_text(leaf: Leaf) -> str:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor that depends on what an event computed.
+    """A piece of memory that depends on what an event computed, as the tensor that was there first.
+
+    It keeps its name when it is written to: what crosses is what it holds where the stage ends.
 
     Attributes:
         made: step of the forward at which it was made. Calls of blocks and of glue are numbered as steps.
@@ -132,7 +149,8 @@ class Event:
         step: at which it was called.
         calls_before: glue calls before it.
         structure: what it returned.
-        written: arguments that it changed in place: their numbers, and the values they became.
+        written: arguments whose memory depends on events from here on, because it wrote to them: their numbers, and
+            the values that their memory is.
         inner: calls inside whose hooks must see an output also where the event is skipped.
         attributes: tensors it set on modules: module in the block, attribute, value.
         parameters, buffers, inputs: whose values it, or the glue after it, needs.
@@ -161,9 +179,10 @@ class GlueCall:
     """One call of a function of torch outside blocks.
 
     Attributes:
-        structure: None where every stage makes the call itself, because nothing in it comes from an event, or because
-            it reads a value; else what it returned.
-        written: arguments that it changed in place, as for an event.
+        structure: what it returned; None where nothing in it comes from an event, or it reads a value.
+        written: as for an event.
+        is_view: what it returned lies in the memory of its arguments, and so it must for every stage, because that
+            memory is written to afterwards.
         reads_value: whether Python learns from it what a tensor holds.
     """
 
@@ -171,6 +190,7 @@ class GlueCall:
     structure: Structure | None = None
     written: tuple[tuple[int, Key], ...] = ()
     reads_value: bool = False
+    is_view: bool = False
 
     def text(self) -> str:
         return f"{self.name} {self.structure.text() if self.structure else ''} {self.written}"

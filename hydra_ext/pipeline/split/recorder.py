@@ -17,7 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
 from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
-from hydra_ext.pipeline.split.tensors import storage_key, tensors_of
+from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
+from hydra_ext.pipeline.split.views import settle_views
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Running:
 
     Attributes:
         arguments: its tensors.
-        written: memory from outside that it has written to.
+        written: memory from outside that it has written to, and that did not depend on events before.
         reads_values: Python code in it has looked at a tensor's elements.
     """
 
@@ -51,7 +52,7 @@ class GlueContext:
     Attributes:
         made: memory that came into being in it.
         read: what it read that depends on events, by memory.
-        written: memory that it has written such things to.
+        written: memory that it has written such things to, and that did not depend on events before.
         tainted: its results depend on an event, or are random numbers.
         writes: it has changed something in place.
     """
@@ -97,6 +98,7 @@ class Recorder:
         self.event_steps: list[int] = []
         self.step = 0
         self.running: Running | None = None
+        self._views: list[tuple[int, int]] = []  # glue calls that return views, and their steps
         self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
         self._context: GlueContext | None = None
 
@@ -138,6 +140,7 @@ class Recorder:
         )
         self.note_of[key] = note
         note.values.append(key)
+        note.tainted = True
         self._current[tensor] = key
         return key
 
@@ -145,9 +148,9 @@ class Recorder:
         """Another object for the same value."""
         self._current[tensor] = key
 
-    def use(self, tensor: Tensor, key: Key | None = None, *, everywhere: bool = False) -> None:
+    def use(self, tensor: Tensor, *, everywhere: bool = False) -> None:
         """The tensor is read now: as the value it is, or as any that lies in its memory."""
-        key = key or self.key_of(tensor)
+        key = self.key_of(tensor)
         note = self.notes.get(tensor)
         keys = [key] if key is not None else list(note.values) if note is not None else []
         keys = [key for key in keys if self.values[key].made < self.step]
@@ -177,6 +180,7 @@ class Recorder:
                 self.usages[-1].roots |= note.roots
         for tensor, key in list(self._current.items()):  # type: ignore[no-untyped-call]
             self.note_graph(tensor, key)
+        settle_views(self.calls, self.values, self.note_of, self._views)
 
     # ---- operations --------------------------------------------------------------------------------------------------
     def before(self, operation: Operation) -> None:
@@ -204,9 +208,11 @@ class Recorder:
                 self._read_in_event(event, tensor, note)
         for tensor in operation.writes:
             note = self.notes.get(tensor) or self.notes.put(tensor, Note(event=event.index, foreign=True))
-            note.writes.append(self.step)
-            if note.event != event.index:
-                usage.writes |= _state(note)
+            if note.event == event.index:
+                continue
+            self._note_write(note)
+            usage.writes |= _state(note)
+            if not note.tainted and not _state(note):
                 event.written.append(storage_key(tensor))
         for tensor in results:
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
@@ -253,13 +259,13 @@ class Recorder:
             self.refuse(f"the shape of what {operation.name} makes depends on values that an event made")
         for tensor in operation.writes:
             note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
-            note.writes.append(self.step)
+            self._note_write(note)
             context.writes = True
-            if tainted:
-                note.tainted = True
+            if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
-            else:
+            elif not tainted:
                 note.roots |= roots
+            note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
                 self.usages[-1].writes |= _state(note)
         for tensor in results:
@@ -268,12 +274,17 @@ class Recorder:
                 made_from = frozenset() if tainted else frozenset(roots)
                 self.notes.put(tensor, Note(tainted=tainted, roots=made_from, made=self.step))
 
+    def _note_write(self, note: Note) -> None:
+        note.writes.append(self.step)
+        if any(self.values[key].everywhere for key in note.values):
+            self.refuse("a tensor is written to after Python code has read it, which later stages would read then")
+
     # ---- glue --------------------------------------------------------------------------------------------------------
     def glue(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the call and takes its number."""
         self.next_step()
         arguments = tensors_of((args, kwargs))
-        sources = [(t, self.key_of(t)) for t in arguments if self.depends_on_events(t)]
+        sources = [tensor for tensor in arguments if self.depends_on_events(tensor)]
         context = self._context = GlueContext()
         number = len(self.calls)
         self.calls.append(GlueCall(name))
@@ -298,43 +309,60 @@ class Recorder:
             self.everywhere |= note.roots if note is not None else set()
 
     def _note_tainted(
-        self,
-        number: int,
-        result: Any,
-        arguments: list[Tensor],
-        sources: list[tuple[Tensor, Key | None]],
-        context: GlueContext,
+        self, number: int, result: Any, arguments: list[Tensor], sources: list[Tensor], context: GlueContext
     ) -> Any:
         name = self.calls[number].name
         leaves, tree = tree_flatten(result)
-        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        leaves_nothing = context.tainted and not made and not context.writes
-        if leaves_nothing or name in VALUE_READS or name in VALUE_COPIES:
-            for tensor, key in sources:
-                self.use(tensor, key, everywhere=True)
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not _is_one_of(leaf, arguments)]
+        returns_nothing = context.tainted and not context.writes and not any(isinstance(t, Tensor) for t in leaves)
+        if returns_nothing or name in VALUE_READS or name in VALUE_COPIES:
+            for tensor in sources:
+                self.use(tensor, everywhere=True)
             self._note_everywhere(context.roots, arguments)
             self.calls[number] = replace(self.calls[number], reads_value=True)
             return result
-        shared = {storage_key(tensor) for tensor in made if not any(tensor is given for given in arguments)}
-        is_read = context.read.keys() | (shared & {storage_key(tensor) for tensor, _ in sources})
-        if made and not context.tainted and not is_read and not any(t is s for t in made for s, _ in sources):
+        memory = {storage_key(tensor) for tensor in arguments}
+        is_view = bool(made) and not context.writes and all(storage_key(tensor) in memory for tensor in made)
+        if made and not is_view and not context.tainted:
             return result  # new zeros like something: every stage makes them
-        for tensor, key in sources:
-            if storage_key(tensor) in is_read:
-                self.use(tensor, key)
-        for memory in context.read.keys() - {storage_key(tensor) for tensor, _ in sources}:
-            self.use(context.read[memory])
+        if is_view:
+            self._views.append((number, self.step))
+        shared = {storage_key(tensor) for tensor in made} & memory
+        for tensor in sources:
+            if storage_key(tensor) in context.read or storage_key(tensor) in shared:
+                self.use(tensor)
+        for key in context.read.keys() - {storage_key(tensor) for tensor in sources}:
+            self.use(context.read[key])
         self.usages[-1].roots |= context.roots
-        written = tuple(
-            (i, self.make_value(Key("call", number, f"argument {i}"), tensor))
-            for i, tensor in enumerate(arguments)
-            if storage_key(tensor) in context.written and not any(tensor is other for other in arguments[:i])
-        )
+        written = self._note_written(Key("call", number, "argument"), arguments, context.written)
         found = [self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves)]
         self.calls[number] = GlueCall(name, Structure(tuple(found), tree), written)
         if context.tainted and any(isinstance(leaf, Constant) and not isinstance(leaf.value, PLAIN) for leaf in found):
             self.refuse(f"{name} returns an object that is no tensor, made from what an event made")
         return tree_unflatten(leaves, tree)
+
+    def note_first_writes(self, event: Running) -> tuple[tuple[int, Key], ...]:
+        """Memory that depends on events since the event which ends now has written to it."""
+        found = self._note_written(Key("event", event.index, "argument"), event.arguments, set(event.written))
+        known = {storage_key(event.arguments[position]) for position, _ in found}
+        for memory in set(event.written) - known:
+            note = self.notes.at(memory)
+            if note is not None:
+                note.event = event.index  # what is read there cannot be followed
+        return found
+
+    def _note_written(self, key: Key, arguments: list[Tensor], written: set[int]) -> tuple[tuple[int, Key], ...]:
+        """Values for the whole memory of these arguments, of which there may be many views."""
+        found: dict[int, tuple[int, Key]] = {}
+        for position, argument in enumerate(arguments):
+            memory = storage_key(argument)
+            if memory in written and memory not in found:
+                whole = whole_of(argument)
+                if whole.untyped_storage().nbytes() != whole.nbytes:
+                    self.refuse("a part of a tensor is written to, and the whole of it cannot be told")
+                made = self.make_value(replace(key, place=f"{key.place} {position}"), whole)
+                found[memory] = (position, made)
+        return tuple(found.values())
 
     def _leaf(self, number: int, place: int, leaf: Any, arguments: list[Tensor]) -> Leaf:
         if not isinstance(leaf, Tensor):
@@ -346,6 +374,10 @@ class Recorder:
         if known is not None and known.kind == "call" and known.index == number:
             return Made(known)
         return Made(self.make_value(Key("call", number, f"output {place}"), leaf))
+
+
+def _is_one_of(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 def _state(note: Note) -> set[Root]:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.operations import VALUE_READS, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
-from hydra_ext.pipeline.split.record import PLAIN, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
-from hydra_ext.pipeline.split.tensors import StandIns, tensors_of
+from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
+from hydra_ext.pipeline.split.tensors import StandIns, tensors_of, whole_of
 from hydra_ext.pipeline.split.watch import StandInWatch
 
 Forward = Callable[..., Any]
@@ -134,7 +134,7 @@ class StageRun(TorchFunctionMode):
             for module, attribute, key in event.attributes:
                 setattr(block.get_submodule(module), attribute, value(key))
             for position, key in event.written:
-                self._overwrite(arguments[position], key)
+                self._overwrite(whole_of(arguments[position]), key)
             return event.structure.build(arguments, value)
         finally:
             self._inside = False
@@ -160,7 +160,7 @@ class StageRun(TorchFunctionMode):
         for module, attribute, key in event.attributes:
             self._capture(key, getattr(block.get_submodule(module), attribute))
         for position, key in event.written:
-            self._capture(key, arguments[position])
+            self._capture(key, whole_of(arguments[position]))
         return output
 
     def _check_output(self, event: Event, output: Any, arguments: Sequence[Tensor]) -> None:
@@ -181,7 +181,7 @@ class StageRun(TorchFunctionMode):
                         f"block {event.name} returns {_shown(leaf)}, where it returned {expected.value!r} in the "
                         "rehearsal: what a stage that skips the block cannot know must be a tensor"
                     )
-            elif leaf is not arguments[expected.index]:
+            elif isinstance(expected, Argument) and leaf is not arguments[expected.index]:
                 raise SplitError(f"block {event.name} no longer returns one of its arguments")
 
     @contextmanager
@@ -226,6 +226,8 @@ class StageRun(TorchFunctionMode):
             if call.reads_value or name in VALUE_READS:
                 self._check_readable(name, tensors_of((args, kwargs)))
             return func(*args, **kwargs)
+        if call.is_view and (self.own or not any(map(self._stand_ins.holds, tensors_of((args, kwargs))))):
+            return func(*args, **kwargs)
         if not self.own:
             return self._skip_call(call, call.structure, args, kwargs)
         return self._run_call(number, call, call.structure, func, args, kwargs)
@@ -239,8 +241,8 @@ class StageRun(TorchFunctionMode):
         self._inside = True
         try:
             for position, key in call.written:
-                self._overwrite(arguments[position], key)
-            result = structure.build(arguments, self._value)
+                self._overwrite(whole_of(arguments[position]), key)
+            result = structure.build(arguments, self._value, self._stand_ins.make)
         finally:
             self._inside = False
         return iter(result) if call.name == "__iter__" else result
@@ -259,7 +261,7 @@ class StageRun(TorchFunctionMode):
                 if isinstance(expected, Made):
                     self._capture(expected.key, leaf)
             for position, key in call.written:
-                self._capture(key, arguments[position])
+                self._capture(key, whole_of(arguments[position]))
         return iter(result) if call.name == "__iter__" else result
 
     # ---- values ------------------------------------------------------------------------------------------------------
@@ -274,15 +276,12 @@ class StageRun(TorchFunctionMode):
         """The target becomes what a skipped call made of it."""
         arrived = self._arrived.get(key)
         if arrived is None:
-            if self._watch is not None and not self._stand_ins.holds(target):
+            if self._watch is not None:
                 self._watch.mark(target)
             return
-        if self._stand_ins.holds(target):
-            target.data = torch.empty_like(arrived)
         with torch.set_grad_enabled(arrived.requires_grad):
             target.copy_(arrived)
-        if self._watch is not None:
-            self._watch.clear(target)
+        self._capture(key, target)  # the stage may go on writing to it
 
     def _capture(self, key: Key, tensor: Any) -> None:
         if key in self._sent:

@@ -53,10 +53,7 @@ def poison(dtype: torch.dtype) -> float | int | bool:
 
 
 class StandIns:
-    """Tensors of any shape that hold nothing: all elements are one element of memory.
-
-    They are no views, so that they can be given memory of their own where a program writes to them.
-    """
+    """Tensors of any shape that hold nothing: all elements are one element of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,20 +65,15 @@ class StandIns:
             with torch.inference_mode(False):
                 element = torch.full((), poison(dtype), dtype=dtype, device=self._device)
             self._elements[dtype] = element
-        return repeated(element, shape)
-
-    def keys(self) -> set[int]:
-        return {storage_key(element) for element in self._elements.values()}
+        return element.expand(tuple(shape))
 
     def holds(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self.keys()
+        return storage_key(tensor) in {storage_key(element) for element in self._elements.values()}
 
 
-def repeated(element: Tensor, shape: Sequence[int]) -> Tensor:
-    """One element seen as many, without being a view of it."""
-    with torch.no_grad(), torch.inference_mode(False):
-        empty = torch.empty(0, dtype=element.dtype, device=element.device)
-        return empty.set_(element.untyped_storage(), 0, tuple(shape), (0,) * len(shape))  # type: ignore[no-any-return,no-untyped-call,arg-type,call-overload,unused-ignore]
+def whole_of(tensor: Tensor) -> Tensor:
+    """What the tensor is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
 
 
 class Absent(nn.Parameter):
@@ -96,7 +88,7 @@ class Absent(nn.Parameter):
     @staticmethod
     def like(parameter: Tensor, device: torch.device) -> Absent:
         element = torch.full((), poison(parameter.dtype), dtype=parameter.dtype, device=device)
-        made: Absent = torch.Tensor._make_subclass(Absent, repeated(element, parameter.shape), False)
+        made: Absent = torch.Tensor._make_subclass(Absent, element.expand(parameter.shape), False)
         made.trainable = parameter.trainable if isinstance(parameter, Absent) else parameter.requires_grad
         return made
 
@@ -115,7 +107,7 @@ class AbsentBuffer(Tensor):
     @staticmethod
     def like(buffer: Tensor, device: torch.device) -> AbsentBuffer:
         element = torch.full((), poison(buffer.dtype), dtype=buffer.dtype, device=device)
-        made: AbsentBuffer = torch.Tensor._make_subclass(AbsentBuffer, repeated(element, buffer.shape), False)
+        made: AbsentBuffer = torch.Tensor._make_subclass(AbsentBuffer, element.expand(buffer.shape), False)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentBuffer:

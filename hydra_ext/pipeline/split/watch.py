@@ -39,9 +39,6 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, tensor: Tensor) -> None:
         self._marked.put(tensor, "a value of another stage")
 
-    def clear(self, tensor: Tensor) -> None:
-        self._marked.discard(tensor)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
         with torch._C.DisableTorchFunction():

@@ -1,0 +1,87 @@
+"""What one microbatch leaves on the modules for the next stays in one stage, or is refused."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from support.split_models_own import Stack, text, text_loss
+from support.split_stages import assert_same, rehearsed, run, run_plainly
+
+BATCH = text(torch.Generator().manual_seed(1))
+
+
+def reasons(model: nn.Module) -> dict[int, str]:
+    """The boundaries at which no cut can be made, and why."""
+    rehearsal = rehearsed(model, text_loss, BATCH)
+    return {number: "; ".join(b.reasons) for number, b in enumerate(rehearsal.boundaries) if b.reasons}
+
+
+class Remembers(Stack):
+    """Adds what the last layer but one made of the microbatch before."""
+
+    memory: Tensor | None = None
+    reader, writer = 0, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            if i == self.reader and self.memory is not None:
+                h = h + self.memory
+            h = layer(h)
+            if i == self.writer:
+                self.memory = h.detach()
+        out: Tensor = self.head(h)
+        return out
+
+
+class RemembersAtOnce(Remembers):
+    """Writes after the layer that reads; the way is the same from the start."""
+
+    reader, writer = 2, 2
+    memory = torch.zeros(())
+
+
+def test_another_way_in_the_second_microbatch_is_refused() -> None:
+    found = reasons(Remembers())
+    assert set(found) == {1, 2, 3, 4, 5}
+    assert all("another way in the second microbatch" in reason for reason in found.values())
+
+
+def test_what_one_microbatch_leaves_for_the_next_stays_in_one_stage() -> None:
+    torch.manual_seed(0)
+    model = RemembersAtOnce()
+    batches = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+    rehearsal = rehearsed(model, text_loss, batches[0])
+    refused = [number for number, boundary in enumerate(rehearsal.boundaries) if boundary.reasons]
+    assert refused == [3]  # it is read in the glue after event 2, and left in that after event 3
+    assert "carried from one microbatch to the next" in rehearsal.boundaries[3].reasons[0]
+    expected = run_plainly(model, text_loss, batches)
+    for boundary in rehearsal.possible_cuts:
+        assert_same(run(model, text_loss, batches, [boundary], rehearsal), expected)
+
+
+class CountsCalls(Stack):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.late = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            self.calls += 1
+        h = super().forward(x)
+        if self.late:
+            self.calls += 1
+        return h * (1 + self.calls)  # type: ignore[no-any-return]
+
+
+def test_a_number_that_not_every_stage_would_set_is_refused() -> None:
+    found = reasons(CountsCalls())
+    assert set(found) == {1, 2, 3, 4, 5}
+    assert all("sets the number calls between blocks" in reason for reason in found.values())
+    early = CountsCalls()
+    early.late = False
+    assert not reasons(early)
