@@ -52,6 +52,24 @@ class Subject:
         return [self.batch(generator) for _ in range(count)]
 
 
+def all_states_loss(model: nn.Module, batch: Batch) -> Tensor:
+    output = model(**batch, output_hidden_states=True)
+    loss: Tensor = output.loss + sum(state.pow(2).mean() for state in output.hidden_states)
+    return loss
+
+
+def all_attentions_loss(model: nn.Module, batch: Batch) -> Tensor:
+    output = model(**batch, output_attentions=True)
+    loss: Tensor = output.loss + sum(attention.pow(2).mean() for attention in output.attentions)
+    return loss
+
+
+def last_attention_loss(model: nn.Module, batch: Batch) -> Tensor:
+    output = model(**batch, output_attentions=True)
+    loss: Tensor = output.loss + output.attentions[-1].pow(2).mean()
+    return loss
+
+
 def tokens(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(3, VOCABULARY, shape, generator=generator)
 
@@ -59,6 +77,10 @@ def tokens(generator: torch.Generator, *shape: int) -> Tensor:
 def causal(generator: torch.Generator) -> Batch:
     ids = tokens(generator, 2, 12)
     return {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+
+def cached(generator: torch.Generator) -> Batch:
+    return {**causal(generator), "use_cache": True}
 
 
 def masked(generator: torch.Generator) -> Batch:
@@ -238,6 +260,10 @@ def _distilbert() -> nn.Module:
     )
 
 
+def _eager_bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**_E, attn_implementation="eager"))
+
+
 _E = {**_SMALL, **_NO_DROPOUT}
 _GQA = {**_GROUPED}
 
@@ -261,6 +287,10 @@ LIBRARY: dict[str, Subject] = {
         Subject("mixtral_router", lambda: _mixtral(True), causal),
         Subject("qwen3_moe_router", _qwen3_moe, causal),
         Subject("bert", _of("BertForMaskedLM", "BertConfig", **_E), _words),
+        Subject("bert_attentions", _eager_bert, _words, all_attentions_loss),
+        Subject("bert_last_attention", _eager_bert, _words, last_attention_loss),
+        Subject("llama_states", _of("LlamaForCausalLM", "LlamaConfig", **_GQA), causal, all_states_loss),
+        Subject("llama_cache", _of("LlamaForCausalLM", "LlamaConfig", **_GQA), cached),
         Subject("t5", lambda: _t5(0.0), _pair),
         Subject("t5_dropout", lambda: _t5(0.1), _pair, random=True),
         Subject("vit", _vit, _pictures),

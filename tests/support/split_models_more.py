@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 from support.split_models import VOCABULARY, Batch, Subject
-from support.split_models_own import picture_loss, pictures, text, text_loss
+from support.split_models_own import Layer, picture_loss, pictures, text, text_loss
 
 
 class Recurrent(nn.Module):
@@ -179,6 +180,41 @@ class Dense(nn.Module):
         return out
 
 
+class Spectral(nn.Module):
+    """Weights whose norm is estimated in buffers as they are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        channels = ((3, 8), (8, 12), (12, 16))
+        self.layers = nn.ModuleList(spectral_norm(nn.Conv2d(a, b, 3, 2, 1)) for a, b in channels)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b in channels)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)), inplace=True)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class Hybrid(nn.Module):
+    """Layers of several classes in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        kinds = (Layer(), nn.Linear(32, 32), nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True), Layer())
+        self.layers = nn.ModuleList(kinds)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h)
+        out: Tensor = self.head(h)
+        return out
+
+
 MORE: dict[str, Subject] = {
     subject.name: subject
     for subject in (
@@ -188,6 +224,8 @@ MORE: dict[str, Subject] = {
         Subject("mixer", Mixer, pictures, picture_loss),
         Subject("denoiser", Denoiser, denoising, denoising_loss, random=True),
         Subject("mobile", Mobile, pictures, picture_loss),
+        Subject("spectral", Spectral, pictures, picture_loss),
+        Subject("hybrid", Hybrid, text, text_loss),
         Subject("dense", Dense, pictures, picture_loss),
     )
 }

@@ -123,6 +123,19 @@ class InPlaceUnseen(Stack):
         return out
 
 
+class Collects(Stack):
+    """Writes what its layers return into rows of one tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        rows = torch.zeros(4, *h.shape)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            rows[i] = h
+        out: Tensor = self.head(h + rows.mean(0))
+        return out
+
+
 class LeavesTensor(Layer):
     aux: Tensor
 
@@ -321,6 +334,7 @@ OWN: dict[str, Subject] = {
         Subject("functional", Functional, text, text_loss),
         Subject("in_place", InPlace, text, text_loss),
         Subject("in_place_unseen", InPlaceUnseen, text, text_loss),
+        Subject("collects", Collects, text, text_loss),
         Subject("on_modules", OnModules, text, two_losses),
         Subject("branches", Branches, text, text_loss),
         Subject("reads", Reads, text, text_loss),

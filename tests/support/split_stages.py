@@ -14,7 +14,7 @@ from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitPass,
     SplitStage,
-    buffers_of,
+    buffer_owners,
     keep_own_part,
     rehearse,
     shared_parameters,
@@ -80,11 +80,8 @@ class Stages:
                 if name in self.kept[stage] and parameter.grad is not None:
                     known = gradients.get(name)
                     gradients[name] = parameter.grad if known is None else known + parameter.grad
-            lo, hi = self.borders[stage : stage + 2]
-            written = frozenset().union(*(event.writes for event in self.rehearsal.events[lo:hi]))
-            for name, buffer in model.named_buffers():
-                if name in buffers_of(self.rehearsal, lo, hi, model) and (name in written or name not in buffers):
-                    buffers[name] = buffer
+            owners = buffer_owners(self.rehearsal, self.borders[1:-1], model)
+            buffers |= {name: buffer for name, buffer in model.named_buffers() if owners[name] == stage}
         return Outcome([run[-1].loss for run in runs], gradients, buffers, runs[-1][-1].metrics)
 
 

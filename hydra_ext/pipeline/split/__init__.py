@@ -2,6 +2,7 @@
 
 from hydra_ext.pipeline.split.blocks import find_blocks
 from hydra_ext.pipeline.split.ownership import (
+    buffer_owners,
     buffers_of,
     glue_parameters,
     keep_own_part,
@@ -18,6 +19,7 @@ __all__ = [
     "Rehearsal",
     "SplitPass",
     "SplitStage",
+    "buffer_owners",
     "buffers_of",
     "find_blocks",
     "glue_parameters",

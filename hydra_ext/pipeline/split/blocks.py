@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from hydra_ext.errors import SplitError
 from hydra_ext.runtime.tracing import not_traced
@@ -24,8 +25,8 @@ BlockCall = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[
 def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The blocks by their names, in the order in which the model holds them.
 
-    A member of a list of at least two modules of one class is a block, and so is a module that holds no such list; a
-    module that holds one is opened.
+    A member of a list is a block, and so is a module that holds no list; a module that holds one is opened. Lists are
+    a ``ModuleList``, and a ``Sequential`` of at least two modules of one class.
 
     Args:
         names: modules to take as blocks instead.
@@ -71,11 +72,12 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < (
-        1 if isinstance(module, nn.ModuleList) else 2
-    ):
+    """Whether its members are the pieces: those of a ModuleList are called one by one, whatever they are."""
+    if not any(True for _ in module.parameters()) or isinstance(module, ParametrizationList):
         return False
-    return len({type(member) for member in module}) == 1 and any(True for _ in module.parameters())
+    if isinstance(module, nn.Sequential):
+        return len(module) > 1 and len({type(member) for member in module}) == 1
+    return isinstance(module, nn.ModuleList)
 
 
 @contextmanager

@@ -91,3 +91,18 @@ def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> froz
     return frozenset(
         name for name, _ in model.named_buffers() if name in read or name.startswith(own) or not name.startswith(blocks)
     )
+
+
+def buffer_owners(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, int]:
+    """The stage whose copy of each buffer is the right one: that which writes to it, else that which reads it first."""
+    owners: dict[str, int] = {}
+    stage_of = [sum(cut <= number for cut in cuts) for number in range(len(rehearsal.events))]
+    for names in ("writes", "buffers"):
+        for number, event in enumerate(rehearsal.events):
+            for name in getattr(event, names):
+                owners.setdefault(name, stage_of[number])
+    blocks = {f"{event.name}.": stage_of[number] for number, event in reversed(list(enumerate(rehearsal.events)))}
+    for name, _ in model.named_buffers():
+        holder = next((stage for block, stage in blocks.items() if name.startswith(block)), 0)
+        owners.setdefault(name, holder)
+    return {name: owners[name] for name, _ in model.named_buffers()}

@@ -228,7 +228,7 @@ def in_bfloat16(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "resnet", "outside_residual"])
+@pytest.mark.parametrize("name", ["llama", "t5", "resnet", "outside_residual", "repeats"])
 def test_autocast_stays_in_the_stage(name: str) -> None:
     subject = (LIBRARY | OWN)[name]
     model = subject.make()
@@ -367,22 +367,8 @@ def test_blocks_may_change_their_arguments() -> None:
         assert_same(run(model, text_loss, [BATCH], [boundary], rehearsal), expected)
 
 
-class Collects(Stack):
-    """Writes what its layers return into rows of one tensor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        rows = torch.zeros(4, *h.shape)
-        for i, layer in enumerate(self.layers):
-            h = layer(h)
-            rows[i] = h
-        out: Tensor = self.head(h + rows.mean(0))
-        return out
-
-
 def test_parts_of_a_tensor_may_be_written_on_several_stages() -> None:
-    torch.manual_seed(0)
-    model = Collects()
+    model = OWN["collects"].make()
     rehearsal = rehearsed(model, text_loss, BATCH)
     expected = run_plainly(model, text_loss, [BATCH])
     for cuts in ([2], [3], [2, 4], [1, 2, 3, 4, 5]):
