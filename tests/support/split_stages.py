@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from hydra_ext.pipeline.split import (
     rehearse,
     shared_parameters,
 )
+from hydra_ext.pipeline.split.record import Key
 from hydra_ext.pipeline.stage_program import Crossing
 
 Fn = Callable[[nn.Module, Any], Any]
@@ -167,3 +169,11 @@ def assert_same(
 def shared(model: nn.Module, rehearsal: Rehearsal, cuts: Sequence[int]) -> set[str]:
     """Names of the parameters that several stages hold."""
     return set(shared_parameters(rehearsal, cuts, model))
+
+
+def without(rehearsal: Rehearsal, boundary: int, key: Key) -> Rehearsal:
+    """As if the rehearsal had overlooked that the value is used after the boundary."""
+    boundaries = list(rehearsal.boundaries)
+    values = tuple(other for other in boundaries[boundary].values if other != key)
+    boundaries[boundary] = dataclasses.replace(boundaries[boundary], values=values)
+    return dataclasses.replace(rehearsal, boundaries=tuple(boundaries))

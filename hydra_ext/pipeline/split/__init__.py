@@ -6,6 +6,7 @@ from hydra_ext.pipeline.split.ownership import (
     buffers_of,
     glue_parameters,
     keep_own_part,
+    parameter_bytes,
     parameters_of,
     shared_parameters,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "glue_parameters",
     "is_absent",
     "keep_own_part",
+    "parameter_bytes",
     "parameters_of",
     "rehearse",
     "shared_parameters",

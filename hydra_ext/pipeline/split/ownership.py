@@ -19,19 +19,29 @@ def parameters_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> f
     Those of its blocks, those that its blocks or the glue after them read, and those whose values Python code reads.
     What nothing uses at all belongs to the first stage.
     """
-    needed = set(rehearsal.everywhere)
-    used = set(rehearsal.everywhere)
+    of_event = _parameters_of_events(rehearsal, model)
+    needed = rehearsal.everywhere.union(*of_event[lo:hi])
+    if lo == 0:
+        needed |= {name for name, _ in model.named_parameters()} - rehearsal.everywhere.union(*of_event)
+    return needed
+
+
+def parameter_bytes(rehearsal: Rehearsal, model: nn.Module) -> list[int]:
+    """Of each event: bytes of the parameters that no event before it needs."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    counted: list[int] = []
+    for needed in _parameters_of_events(rehearsal, model):
+        counted.append(sum(sizes.pop(name, 0) for name in needed))
+    return counted
+
+
+def _parameters_of_events(rehearsal: Rehearsal, model: nn.Module) -> list[frozenset[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     of_block = {
-        block: {names[parameter] for parameter in model.get_submodule(block).parameters()}
+        block: frozenset(names[parameter] for parameter in model.get_submodule(block).parameters())
         for block in {event.name for event in rehearsal.events}
     }
-    for number, event in enumerate(rehearsal.events):
-        parameters = event.parameters | of_block[event.name]
-        used |= parameters
-        if lo <= number < hi:
-            needed |= parameters
-    return frozenset(needed | (set(names.values()) - used if lo == 0 else set()))
+    return [event.parameters | of_block[event.name] for event in rehearsal.events]
 
 
 def shared_parameters(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split import Rehearsal
-from hydra_ext.pipeline.split.record import Key
 from support.split_models import LIBRARY, Subject
 from support.split_models_more import MORE
 from support.split_models_own import OWN, Layer, Stack, text, text_loss
-from support.split_stages import bound, cut, even_cuts, rehearsed, run_plainly
+from support.split_stages import bound, cut, even_cuts, rehearsed, run_plainly, without
 
 SUBJECTS = LIBRARY | OWN | MORE
 SAMPLE = (
@@ -30,14 +28,6 @@ SAMPLE = (
     "reads",
     "collects",
 )
-
-
-def without(rehearsal: Rehearsal, boundary: int, key: Key) -> Rehearsal:
-    """As if the rehearsal had overlooked that the value is used after the boundary."""
-    boundaries = list(rehearsal.boundaries)
-    values = tuple(other for other in boundaries[boundary].values if other != key)
-    boundaries[boundary] = dataclasses.replace(boundaries[boundary], values=values)
-    return dataclasses.replace(rehearsal, boundaries=tuple(boundaries))
 
 
 def check_every_drop(subject: Subject, boundaries: list[int]) -> int:

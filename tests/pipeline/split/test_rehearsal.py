@@ -17,6 +17,7 @@ from hydra_ext.pipeline.split import (
     buffers_of,
     find_blocks,
     keep_own_part,
+    parameter_bytes,
     parameters_of,
     shared_parameters,
     time_events,
@@ -282,6 +283,15 @@ def test_every_parameter_is_held_by_somebody_and_shared_ones_are_named(name: str
     assert frozenset().union(*held) == {name for name, _ in model.named_parameters()}
     counted = {p: tuple(i for i in range(3) if p in held[i]) for p, _ in model.named_parameters()}
     assert shared_parameters(rehearsal, cuts, model) == {p: stages for p, stages in counted.items() if len(stages) > 1}
+
+
+def test_bytes_of_parameters_are_counted_where_they_are_first_needed() -> None:
+    model, rehearsal, _ = parts("gpt2", 2)
+    sizes = parameter_bytes(rehearsal, model)
+    assert len(sizes) == len(rehearsal.events)
+    assert sum(sizes) == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes[0] == model.transformer.wte.weight.nbytes
+    assert sizes[-1] == 0  # tied to the first
 
 
 def test_tied_weights_are_shared_by_the_first_and_the_last_stage() -> None:
