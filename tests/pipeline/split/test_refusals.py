@@ -261,6 +261,22 @@ def test_a_shape_made_from_values_is_refused() -> None:
     assert all("shape" in reason for reason in found.values())
 
 
+class ReadsThenWrites(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layers[0](self.embed(x))
+        mean = h.detach().mean()
+        factor = mean.item()
+        mean.add_(1)
+        out: Tensor = self.head(self.layers[2](self.layers[1](h * factor)))
+        return out + mean
+
+
+def test_what_python_has_read_may_not_be_written_to() -> None:
+    found = reasons(ReadsThenWrites())
+    assert set(found) == {2, 3, 4}
+    assert all("after Python code has read it" in reason for reason in found.values())
+
+
 @torch.jit.script
 def scripted(x: Tensor) -> Tensor:
     return x * 2 + 1

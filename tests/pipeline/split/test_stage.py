@@ -367,6 +367,27 @@ def test_blocks_may_change_their_arguments() -> None:
         assert_same(run(model, text_loss, [BATCH], [boundary], rehearsal), expected)
 
 
+class CollectsThroughViews(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        rows = torch.zeros(4, *h.shape)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            rows[i].copy_(h)
+        out: Tensor = self.head(h + rows.mean(0))
+        return out
+
+
+def test_parts_of_a_tensor_may_be_written_through_views() -> None:
+    torch.manual_seed(0)
+    model = CollectsThroughViews()
+    rehearsal = rehearsed(model, text_loss, BATCH)
+    assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
+    expected = run_plainly(model, text_loss, [BATCH])
+    for cuts in ([2], [3], [2, 4], [1, 2, 3, 4, 5]):
+        assert_same(run(model, text_loss, [BATCH], cuts, rehearsal), expected)
+
+
 def test_parts_of_a_tensor_may_be_written_on_several_stages() -> None:
     model = OWN["collects"].make()
     rehearsal = rehearsed(model, text_loss, BATCH)
