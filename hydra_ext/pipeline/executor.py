@@ -224,7 +224,7 @@ class Executor:
         """Where this rank is, for the others; from any thread."""
         action = self._at
         if action is None:
-            return "between two steps"
+            return f"between two steps, in stage {', '.join(map(str, sorted(self._stages)))}"
         what = f"batch {action.batch}"
         if action.kind not in (ActionKind.REDUCE, ActionKind.UPDATE):
             what = f"microbatch {action.microbatch} of {what}"

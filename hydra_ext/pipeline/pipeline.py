@@ -18,6 +18,7 @@ from torch import nn
 from hydra_ext.errors import InvalidArgument, RankFailed, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
+from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
 from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.meaning import norm_comes_in_time
@@ -25,12 +26,10 @@ from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.report import PipelineReport, make_report
 from hydra_ext.pipeline.splitting import split_parts
-from hydra_ext.pipeline.tier import TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
-from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import devices
+from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.schedule import Schedule, make
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Pipeline:
         patience: float = 20.0,
         checks: Checks | None = None,
     ) -> None:
-        modules = _stage_modules(model, optimizer, stages, cuts)
+        modules = stage_modules(model, optimizer, stages, cuts)
         self._model = model
         self._make_optimizer = optimizer
         self._cuts = cuts
@@ -100,9 +99,9 @@ class Pipeline:
         count = len(modules) if modules else stages if isinstance(stages, int) else self._topology.places
         if not isinstance(schedule, Schedule):
             schedule = make(schedule, stages=count, ranks=self._topology.places, microbatches=microbatches)
-        _check_schedule(schedule, count, self._topology)
+        check_schedule(schedule, count, self._topology)
         self.schedule = schedule
-        self._tier = _tier_options(budget, device, checks)
+        self._tier = tier_options(budget, device, checks)
         self._device = choose_device(device) if self._tier is None else self._tier.place.device
         self._engine: Engine | None = None
         self._announcements: Announcements | None = None
@@ -339,29 +338,6 @@ class Pipeline:
         self._watch.end()
 
 
-def _tier_options(
-    budget: int | str | None, device: torch.device | str | SimulatedDevice | None, checks: Checks | None
-) -> TierOptions | None:
-    if budget is None:
-        if isinstance(device, SimulatedDevice):
-            raise InvalidArgument("device=SimulatedDevice(...) has as much memory as its budget=: give one")
-        return None
-    if device is None and torch.cuda.is_available():
-        device = choose_device(None)
-    return TierOptions(parse_bytes(budget), devices.choose(device), checks or Checks())
-
-
-def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.device:
-    """The one given, else this rank's GPU if there is one, else the CPU."""
-    if isinstance(device, SimulatedDevice):
-        return torch.device("cpu")
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     bound = method()
     if bound is not None:
@@ -371,35 +347,3 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
 def _output(batch: int, updates: Sequence[Update]) -> PipelineOutput:
     norm = updates[-1].norm if updates else None
     return PipelineOutput(batch, norm=norm, skipped=any(update.skipped for update in updates))
-
-
-def _stage_modules(
-    model: object, optimizer: object, stages: Sequence[StageModule] | int | None, cuts: object
-) -> list[StageModule]:
-    """The stages, if they were given as modules."""
-    if not callable(optimizer):
-        raise InvalidArgument(
-            f"optimizer={optimizer!r}: give a function that makes an optimizer for the parameters it gets, such as "
-            "lambda params: hydra_ext.optim.AdamW(params, lr=3e-4)"
-        )
-    if model is None:
-        modules = [] if isinstance(stages, int) or stages is None else list(stages)
-        if not modules:
-            raise InvalidArgument("there is nothing to train: give a model, or its stages=[...] as modules")
-        if cuts is not None:
-            raise InvalidArgument("cuts= are for a model: stages that are given as modules are cut already")
-        return modules
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module, or None and stages=[...]")
-    whole = stages is None or (isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1)
-    if not whole:
-        raise InvalidArgument(f"stages={stages!r}: of a model give their number; their modules in place of the model")
-    return []
-
-
-def _check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
-    if (schedule.stages, schedule.ranks) != (stages, topology.places):
-        raise InvalidArgument(
-            f"the schedule is for {schedule.stages} stages on {schedule.ranks} ranks, and there are {stages} stages on "
-            f"{topology.places} ranks"
-        )

@@ -1,0 +1,72 @@
+"""What a pipeline was asked for, checked before anything is changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.pipeline.parts import StageModule
+from hydra_ext.pipeline.tier import TierOptions
+from hydra_ext.pipeline.topology import Topology
+from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
+from hydra_ext.runtime import devices
+from hydra_ext.schedule import Schedule
+
+
+def stage_modules(
+    model: object, optimizer: object, stages: Sequence[StageModule] | int | None, cuts: object
+) -> list[StageModule]:
+    """The stages, if they were given as modules."""
+    if not callable(optimizer):
+        raise InvalidArgument(
+            f"optimizer={optimizer!r}: give a function that makes an optimizer for the parameters it gets, such as "
+            "lambda params: hydra_ext.optim.AdamW(params, lr=3e-4)"
+        )
+    if model is None:
+        modules = [] if isinstance(stages, int) or stages is None else list(stages)
+        if not modules:
+            raise InvalidArgument("there is nothing to train: give a model, or its stages=[...] as modules")
+        if cuts is not None:
+            raise InvalidArgument("cuts= are for a model: stages that are given as modules are cut already")
+        return modules
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module, or None and stages=[...]")
+    whole = stages is None or (isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1)
+    if not whole:
+        raise InvalidArgument(f"stages={stages!r}: of a model give their number; their modules in place of the model")
+    return []
+
+
+def check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
+    if (schedule.stages, schedule.ranks) != (stages, topology.places):
+        raise InvalidArgument(
+            f"the schedule is for {schedule.stages} stages on {schedule.ranks} ranks, and there are {stages} stages on "
+            f"{topology.places} ranks"
+        )
+
+
+def tier_options(
+    budget: int | str | None, device: torch.device | str | SimulatedDevice | None, checks: Checks | None
+) -> TierOptions | None:
+    if budget is None:
+        if isinstance(device, SimulatedDevice):
+            raise InvalidArgument("device=SimulatedDevice(...) has as much memory as its budget=: give one")
+        return None
+    if device is None and torch.cuda.is_available():
+        device = choose_device(None)
+    return TierOptions(parse_bytes(budget), devices.choose(device), checks or Checks())
+
+
+def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.device:
+    """The one given, else this rank's GPU if there is one, else the CPU."""
+    if isinstance(device, SimulatedDevice):
+        return torch.device("cpu")
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
