@@ -104,5 +104,12 @@ def microbatch_seed(seed: int, replica: int, batch: int, microbatch: int) -> int
 
 
 def reseed(seed: int) -> None:
-    """Of torch's default generators on all devices."""
-    torch.manual_seed(seed)
+    """Of torch's default generators on all devices.
+
+    ``torch.manual_seed`` does it, but where nothing else than the CPU is there it formats its caller's stack each time,
+    for a GPU that might appear: a tenth of a millisecond and more.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
