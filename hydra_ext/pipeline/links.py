@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,22 +48,21 @@ class _Channel:
         self._direct = payload is not headers
         self.device = device if self._direct else _CPU
 
-    def send_words(self, words: Tensor) -> None:
-        self._headers.send([words], self._peer, 0).wait()
+    def send_words(self, words: Tensor) -> dist.Work:
+        return self._headers.send([words], self._peer, 0)
 
     def receive_words(self, count: int) -> Tensor:
         words = torch.empty(count, dtype=torch.int64)
         self._headers.recv([words], self._peer, 0).wait()
         return words
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
         works = []
         for tensor in tensors:
             if tensor.numel():
                 with _issuing:
                     works.append(self._payload.send([messages.memory(tensor)], self._peer, 0))
-        for work in works:
-            work.wait()
+        return works
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
         works = []
@@ -76,13 +76,24 @@ class _Channel:
 
 @dataclass(frozen=True)
 class _Outgoing:
-    """Words of the header, then tensors; ``computed`` says when these may be read."""
+    """Words of the header, then tensors.
+
+    Attributes:
+        computed: when the tensors may be read.
+        sends: of the words, and of the tensors, where they have begun.
+    """
 
     batch: int
     microbatch: int
+    start: float
     words: list[Tensor]
     tensors: list[Tensor]
     computed: torch.cuda.Event | None
+    sends: list[dist.Work]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 class Outbox:
@@ -106,8 +117,15 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Message) -> None:
-        """Its tensors must not be written to any more."""
+        """Its tensors must not be written to any more.
+
+        Those of the host are sent from here: waking the link's thread first would take longer than the transport.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
         self._watch.check()
+        start = time.perf_counter()
         tensors = [None if tensor is None else messages.dense(tensor) for tensor in message.tensors]
         new = bool(message.structure) and message.structure not in self._known
         self._known.add(message.structure)
@@ -116,9 +134,22 @@ class Outbox:
             first.append(_as_words(message.structure))
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
+        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, _computed(self._device), [])
+        if self._device.type == "cpu":
+            try:
+                self._send(outgoing)
+            except RuntimeError as error:
+                _peer_ended(self._watch, self._peer, error)
+                self._watch.check()
         with self._watch.changed:
             self._waiting += 1
-        self._queue.put(_Outgoing(message.batch, message.microbatch, first, there, _computed(self._device)))
+        self._queue.put(outgoing)
+
+    def _send(self, outgoing: _Outgoing) -> None:
+        outgoing.sends.extend(self._channel.send_words(part) for part in outgoing.words)
+        if outgoing.computed is not None:
+            outgoing.computed.synchronize()
+        outgoing.sends.extend(self._channel.send([tensor.to(self._channel.device) for tensor in outgoing.tensors]))
 
     def flush(self) -> None:
         """Returns when nothing that was put is held here any more.
@@ -137,18 +168,17 @@ class Outbox:
         stream = _Stream(self._device)
         try:
             while (entry := self._queue.get()) is not None:
-                with self._log.moving(entry.batch, entry.microbatch, sum(tensor.nbytes for tensor in entry.tensors)):
-                    for part in entry.words:
-                        self._channel.send_words(part)
-                    if entry.computed is not None:
-                        entry.computed.synchronize()
-                    with stream, torch.no_grad():
-                        self._channel.send([tensor.to(self._channel.device) for tensor in entry.tensors])
-                del entry
+                with stream, torch.no_grad():
+                    if not entry.sends:
+                        self._send(entry)
+                    for send in entry.sends:
+                        send.wait()
+                self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
+                del entry, send  # and with them the tensors
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
-            self._channel.send_words(messages.end_of_messages())
+            self._channel.send_words(messages.end_of_messages()).wait()
         except RuntimeError as error:
             _peer_ended(self._watch, self._peer, error)
 
@@ -211,9 +241,10 @@ class Inbox:
                 self._expected.acquire()
                 if self._ended:
                     return
-                with self._log.moving(header.batch, header.microbatch, header.nbytes):
-                    message = self._fetch(header)
+                start = time.perf_counter()
+                message = self._fetch(header)
                 self.received_bytes += message.nbytes
+                self._log.note(message.batch, message.microbatch, message.nbytes, start)
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 ROOM = 20_000  # of each kind
@@ -18,7 +16,8 @@ class Transfer:
     Attributes:
         link: what it carries, and to or from which rank.
         nbytes: of its tensors.
-        start: of a send: the link's thread has turned to it; of a receive: its header has come, and there is room.
+        start: of a send: it was handed over, and the one before has ended; of a receive: its header has come, and
+            there is room.
         end: the transport is done with it, which of a send need not mean that it has arrived.
     """
 
@@ -47,10 +46,11 @@ class LinkLog:
         self.link = link
         self._sent = sent
         self._transfers = transfers
+        self._last_end = 0.0
 
-    @contextmanager
-    def moving(self, batch: int, microbatch: int, nbytes: int) -> Iterator[None]:
-        """Enters what has moved inside, unless that has failed."""
-        start = time.perf_counter()
-        yield
-        self._transfers.append(Transfer(self.link, self._sent, batch, microbatch, nbytes, start, time.perf_counter()))
+    def note(self, batch: int, microbatch: int, nbytes: int, start: float) -> None:
+        """One that has ended. Those of a link go one after the other, whenever they were handed over."""
+        end = time.perf_counter()
+        start = max(start, self._last_end)
+        self._last_end = end
+        self._transfers.append(Transfer(self.link, self._sent, batch, microbatch, nbytes, start, end))
