@@ -1,6 +1,8 @@
 """Train models bigger than the GPU."""
 
+import importlib
 import sys
+from typing import TYPE_CHECKING, Any
 
 from hydra_ext import _guard
 
@@ -11,21 +13,25 @@ if (_problem := _guard.load_extension()) is not None:
 
     sys.exit(main.run(sys.argv[1:]))
 
-from hydra_ext import _build_info, optim, schedule
-from hydra_ext.construction import materialize
+from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
-from hydra_ext.pipeline import Pipeline, PipelineOutput
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.runtime.figures import StepFigures
 from hydra_ext.runtime.report import Report
 from hydra_ext.runtime.rounds.step import StepOutput
 from hydra_ext.runtime.run import Run
 
+if TYPE_CHECKING:
+    from hydra_ext import schedule
+    from hydra_ext.construction import materialize
+    from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+
 # ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
 __all__ = [
     "Checks",
     "Pipeline",
     "PipelineOutput",
+    "PipelineReport",
     "Report",
     "Run",
     "SimulatedDevice",
@@ -39,3 +45,18 @@ __all__ = [
 ]
 
 __version__ = _build_info.VERSION
+
+_ON_FIRST_USE = {  # who does not use them does not wait for them
+    "Pipeline": "hydra_ext.pipeline",
+    "PipelineOutput": "hydra_ext.pipeline",
+    "PipelineReport": "hydra_ext.pipeline",
+    "materialize": "hydra_ext.construction",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "schedule":
+        return importlib.import_module("hydra_ext.schedule")
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")
+    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

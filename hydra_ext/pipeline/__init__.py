@@ -2,5 +2,6 @@
 
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.pipeline import Pipeline
+from hydra_ext.pipeline.report import PipelineReport
 
-__all__ = ["Pipeline", "PipelineOutput"]
+__all__ = ["Pipeline", "PipelineOutput", "PipelineReport"]
