@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
 
 class RecomputedStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
-    The second forward starts from the same values, random numbers and version of the weights as the first, so that it
-    gives the same bits; what it changes in the modules' buffers is undone.
+    The second forward starts from the same values, random numbers, buffers and version of the weights as the first, so
+    that it gives the same bits; what it changes in the modules' buffers is lost.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -38,8 +40,8 @@ class _RecomputedPass:
     ) -> None:
         self._run: Callable[[Crossing | None], StagePass] | None = run
         self._arriving = arriving
-        self._modules = modules
         self._autocast = _autocast_states()
+        self._buffers = _Buffers(modules)
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
         self.loss = first.loss
@@ -55,15 +57,41 @@ class _RecomputedPass:
         run, self._run = self._run, None
         if run is None:
             raise StateError("the backward of this microbatch has run")
-        buffers = [buffer for module in self._modules for buffer in module.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        with _Autocast(self._autocast):
+        with _Autocast(self._autocast), self._buffers.as_before():
             again = run(self._arriving)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
         self._arriving = None
         return again.backward(gradients)
+
+
+class _Buffers:
+    """As they are before the first forward: other microbatches write to them (the statistics of a batch norm) before
+    it is run again, and its graph must not see that either.
+
+    All are copied, since what a batch norm writes shows in no version counter.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        copies: dict[Tensor, Tensor] = {}
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
+        for module in {inner: None for root in modules for inner in root.modules()}:
+            for key, tensor in module._buffers.items():
+                if tensor is not None and not is_absent(tensor):
+                    if tensor not in copies:
+                        copies[tensor] = tensor.detach().clone()
+                    self._before.append((module, key, copies[tensor]))
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """The modules have the copies. Once."""
+        before, self._before = self._before, []
+        current = [(module, key, module._buffers[key]) for module, key, _ in before]
+        for module, key, value in before:
+            module._buffers[key] = value
+        try:
+            yield
+        finally:
+            for module, key, tensor in current:
+                module._buffers[key] = tensor
 
 
 def _copied(arriving: Crossing | None) -> Crossing | None:
