@@ -15,6 +15,7 @@ from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
+from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
@@ -220,7 +221,7 @@ class Engine:
     def _begin_alike(self, copies: dist.ProcessGroup | None) -> None:
         """All replicas begin with the first one's weights and buffers."""
         for part in self._parts.own:
-            buffers = [buffer for module in part.modules for buffer in module.buffers()]
+            buffers = [buffer for module in part.modules for buffer in module.buffers() if not is_absent(buffer)]
             for tensor in [*(parameter for _, parameter in part.parameters), *buffers]:
                 value = tensor.contiguous()
                 dist.broadcast(value, group_src=0, group=copies)
