@@ -57,7 +57,7 @@ def split_parts(
         cuts: where stages after the first begin: names of blocks, or numbers of events; chosen unless given.
 
     Raises:
-        SplitError: the model cannot be cut so, or ranks found different things.
+        SplitError: the model cannot be cut so, or not often enough, or ranks found different things.
         PlanError: there are fewer blocks than stages.
     """
     unbuilt = any(parameter.is_meta for parameter in model.parameters())
@@ -188,6 +188,7 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequen
         if len(events) == 1:
             alone[events[0]] += sizes[name]
     possible = set(rehearsal.possible_cuts)
+    _refuse_too_few(rehearsal, stages)
     partition = partition_chain(
         [
             Event(forward_seconds=time, backward_seconds=_BACKWARD * time, parameter_bytes=size)
@@ -206,6 +207,19 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequen
         bandwidth=_BYTES_PER_SECOND,
     )
     return partition.cuts
+
+
+def _refuse_too_few(rehearsal: Rehearsal, stages: int) -> None:
+    """Cuts, because of what the model does; that there are too few blocks the partition says."""
+    refused = next((b for b, boundary in enumerate(rehearsal.boundaries) if boundary.reasons), None)
+    possible = rehearsal.possible_cuts
+    if refused is not None and len(possible) < stages - 1 < len(rehearsal.events):
+        names = [event.name for event in rehearsal.events]
+        where = ", ".join(f"'{names[b]}'" for b in possible) or "no block"
+        raise SplitError(
+            f"{stages} stages need {stages - 1} cuts, and they can be made before {where}: none before "
+            f"'{names[refused]}', for instance, since {rehearsal.boundaries[refused].reasons[0]}"
+        )
 
 
 def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
