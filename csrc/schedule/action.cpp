@@ -25,9 +25,11 @@ const char* letters(ActionKind kind) noexcept {
 }
 
 std::string token(const Action& action) {
-  std::string text = letters(action.kind) + std::to_string(action.stage);
+  std::string text = letters(action.kind);
+  text += std::to_string(action.stage);
   if (!is_of_batch(action.kind)) {
-    text += "." + std::to_string(action.microbatch);
+    text += '.';
+    text += std::to_string(action.microbatch);
   }
   return text;
 }

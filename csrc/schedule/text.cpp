@@ -215,9 +215,10 @@ std::string text(const Schedule& schedule) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     lines += "rank " + std::to_string(rank) + ":";
     for (const Action& action : schedule.body(rank)) {
-      lines += " " + body_token(action);
+      lines += ' ';
+      lines += body_token(action);
     }
-    lines += "\n";
+    lines += '\n';
   }
   return lines;
 }

@@ -17,7 +17,8 @@ inline Schedule made(const char* kind, int stages, int ranks, int microbatches) 
 inline std::string words(const Actions& actions) {
   std::string line;
   for (const Action& action : actions) {
-    line += (line.empty() ? "" : " ") + body_token(action);
+    line += line.empty() ? "" : " ";
+    line += body_token(action);
   }
   return line;
 }

@@ -165,9 +165,10 @@ def _apply(change: Change, model: nn.Module, pipe: Pipeline) -> None:
         return
     dropped = int(change.way.split()[1])
     for stage in pipe._engine.stages:
-        known: dict[Any, Rehearsal] = stage.program._rehearsals
-        for signature, rehearsal in known.items():
-            known[signature] = _without(rehearsal, dropped)
+        known: dict[Any, dict[str, Rehearsal]] = stage.program._rehearsals
+        for signature, rehearsals in known.items():
+            changed = [_without(rehearsal, dropped) for rehearsal in rehearsals.values()]
+            known[signature] = {rehearsal.digest: rehearsal for rehearsal in changed}
 
 
 def _without(rehearsal: Rehearsal, number: int) -> Rehearsal:
