@@ -1,0 +1,45 @@
+"""The example runs under torchrun as it is written, and its losses do not depend on how many ranks there are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_text.py"
+
+
+def run(folder: Path, processes: int) -> list[list[str]]:
+    """By rank, the lines that it prints: losses to the last bit, of a smaller model without a weight in two places,
+    whose gradients would be added in another order."""
+    folder.mkdir()
+    program = EXAMPLE.read_text()
+    for old, new in (
+        ("n_layer=8, n_embd=256", "n_layer=4, n_embd=32, tie_word_embeddings=False"),
+        ("{out.loss.item():.4f}", "{out.loss.item().hex()}"),
+        ("view(20, 16, 64)", "view(20, 16, 64)[:10]"),
+    ):
+        assert old in program
+        program = program.replace(old, new)
+    script = folder / "train.py"
+    # Past the interpreter's end, where gloo's threads may abort a process, whatever it has trained with.
+    script.write_text(program + "\n__import__('sys').stdout.flush()\n__import__('os')._exit(0)\n")
+    apart = ["--redirects", "3", "--log-dir", str(folder / "logs")]
+    count = ["--nproc-per-node", str(processes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *count, *apart, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    errors = "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
+    assert done.returncode == 0, done.stderr + errors
+    outputs = {int(path.parent.name): path.read_text() for path in (folder / "logs").rglob("stdout.log")}
+    return [outputs[rank].splitlines() for rank in range(processes)]
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_the_example_gives_the_losses_of_one_process(processes: int, tmp_path: Path) -> None:
+    (alone,) = run(tmp_path / "alone", 1)
+    first, *others = run(tmp_path / "together", processes)
+    assert [line.split(":")[0] for line in first] == ["step 5", "step 10"]
+    assert first == alone
+    assert others == [[]] * (processes - 1)
