@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.plain_models import SUBJECTS, Case, Rank, check, train_all
+from support.plain_models import SUBJECTS, WIDE, Case, Rank, check, train_all
 from support.ranks import run_ranks
 
 # Each is difficult in another way; the marked tests below have all models.
@@ -58,6 +58,17 @@ def check_all(cases: Sequence[Case], folder: Path) -> None:
 @pytest.mark.parametrize("processes", SAMPLE)
 def test_stages_in_processes_train_as_one_process_does(processes: int, tmp_path: Path) -> None:
     check_all(SAMPLE[processes], tmp_path)
+
+
+@pytest.mark.parametrize("materialized", [False, True])
+def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool, tmp_path: Path) -> None:
+    case = Case(WIDE.name, 4, schedule="2bw", materialized=materialized)
+    ranks = [Rank(**result) for (result,) in run_ranks(train_all, [case], folder=tmp_path, size=4)]
+    check(case, ranks)
+    own = [sum(weight.nbytes for weight in rank.weights.values()) for rank in ranks]
+    assert sum(own) == sum(parameter.nbytes for parameter in WIDE.make().parameters())
+    for rank, held in zip(ranks, own, strict=True):
+        assert held <= rank.resident <= 1.01 * held
 
 
 _NAMES = list(SUBJECTS)

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -22,13 +23,22 @@ import hydra_ext
 from hydra_ext.pipeline import Pipeline, splitting
 from hydra_ext.pipeline.split import find_blocks, glue_parameters
 from hydra_ext.pipeline.stage_program import event_seed, microbatch_seed
-from support.split_models import LIBRARY, Batch, Subject
+from support.split_models import LIBRARY, VOCABULARY, Batch, Subject, causal
 from support.split_models_more import MORE
 from support.split_models_own import OWN
 
 SUBJECTS = LIBRARY | OWN | MORE
 ONE_SHAPE = {"branches"}  # its weights decide which way it takes, and a new shape is rehearsed without all of them
 SEED = 5
+
+
+def _wide() -> nn.Module:
+    sizes = {"n_embd": 128, "n_layer": 6, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, tie_word_embeddings=False))
+
+
+WIDE = Subject("wide", _wide, causal)  # next to its stages one element for each absent parameter is little
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class Case:
 
     @property
     def subject(self) -> Subject:
-        return SUBJECTS[self.name]
+        return WIDE if self.name == WIDE.name else SUBJECTS[self.name]
 
     def data(self) -> list[list[Batch]]:
         """By step. Every second microbatch has fewer rows, and shorter ones where they are texts."""
