@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
@@ -119,6 +120,17 @@ class Engine:
     def refresh(self) -> None:
         for stage in self.stages:
             stage.weights.refresh()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of this rank's stages, by name; of explicit stages behind their numbers."""
+        state: dict[str, Tensor] = {}
+        for part in self._parts.own:
+            state.update((name, parameter.detach()) for name, parameter in part.parameters)
+            for module in part.modules:
+                prefix = "" if self._parts.rehearsal is not None else f"{part.stage}."
+                buffers = module.named_buffers()
+                state.update((prefix + name, buffer) for name, buffer in buffers if not is_absent(buffer))
+        return state
 
     def seed_of(self, batch: int, microbatch: int) -> int:
         """What the random numbers of a microbatch come from."""

@@ -197,6 +197,19 @@ class Pipeline:
             if self._engine is not None:
                 self._engine.drain()
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The newest weights and the buffers of this rank's stages, by the model's own names (behind the stage's number
+        where stages were given as modules); drains first, so that all ranks have to call it. The tensors are the
+        weights themselves.
+
+        Raises:
+            StateError: nothing was split yet.
+        """
+        self.drain()
+        if self._engine is None:
+            raise StateError("this rank holds nothing before the first step, or prepare(): the model is whole still")
+        return self._engine.state_dict()
+
     def refresh(self) -> None:
         """After writing to the model's weights: they are taken as they are, as both versions. All ranks have to call
         it, after :meth:`drain`."""

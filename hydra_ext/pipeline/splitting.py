@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hydra_ext.construction import fill
-from hydra_ext.errors import InvalidArgument, SplitError, UnsupportedModel
+from hydra_ext.errors import InvalidArgument, SplitError, StateError, UnsupportedModel
 from hydra_ext.pipeline.messages import fingerprint
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import (
@@ -80,6 +80,7 @@ def split_parts(
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
+    model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
     parameters = dict(model.named_parameters())
     parts = [
         Part(
@@ -132,6 +133,13 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     held = [sorted(parameters_of(rehearsal, lo, hi, model), key=names.__getitem__) for lo, hi in pairwise(borders)]
     trained = [[name for name in of_stage if parameters[name].requires_grad] for of_stage in held]
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise StateError(
+        "this rank holds only its own stages of the model, so that model.state_dict() would have nothing behind the "
+        "other names: pipe.state_dict() has what is here"
+    )
 
 
 def _compare(rehearsal: Rehearsal, topology: Topology) -> None:

@@ -158,6 +158,21 @@ def plain_model() -> tuple[nn.Module, Any]:
     return model, lambda microbatch: pipelines.loss_of(model(microbatch), microbatch)
 
 
+def test_the_state_of_a_part_is_asked_of_the_pipeline() -> None:
+    model, fn = plain_model()
+    names = set(model.state_dict())
+    pipe = Pipeline(model, pipelines.adamw, stages=2, microbatches=2)
+    with pytest.raises(StateError, match="before the first step"):
+        pipe.state_dict()
+    pipe.step(data(), fn)
+    with pytest.raises(StateError, match=r"pipe\.state_dict\(\)"):
+        model.state_dict()
+    state = pipe.state_dict()  # one rank holds all stages
+    assert set(state) == names
+    assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
+    pipe.close()
+
+
 def test_cuts_are_checked_against_the_blocks() -> None:
     for cuts, error, reason in (
         (["9"], InvalidArgument, "no block"),
