@@ -39,7 +39,7 @@ from hydra_ext.pipeline import Pipeline
 
 FORWARD, BACKWARD = 0.020, 0.040  # seconds of a waiting stage
 STEPS = {4: 4, 8: 3, 16: 2}  # of one run, by microbatches
-LAYERS, TOKEN_WIDTH, LENGTH, TOKEN_ROWS = 8, 256, 128, 4
+LAYERS, TOKEN_WIDTH, LENGTH, TOKEN_ROWS = 8, 256, 64, 2
 
 OURS = ("2bw", "1f1b", "gpipe")
 TORCHS = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}

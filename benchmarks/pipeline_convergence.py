@@ -6,7 +6,7 @@ tenth of the steps, cosine to a tenth), clipping at 1 and decay of 0.1. Every lo
 bit, that of one process: plain training's for 1f1b, and the recurrence W(t+1) = W(t) - u(grad f(W(t-1))) for 2bw. (The
 output layer has weights of its own: of a weight that both ranks hold, the sum is added in another order.)
 
-Writes the losses (.csv), their curves and gaps (.png), and prints a table. Two minutes of two cores.
+Writes the losses (.csv), their curves and gaps (.png), and prints a table. Three minutes of two cores.
 """
 
 from __future__ import annotations
