@@ -121,6 +121,14 @@ def test_replicas_average_in_the_order_of_their_ranks(stages: int, replicas: int
     check(cases, tmp_path, delay=1)
 
 
+@pytest.mark.parametrize("optimizer", ["native-adamw", "adamw"])
+def test_a_loss_that_is_no_number_in_one_replica_skips_that_update_on_all_ranks(optimizer: str, tmp_path: Path) -> None:
+    cases = [
+        Case(schedule="2bw", stages=2, replicas=2, max_norm=0.5, spoils=(1, 3), steps=8, optimizer=optimizer),
+    ]
+    check(cases, tmp_path, delay=1)
+
+
 def test_another_delay_is_another_training(tmp_path: Path) -> None:
     case = Case(stages=2)
     ranks = run_ranks(pipelines.train, case, folder=tmp_path)

@@ -67,7 +67,8 @@ def make_microbatch(step: int, index: int) -> dict[str, Tensor]:
 
 
 def loss_of(output: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), microbatch["labels"].flatten())
+    loss = F.cross_entropy(output.flatten(0, 1), microbatch["labels"].flatten())
+    return loss * microbatch["scale"] if "scale" in microbatch else loss
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -107,6 +108,7 @@ class Case:
     decays: bool = False  # the learning rate, after each step
     drains: tuple[int, ...] = ()  # after which steps
     evaluates: bool = False  # after each step
+    spoils: tuple[int, int] | None = None  # a replica and a step: one of its microbatches has a loss that is no number
 
     def count(self, step: int) -> int:
         return self.counts[step % len(self.counts)] if self.counts else self.microbatches
@@ -123,7 +125,10 @@ def schedule_of(case: Case) -> str | schedule.Schedule:
 
 
 def data_of(case: Case, step: int, replica: int = 0) -> list[dict[str, Tensor]]:
-    return [make_microbatch(step, 100 * replica + index) for index in range(case.count(step))]
+    data = [make_microbatch(step, 100 * replica + index) for index in range(case.count(step))]
+    if case.spoils == (replica, step):
+        data[-1]["scale"] = torch.tensor(float("nan"))
+    return data
 
 
 @dataclass
@@ -222,7 +227,8 @@ def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
         if case.max_norm is not None:
             norm = hydra_ext.optim.clip_grad_norm_(newest.parameters(), case.max_norm)
         trained.norms.append(None if norm is None else norm.item())
-        optimizer.step()
+        if norm is None or norm.isfinite():
+            optimizer.step()
         if case.decays:
             scheduler.step()
         versions.append(copy.deepcopy(newest))
@@ -248,11 +254,16 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
         replica = rank % case.replicas
         own = expected.losses[replica :: case.replicas]
         for step, (losses, wanted) in enumerate(zip(result["losses"], own, strict=True)):
-            assert torch.equal(torch.stack(list(losses)), wanted), f"{case}: rank {rank}, losses of step {step}"
+            found = torch.stack(list(losses))
+            assert torch.allclose(found, wanted, rtol=0, atol=0, equal_nan=True), (
+                f"{case}: {rank}, losses of step {step}"
+            )
         for found, wanted in zip(result["evaluations"], expected.evaluations, strict=True):
             assert torch.equal(torch.stack(list(found)), torch.stack(wanted)), f"{case}: rank {rank}, evaluation"
         if not case.drains and not case.evaluates and isinstance(delay, int):
-            assert result["norms"] == [None] * late + expected.norms[: len(expected.norms) - late], f"{case}: {rank}"
+            assert list(map(str, result["norms"])) == list(
+                map(str, [None] * late + expected.norms[: len(expected.norms) - late])
+            ), f"{case}: {rank}"
         for stage, weights in result["weights"].items():
             for index, (weight, wanted) in enumerate(zip(weights, expected.weights[stage], strict=True)):
                 assert torch.equal(weight, wanted), f"{case}: rank {rank}, weight {index} of stage {stage}"
