@@ -121,7 +121,7 @@ class Executor:
         self,
         schedule: Schedule,
         stages: Sequence[OwnStage],
-        reducer: Reducer | None,
+        reducer: Reducer,
         watch: Watch,
         device: torch.device,
         tier: Tier | None = None,
@@ -235,11 +235,6 @@ class Executor:
         made, self.updates = self.updates, []
         return made
 
-    def forget(self) -> None:
-        """After an error: graphs and messages are dropped."""
-        for kept in (self._batches, self._passes, self._leaving, self._returning, self._reduced, self._gradients):
-            kept.clear()
-
     # ---- forward and backward ---------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, stage: OwnStage) -> None:
@@ -333,10 +328,7 @@ class Executor:
         reduced.sort(key=lambda each: each.stage)
         batch = BatchGradients(action.batch, self._reduced.pop(action.batch), self._batches[action.batch].max_norm)
         self._gradients[action.batch] = batch
-        if self._reducer is None and batch.max_norm is None:
-            batch.done = True
-        elif self._reducer is not None:
-            self._reducer.start(batch)
+        self._reducer.start(batch)
 
     def _update(self, action: Action, stage: OwnStage) -> None:
         gradients = self._gradients[action.batch]
