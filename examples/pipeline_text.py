@@ -33,4 +33,6 @@ with hydra_ext.Pipeline(
         out = pipe.step(batch, loss_of, max_norm=1.0)
         if step % 5 == 4 and pipe.rank == 0:
             print(f"step {step + 1}: loss {out.loss.item():.4f}")
+    if pipe.rank == 0:
+        print(pipe.report())
 dist.destroy_process_group()

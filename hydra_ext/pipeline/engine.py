@@ -143,7 +143,12 @@ class Engine:
     @property
     def activity(self) -> Activity:
         """What this rank has done, as far back as it is kept."""
-        return Activity(list(self._executor.timings), list(self._links.transfers), list(self._reducer.reductions))
+        return Activity(
+            list(self._executor.timings),
+            list(self._links.transfers),
+            list(self._reducer.reductions),
+            list(self._executor.behind),
+        )
 
     @property
     def parts(self) -> Parts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +19,8 @@ from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
-from hydra_ext.pipeline.transfers import ROOM
-from hydra_ext.pipeline.update import OptimizerStep, Settings
+from hydra_ext.pipeline.transfers import ROOM, UpdateBehind
+from hydra_ext.pipeline.update import OptimizerStep, Settings, steps_behind
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
@@ -114,6 +113,7 @@ class Executor:
     Attributes:
         updates: made since they were last taken.
         timings: of the last actions, the one that has failed included; bounded.
+        behind: the last updates that were made behind other actions.
         tally: of all actions.
     """
 
@@ -128,6 +128,7 @@ class Executor:
     ) -> None:
         self.updates: list[Update] = []
         self.timings: deque[Timing] = deque(maxlen=ROOM)
+        self.behind: deque[UpdateBehind] = deque(maxlen=ROOM)
         self.tally = Tally(stage.index for stage in stages)
         self._schedule = schedule
         self._stages = {stage.index: stage for stage in stages}
@@ -141,6 +142,7 @@ class Executor:
         self._returning: dict[tuple[int, int, int], Message] = {}
         self._reduced: dict[int, list[StageGradients]] = {}
         self._gradients: dict[int, BatchGradients] = {}
+        self._begun: dict[tuple[int, int], OptimizerStep] = {}  # by stage and batch
         self._at: Action | None = None
         self._waited = 0.0
         self._run_kind: dict[ActionKind, Callable[[Action, OwnStage], None]] = {
@@ -166,9 +168,13 @@ class Executor:
         start = time.perf_counter()
         try:
             for action in actions:
+                if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                    self._begin_updates()
                 self._run_one(action)
             self._at = None
         finally:
+            for step in self._begun.values():
+                step.wait()  # so that between two steps nothing changes but by the user
             caller.restore()
             for stage in self._stages.values():
                 stage.weights.hide()
@@ -330,19 +336,44 @@ class Executor:
         self._gradients[action.batch] = batch
         self._reducer.start(batch)
 
+    def _begin_updates(self) -> None:
+        """Of gradients that have been reduced while other microbatches were under way."""
+        for gradients in self._gradients.values():
+            if gradients.done and not gradients.skipped:
+                for own in gradients.stages:
+                    stage = self._stages[own.stage]
+                    if (own.stage, gradients.batch) not in self._begun and self._can_begin(stage, gradients.batch):
+                        step = self._step_of(stage, gradients)
+                        if step is not None:
+                            self._begun[own.stage, gradients.batch] = step
+                            stage.weights.begin(gradients.batch + 1, step.begin)
+
+    def _can_begin(self, stage: OwnStage, batch: int) -> bool:
+        """The memory that the update of this batch writes to is used by none of the later ones."""
+        alive = self._schedule.versions[stage.index]
+        oldest = min((self._schedule.version_of(stage.index, n) for n in self._batches if n > batch), default=batch + 1)
+        ready = stage.weights.newest == batch and oldest > batch + 1 - alive
+        readable = self._tier is None or self._tier.hosts_hold_weights
+        return alive > 1 and ready and readable and steps_behind(stage.optimizer)
+
+    def _step_of(self, stage: OwnStage, gradients: BatchGradients) -> OptimizerStep | None:
+        if stage.optimizer is None or gradients.skipped:
+            return None
+        settings = self._batches[gradients.batch].settings[stage.index]
+        return OptimizerStep(stage.optimizer, gradients.of(stage.index), gradients.factor, settings)
+
     def _update(self, action: Action, stage: OwnStage) -> None:
         gradients = self._gradients[action.batch]
         with self._waiting():
             self._watch.wait_for(lambda: gradients.done)
-        skipped = gradients.norm is not None and not math.isfinite(gradients.norm)
-        step = None
-        own = gradients.of(stage.index)
-        if stage.optimizer is not None and not skipped:
-            settings = self._batches[action.batch].settings[stage.index]
-            step = OptimizerStep(stage.optimizer, own, gradients.factor, settings)
+        step = self._begun.pop((stage.index, action.batch), None) or self._step_of(stage, gradients)
         stage.weights.update(action.batch + 1, step)
-        gradients.stages.remove(own)
+        span = step.wait() if step is not None else None
+        if span is not None:
+            self.behind.append(UpdateBehind(stage.index, action.batch, *span))
+        gradients.stages.remove(gradients.of(stage.index))
         if not gradients.stages:  # all of this rank's stages have been updated
             del self._gradients[action.batch], self._batches[action.batch]
-            self.updates.append(Update(action.batch, gradients.norm, skipped))
-            self.tally.count_update(skipped=skipped)
+            self.updates.append(Update(action.batch, gradients.norm, gradients.skipped))
+            behind = bool(self.behind) and self.behind[-1].batch == action.batch
+            self.tally.count_update(skipped=gradients.skipped, behind=behind)

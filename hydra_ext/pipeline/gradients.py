@@ -15,6 +15,7 @@ Nothing of the optimizer is touched before the norm is known, and all ranks deci
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -62,6 +63,11 @@ class BatchGradients:
     norm: float | None = None
     factor: float = 1.0
     done: bool = False
+
+    @property
+    def skipped(self) -> bool:
+        """There is to be no update with them."""
+        return self.norm is not None and not math.isfinite(self.norm)
 
     def of(self, stage: int) -> StageGradients:
         return next(each for each in self.stages if each.stage == stage)

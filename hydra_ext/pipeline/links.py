@@ -6,6 +6,9 @@ who computes only hands messages over, which begins to send what lies on the hos
 
 A receiver listens for the next header at all times, and so notices when the other process ends. The tensors behind it
 are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
+Where the last two messages were laid out alike, the receives of the next one's tensors are posted as soon as it is
+expected, without its header: it takes one way instead of three. Both ends count how often the layout has changed, and
+tag tensors with that number, so that what was posted for another layout meets no message.
 
 gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
 takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
@@ -27,51 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.messages import END, HEADER_WORDS, Header, Message
+from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted
+from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
 
 _FOREVER = timedelta(days=30)  # a user may do other things between two steps; who does not answer is the watch's affair
-_CPU = torch.device("cpu")
-_issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
-
-
-class _Channel:
-    """The process groups of one link, as one of its two ranks sees them."""
-
-    def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        self._headers = headers
-        self._payload = payload
-        self._peer = peer  # its rank in both groups
-        self._direct = payload is not headers
-        self.device = device if self._direct else _CPU
-
-    def send_words(self, words: Tensor) -> dist.Work:
-        return self._headers.send([words], self._peer, 0)
-
-    def receive_words(self, count: int) -> Tensor:
-        words = torch.empty(count, dtype=torch.int64)
-        self._headers.recv([words], self._peer, 0).wait()
-        return words
-
-    def send(self, tensors: Sequence[Tensor]) -> list[dist.Work]:
-        works = []
-        for tensor in tensors:
-            if tensor.numel():
-                with _issuing:
-                    works.append(self._payload.send([messages.memory(tensor)], self._peer, 0))
-        return works
-
-    def receive(self, tensors: Sequence[Tensor]) -> None:
-        works = []
-        for tensor in tensors:
-            if tensor.numel():
-                with _issuing:
-                    works.append(self._payload.recv([messages.memory(tensor)], self._peer, 0))
-        for work in works:
-            work.wait()
 
 
 @dataclass(frozen=True)
@@ -88,6 +54,7 @@ class _Outgoing:
     start: float
     words: list[Tensor]
     tensors: list[Tensor]
+    layout: int
     computed: torch.cuda.Event | None
     sends: list[dist.Work]
 
@@ -103,7 +70,7 @@ class Outbox:
         sent_bytes: of tensors, so far.
     """
 
-    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
+    def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.sent_bytes = 0
         self._log = log
         self._device = device
@@ -111,6 +78,7 @@ class Outbox:
         self._peer = peer
         self._watch = watch
         self._known: set[str] = set()  # structures that the other side has
+        self._layouts = Layouts()
         self._waiting = 0  # messages that have been put and not been sent
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
@@ -131,10 +99,12 @@ class Outbox:
         self._known.add(message.structure)
         first = messages.encode(message, tensors, with_structure=new)
         if new:
-            first.append(_as_words(message.structure))
+            first.append(messages.as_words(message.structure))
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
-        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, _computed(self._device), [])
+        self._layouts.note([Announced.of(tensor) for tensor in there])
+        number, computed = self._layouts.number, _computed(self._device)
+        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, number, computed, [])
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
@@ -146,10 +116,11 @@ class Outbox:
         self._queue.put(outgoing)
 
     def _send(self, outgoing: _Outgoing) -> None:
-        outgoing.sends.extend(self._channel.send_words(part) for part in outgoing.words)
+        outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
         if outgoing.computed is not None:
             outgoing.computed.synchronize()
-        outgoing.sends.extend(self._channel.send([tensor.to(self._channel.device) for tensor in outgoing.tensors]))
+        tensors = [tensor.to(self._channel.device) for tensor in outgoing.tensors]
+        outgoing.sends.extend(self._channel.send(tensors, outgoing.layout))
 
     def flush(self) -> None:
         """Returns when nothing that was put is held here any more.
@@ -165,7 +136,7 @@ class Outbox:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        stream = _Stream(self._device)
+        stream = LinkStream(self._device)
         try:
             while (entry := self._queue.get()) is not None:
                 with stream, torch.no_grad():
@@ -188,27 +159,51 @@ class Inbox:
 
     Attributes:
         received_bytes: of tensors, so far.
+        received_ahead: messages whose receives had been posted before their headers came.
     """
 
-    def __init__(self, channel: _Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
+    def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.received_bytes = 0
+        self.received_ahead = 0
         self._log = log
         self._channel = channel
         self._peer = peer
         self._device = device
         self._watch = watch
-        self._stream = _Stream(device)
+        self._stream = LinkStream(device)
         self._structures: dict[int, str] = {}
         self._arrived: list[Message] = []
         self._expected = threading.Semaphore(0)
+        self._posting = threading.Lock()  # for the two below
+        self._layouts = Layouts()
+        self._posted: deque[Posted | None] = deque()  # of the messages that are expected
         self._ended = False  # on this side
         self._over = False  # on the other one
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
     def expect(self) -> None:
-        """One more message may come."""
+        """One more message may come.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        with self._posting:
+            number = self._layouts.number
+            # Receives of one tag are served in their order: none before those of the messages that come first.
+            ahead = all(posted is not None and posted.layout == number for posted in self._posted)
+            ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
+            try:
+                self._posted.append(self._post() if ahead else None)
+            except RuntimeError as error:
+                _peer_ended(self._watch, self._peer, error)
+                self._watch.check()
         self._expected.release()
+
+    def _post(self) -> Posted:
+        """Receives of tensors as the last message had them; with the lock held."""
+        tensors = [each.empty(self._channel.device) for each in self._layouts.last]
+        return Posted(self._layouts.number, tensors, self._channel.post(tensors, self._layouts.number))
 
     def take(self) -> Message:
         """The next message, which has been expected.
@@ -237,7 +232,9 @@ class Inbox:
 
     def _run(self) -> None:
         try:
-            while (header := self._header()) is not END:
+            first = self._channel.post_words(HEADER_WORDS)
+            while (header := self._header(*first)) is not END:
+                first = self._channel.post_words(HEADER_WORDS)
                 self._expected.acquire()
                 if self._ended:
                     return
@@ -256,30 +253,40 @@ class Inbox:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
 
-    def _header(self) -> Header:
-        first = self._channel.receive_words(HEADER_WORDS)
+    def _header(self, first: Tensor, arriving: dist.Work) -> Header:
+        arriving.wait()
         left = messages.words_left(first)
         words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
         header = messages.decode(words)
         if header == END:
             return END
         if header.structure_bytes:
-            text = _as_text(self._channel.receive_words(-(-header.structure_bytes // 8)), header.structure_bytes)
+            text = messages.as_text(
+                self._channel.receive_words(-(-header.structure_bytes // 8)), header.structure_bytes
+            )
             self._structures[header.fingerprint] = text
+        with self._posting:
+            self._layouts.note([each for each in header.tensors if each is not None])
         return header
 
     def _fetch(self, header: Header) -> Message:
-        there = [each for each in header.tensors if each is not None]
         with self._stream, torch.no_grad():
-            buffers = [each.empty(self._channel.device) for each in there]
-            self._channel.receive(buffers)
-            found = iter([buffer.to(self._device) for buffer in buffers])
+            with self._posting:
+                posted = self._posted[0]
+                if posted is not None and posted.layout == self._layouts.number:
+                    self.received_ahead += 1
+                else:
+                    posted = self._post()
+                self._posted.popleft()
+            for work in posted.works:
+                work.wait()
+            found = iter([buffer.to(self._device) for buffer in posted.tensors])
         return Message(
             header.batch,
             header.microbatch,
             header.count,
             tuple(None if each is None else next(found) for each in header.tensors),
-            tuple(each is not None and each.requires_grad for each in header.tensors),
+            header.requires_grad,
             self._structures.get(header.fingerprint, ""),
         )
 
@@ -310,7 +317,7 @@ class Links:
         if self._rank not in (source, target) or headers is None or payload is None:
             return None
         peer = target if self._rank == source else source
-        channel = _Channel(headers, payload, sorted((source, target)).index(peer), self._device)
+        channel = Channel(headers, payload, sorted((source, target)).index(peer), self._device)
         end: Outbox | Inbox
         if self._rank == source:
             log = LinkLog(f"{name} to rank {target}", sent=True, transfers=self.transfers)
@@ -352,34 +359,6 @@ def _peer_ended(watch: Watch, peer: int, error: BaseException) -> None:
     watch.fail(
         Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({describe_error(error)})")
     )
-
-
-def _as_words(text: str) -> Tensor:
-    data = text.encode()
-    padded = data + bytes(-len(data) % 8)
-    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
-
-
-def _as_text(words: Tensor, size: int) -> str:
-    return words.numpy().tobytes()[:size].decode()
-
-
-class _Stream:
-    """A link's own stream on a GPU, so that its copies do not queue behind the computation; nothing elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def __enter__(self) -> None:
-        self._entered = None
-        if self._stream is not None:
-            self._entered = torch.cuda.stream(self._stream)
-            self._entered.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None and self._entered is not None:
-            self._stream.synchronize()
-            self._entered.__exit__(None, None, None)
 
 
 def _computed(device: torch.device) -> torch.cuda.Event | None:

@@ -59,7 +59,10 @@ class Announced:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> Announced:
+        return Announced(tensor.dtype, tuple(tensor.size()), tensor.stride())
 
     @property
     def nbytes(self) -> int:
@@ -79,13 +82,14 @@ class Header:
     fingerprint: int  # of the structure's text
     structure_bytes: int  # of the text, if it follows; else both sides have it from before
     tensors: tuple[Announced | None, ...]
+    requires_grad: tuple[bool, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.tensors if each is not None)
 
 
-END = Header(-1, -1, 0, 0, 0, ())  # nothing comes after it
+END = Header(-1, -1, 0, 0, 0, (), ())  # nothing comes after it
 
 
 def fingerprint(structure: str) -> int:
@@ -159,9 +163,11 @@ def decode(words: Sequence[int]) -> Header:
     batch, microbatch, of_batch, known, structure_bytes, count = words[1:7]
     place = _PREFIX
     tensors: list[Announced | None] = []
+    requires_grad = []
     for _ in range(count):
         flags = words[place]
         place += 1
+        requires_grad.append(bool(flags & _REQUIRES_GRAD))
         if not flags & _PRESENT:
             tensors.append(None)
             continue
@@ -169,5 +175,17 @@ def decode(words: Sequence[int]) -> Header:
         place += 2
         size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
         place += 2 * dims
-        tensors.append(Announced(_DTYPES[dtype], size, stride, bool(flags & _REQUIRES_GRAD)))
-    return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors))
+        tensors.append(Announced(_DTYPES[dtype], size, stride))
+    return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors), tuple(requires_grad))
+
+
+def as_words(text: str) -> Tensor:
+    """A text, to be sent."""
+    data = text.encode()
+    padded = data + bytes(-len(data) % 8)
+    return torch.frombuffer(bytearray(padded), dtype=torch.int64)
+
+
+def as_text(words: Tensor, size: int) -> str:
+    """Of so many bytes."""
+    return words.numpy().tobytes()[:size].decode()

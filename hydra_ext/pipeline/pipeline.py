@@ -331,7 +331,7 @@ class Pipeline:
         return engine, announcements
 
     def _activity(self) -> Activity:
-        return Activity([], [], []) if self._engine is None else self._engine.activity
+        return Activity([], [], [], []) if self._engine is None else self._engine.activity
 
     def _describe(self) -> str:
         return "at the start" if self._engine is None else self._engine.executor.describe()

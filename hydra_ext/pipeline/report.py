@@ -61,10 +61,11 @@ class PipelineReport:
         stages: this rank's; empty before a plain module was split.
         steps: made.
         updates: made by this rank; with a delay some are still to come.
+        updates_behind: of the updates, those that were made while other microbatches were computed.
         skipped_updates: left out, since the norm of their gradients was not finite.
         activations_sent_bytes, activations_received_bytes: to the next stages' ranks, and from those before.
         gradients_sent_bytes, gradients_received_bytes: the other way.
-        computing_seconds: in forwards, backwards and updates. On a GPU: until they were enqueued.
+        computing_seconds: in forwards, backwards and updates, those behind left out. On a GPU: until they were enqueued.
         waited_for_activations_seconds, waited_for_gradients_seconds: of other stages.
         waited_for_reductions_seconds: updates waited for sums of gradients over ranks, and for their norm.
         waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.
@@ -84,6 +85,7 @@ class PipelineReport:
     stages: tuple[StageReport, ...]
     steps: int
     updates: int
+    updates_behind: int
     skipped_updates: int
     activations_sent_bytes: int
     activations_received_bytes: int
@@ -115,7 +117,8 @@ class PipelineReport:
             f"{self.replicas}",
             f"schedule {self.schedule or 'of its own'}: {meaning_of(self.delay)}",
             *(f"holds    {stage}" for stage in self.stages or ("nothing yet: the first step splits the model",)),
-            f"steps    {self.steps}; {self.updates} updates, {self.skipped_updates} more skipped",
+            f"steps    {self.steps}; {self.updates} updates, {self.updates_behind} of them behind other microbatches, "
+            f"{self.skipped_updates} more skipped",
             f"moved    activations: sent {_mib(self.activations_sent_bytes)}, received "
             f"{_mib(self.activations_received_bytes)}; gradients: sent {_mib(self.gradients_sent_bytes)}, received "
             f"{_mib(self.gradients_received_bytes)}",
@@ -146,6 +149,7 @@ def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -
         stages=() if engine is None else _stages(own, engine.parts, tally),
         steps=0 if engine is None else engine.batches,
         updates=tally.updates,
+        updates_behind=tally.updates_behind,
         skipped_updates=tally.skipped_updates,
         activations_sent_bytes=_sent(stage.outbox for stage in own),
         activations_received_bytes=_received(stage.inbox for stage in own),

@@ -25,14 +25,16 @@ class Tally:
 
     Attributes:
         updates: made, those that were skipped left out.
+        updates_behind: among them, of all stages while other actions ran.
         skipped_updates: since their norm was not finite.
-        computing_seconds: in forwards, backwards and updates, without what they waited.
+        computing_seconds: in forwards, backwards and updates (not those behind), without what they waited.
         waited_seconds: by what was waited for.
         peak_in_flight: by stage: microbatches between their forward and their backward, at most.
     """
 
     def __init__(self, stages: Iterable[int]) -> None:
         self.updates = 0
+        self.updates_behind = 0
         self.skipped_updates = 0
         self.computing_seconds = 0.0
         self.waited_seconds: dict[Cause, float] = {"activations": 0.0, "gradients": 0.0, "reductions": 0.0}
@@ -66,11 +68,12 @@ class Tally:
         self.waited_seconds["losses"] += seconds
         self._recent.append((seconds, 0.0) if not self._recent else _longer(self._recent.pop(), seconds))
 
-    def count_update(self, *, skipped: bool) -> None:
+    def count_update(self, *, skipped: bool, behind: bool) -> None:
         if skipped:
             self.skipped_updates += 1
         else:
             self.updates += 1
+            self.updates_behind += behind
 
     @property
     def bubble(self) -> float:

@@ -46,6 +46,9 @@ class Tier:
         weights: of each stage, with all versions' leaves made.
         options: the budget is device bytes for weights, gradients and activations together.
 
+    Attributes:
+        hosts_hold_weights: also while they are computed with, so that an update can read them behind that.
+
     Raises:
         BudgetTooSmall: it cannot hold the largest block.
     """
@@ -57,6 +60,7 @@ class Tier:
         options: TierOptions,
     ) -> None:
         budget, place, checks = options.budget, options.place, options.checks
+        self.hosts_hold_weights = not checks.poison_hosts
         roots = list(dict.fromkeys(modules))
         root = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
         layout = _versioned(_present(_layout(root, budget)), weights)

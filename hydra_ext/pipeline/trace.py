@@ -1,7 +1,7 @@
 """The trace of one rank of a pipeline, as a Chrome trace-event file.
 
 Such files open in https://ui.perfetto.dev and in chrome://tracing. A rank is a process, with rows for what it computes,
-what it waits for, its updates, its sums over ranks, and a row for each of its links.
+what it waits for, its updates, those behind the computation, its sums over ranks, and a row for each of its links.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from hydra_ext.pipeline.executor import Timing
 from hydra_ext.pipeline.meaning import delay_of, meaning_of
 from hydra_ext.pipeline.tally import WAITS
 from hydra_ext.pipeline.topology import Topology
-from hydra_ext.pipeline.transfers import ROOM, Reduction, Transfer
+from hydra_ext.pipeline.transfers import ROOM, Reduction, Transfer, UpdateBehind
 from hydra_ext.schedule import Action, ActionKind, Schedule
 
 logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 
-_COMPUTE, _WAITS, _UPDATES, _REDUCTIONS = 1, 2, 3, 4
-_ROWS = {_COMPUTE: "compute", _WAITS: "waits", _UPDATES: "updates", _REDUCTIONS: "reductions"}
-_FIRST_LINK = 5
+_COMPUTE, _WAITS, _UPDATES, _BEHIND, _REDUCTIONS = 1, 2, 3, 4, 5
+_ROWS = {
+    _COMPUTE: "compute",
+    _WAITS: "waits",
+    _UPDATES: "updates",
+    _BEHIND: "updates behind the computation",
+    _REDUCTIONS: "reductions",
+}
+_FIRST_LINK = 6
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Activity:
     timings: Sequence[Timing]
     transfers: Sequence[Transfer]
     reductions: Sequence[Reduction]
+    behind: Sequence[UpdateBehind]
 
     def since(self, moment: float) -> Activity:
         """What began at it or later; seconds of ``time.perf_counter``."""
@@ -48,6 +55,7 @@ class Activity:
             [each for each in self.timings if each.start >= moment],
             [each for each in self.transfers if each.start >= moment],
             [each for each in self.reductions if each.start >= moment],
+            [each for each in self.behind if each.start >= moment],
         )
 
 
@@ -124,6 +132,9 @@ class PipelineTrace:
         for reduction in activity.reductions:
             args = {"batch": reduction.batch}
             yield clock.event("reduction", "reduction", _REDUCTIONS, reduction.start, reduction.end, args)
+        for update in activity.behind:
+            args = {"stage": update.stage, "batch": update.batch}
+            yield clock.event("update", "update", _BEHIND, update.start, update.end, args)
         for transfer in activity.transfers:
             args = {"batch": transfer.batch, "microbatch": transfer.microbatch, "bytes": transfer.nbytes}
             name = f"{transfer.batch}" if transfer.microbatch < 0 else f"{transfer.batch}.{transfer.microbatch}"

@@ -1,4 +1,4 @@
-"""When a rank's messages and sums of gradients were under way, for its trace."""
+"""When a rank's messages, sums of gradients and updates were under way, for its trace."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ class Transfer:
 class Reduction:
     """Sums over ranks, of a batch's gradients and their squares; seconds of ``time.perf_counter``."""
 
+    batch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class UpdateBehind:
+    """An update that was made while other actions ran; seconds of ``time.perf_counter``."""
+
+    stage: int
     batch: int
     start: float
     end: float

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from hydra_ext import _C
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
@@ -42,6 +45,46 @@ class _ScaledStep:
         pass
 
 
+class _StepBehind(_ScaledStep):
+    """Runs in a thread of its own.
+
+    Attributes:
+        start, end: of what it has done there, in seconds of ``time.perf_counter``.
+    """
+
+    def __init__(self, factor: float, destinations: Mapping[Tensor, Tensor]) -> None:
+        super().__init__(factor, destinations)
+        self.start = self.end = 0.0
+        self._prepared: list[PreparedStep] = []
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
+        self._prepared = prepared
+        self._thread = threading.Thread(target=self._run, args=[optimizer.pool], name="hydra_ext update", daemon=True)
+        self._thread.start()
+
+    def _run(self, pool: _C.ThreadPool) -> None:
+        self.start = time.perf_counter()
+        try:
+            for part in self._prepared:
+                part.plan.run(pool, self._factor)
+        except Exception as error:  # noqa: BLE001 - raised by finish()
+            self._error = error
+        self.end = time.perf_counter()
+
+    def sync(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self, optimizer: HostOptimizer) -> None:
+        self.sync()
+        if self._error is not None:
+            raise self._error
+        for part in self._prepared:
+            optimizer.finish(part)
+
+
 class OptimizerStep:
     """What :meth:`~hydra_ext.pipeline.versions.StageWeights.update` calls.
 
@@ -57,26 +100,48 @@ class OptimizerStep:
         self._gradients = gradients
         self._factor = factor
         self._settings = settings
+        self._behind: _StepBehind | None = None
 
     @torch.no_grad()
     def __call__(self, destinations: Mapping[Tensor, Tensor] | None) -> None:
-        """``destinations``: where the new weights go; None for the parameters themselves."""
+        """``destinations``: where the new weights go; None for the parameters themselves. What has begun is ended."""
+        if isinstance(self._optimizer, HostOptimizer):
+            if self._behind is not None:
+                self._behind.finish(self._optimizer)
+            else:
+                self._step(_ScaledStep(self._factor, destinations))
+            return
+        if self._factor != 1.0:
+            for gradient in self._gradients.gradients:
+                if gradient is not None:
+                    _scale(gradient, self._factor)
+        self._step(None)
+
+    @torch.no_grad()
+    def begin(self, destinations: Mapping[Tensor, Tensor]) -> None:
+        """Behind whatever the caller does next; only where the optimizer :func:`steps_behind`."""
+        self._behind = _StepBehind(self._factor, destinations)
+        self._step(self._behind)
+
+    def wait(self) -> tuple[float, float] | None:
+        """Until what has begun is made; when it ran, in seconds of ``time.perf_counter``."""
+        if self._behind is None:
+            return None
+        self._behind.sync()
+        return self._behind.start, self._behind.end
+
+    def _step(self, runner: _ScaledStep | None) -> None:
         for parameter, gradient in zip(self._gradients.parameters, self._gradients.gradients, strict=True):
             parameter.grad = gradient
         optimizer = self._optimizer
         with _under(optimizer, self._settings):
             if isinstance(optimizer, HostOptimizer):
-                optimizer.runner = _ScaledStep(self._factor, destinations)
-                try:
-                    optimizer.step()
-                finally:
-                    optimizer.runner = None
-            else:
-                if self._factor != 1.0:
-                    for gradient in self._gradients.gradients:
-                        if gradient is not None:
-                            _scale(gradient, self._factor)
+                optimizer.runner = runner
+            try:
                 optimizer.step()
+            finally:
+                if isinstance(optimizer, HostOptimizer):
+                    optimizer.runner = None
         for parameter in self._gradients.parameters:
             parameter.grad = None
 
@@ -84,6 +149,16 @@ class OptimizerStep:
 def writes_elsewhere(optimizer: torch.optim.Optimizer | None) -> bool:
     """Whether its steps can write the new weights to other memory than that of the old ones."""
     return isinstance(optimizer, HostOptimizer)
+
+
+def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
+    """Whether its steps can be made while something else runs: nobody's hooks are to see them, nor random numbers."""
+    hooks = (*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks)
+    return (
+        isinstance(optimizer, HostOptimizer)
+        and not (hooks or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        and all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
+    )
 
 
 @contextmanager

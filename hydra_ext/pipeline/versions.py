@@ -127,6 +127,18 @@ class StageWeights:
             leaf.grad = None
         return gradients
 
+    def begin(self, version: int, step: Callable[[Mapping[Tensor, Tensor]], None]) -> None:
+        """``step`` begins to write the version after the newest, and :meth:`update` is called when it is needed.
+
+        Only where several versions are alive, and nothing uses the one before the oldest of them any more.
+
+        Raises:
+            StateError: somebody has written to the user's parameters.
+        """
+        self.check_own()
+        leaves = self._slots[self._retired(version)].leaves
+        step(dict(zip([parameter for _, parameter in self.parameters], leaves, strict=True)))
+
     def update(self, version: int, step: Step | None) -> None:
         """Makes version ``version`` from the newest; without a step both are the same weights.
 

@@ -1,26 +1,34 @@
-"""The example runs under torchrun as it is written, and its losses do not depend on how many ranks there are."""
+"""The examples run under torchrun as they are written, and their losses do not depend on how many ranks there are."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline_text.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Losses to the last bit, of smaller models without a weight in two places, whose gradients would be added in another
+# order.
+TEXT = (
+    ("n_layer=8, n_embd=256", "n_layer=4, n_embd=32, tie_word_embeddings=False"),
+    ("{out.loss.item():.4f}", "{out.loss.item().hex()}"),
+    ("view(20, 16, 64)", "view(20, 16, 64)[:10]"),
+)
+REMEDIES = (
+    ("n_embd=64", "n_embd=32, tie_word_embeddings=False"),
+    ("STEPS, WARM_UP, RATE = 120, 24, 3e-3", "STEPS, WARM_UP, RATE = 6, 3, 3e-3"),
+    ("{last:.4f}", "{last.hex()}"),
+)
 
 
-def run(folder: Path, processes: int) -> list[list[str]]:
-    """By rank, the lines that it prints: losses to the last bit, of a smaller model without a weight in two places,
-    whose gradients would be added in another order."""
+def run(example: str, changes: Sequence[tuple[str, str]], folder: Path, processes: int) -> list[list[str]]:
+    """By rank, the lines that it prints."""
     folder.mkdir()
-    program = EXAMPLE.read_text()
-    for old, new in (
-        ("n_layer=8, n_embd=256", "n_layer=4, n_embd=32, tie_word_embeddings=False"),
-        ("{out.loss.item():.4f}", "{out.loss.item().hex()}"),
-        ("view(20, 16, 64)", "view(20, 16, 64)[:10]"),
-    ):
+    program = (EXAMPLES / example).read_text()
+    for old, new in changes:
         assert old in program
         program = program.replace(old, new)
     script = folder / "train.py"
@@ -38,8 +46,19 @@ def run(folder: Path, processes: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_example_gives_the_losses_of_one_process(processes: int, tmp_path: Path) -> None:
-    (alone,) = run(tmp_path / "alone", 1)
-    first, *others = run(tmp_path / "together", processes)
-    assert [line.split(":")[0] for line in first] == ["step 5", "step 10"]
+    (alone,) = run("pipeline_text.py", TEXT, tmp_path / "alone", 1)
+    first, *others = run("pipeline_text.py", TEXT, tmp_path / "together", processes)
+    assert [line.split(":")[0] for line in first[:2]] == ["step 5", "step 10"]
+    assert first[:2] == alone[:2]
+    for report in (first[2:], alone[2:]):
+        assert any("approximate" in line for line in report), report
+    assert others == [[]] * (processes - 1)
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_remedies_are_compared_with_the_losses_of_one_process(processes: int, tmp_path: Path) -> None:
+    (alone,) = run("pipeline_remedies.py", REMEDIES, tmp_path / "alone", 1)
+    first, *others = run("pipeline_remedies.py", REMEDIES, tmp_path / "together", processes)
     assert first == alone
+    assert len({line.split()[-1] for line in first}) == len(first) == 6  # each trains in its own way
     assert others == [[]] * (processes - 1)

@@ -170,6 +170,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
     losses = [output.losses for output in outputs]
     device = pipe.report().device
     pipe.close()
+    behind = pipe.report().updates_behind
     own = {
         stage: [p.detach().clone() for p in stages[stage].parameters()] for stage in pipe.schedule.stages_of(pipe.place)
     }
@@ -179,6 +180,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         "evaluations": evaluations,
         "weights": own,
         "device": device and device.as_dict(),
+        "updates_behind": behind,
     }
 
 

@@ -1,0 +1,113 @@
+"""What a link's two ends talk through: sends and receives that begin, and what says which belong together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext.pipeline import messages
+from hydra_ext.pipeline.messages import Announced
+
+_CPU = torch.device("cpu")
+_issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
+_WORDS, _TENSORS = 0, 1  # tags; that of tensors grows with every new layout
+
+
+class Channel:
+    """The process groups of one link, as one of its two ranks sees them."""
+
+    def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        self._headers = headers
+        self._payload = payload
+        self._peer = peer  # its rank in both groups
+        self._direct = payload is not headers
+        self.device = device if self._direct else _CPU
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Tags keep apart what is received; NCCL has none."""
+        return not self._direct
+
+    def send_words(self, words: Tensor) -> dist.Work:
+        return self._headers.send([words], self._peer, _WORDS)
+
+    def post_words(self, count: int) -> tuple[Tensor, dist.Work]:
+        words = torch.empty(count, dtype=torch.int64)
+        return words, self._headers.recv([words], self._peer, _WORDS)
+
+    def receive_words(self, count: int) -> Tensor:
+        words, arriving = self.post_words(count)
+        arriving.wait()
+        return words
+
+    def send(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                with _issuing:
+                    works.append(self._payload.send([messages.memory(tensor)], self._peer, _TENSORS + layout))
+        return works
+
+    def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
+        """Receives, which begin."""
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                with _issuing:
+                    works.append(self._payload.recv([messages.memory(tensor)], self._peer, _TENSORS + layout))
+        return works
+
+
+class Layouts:
+    """What both ends of a link know of its messages so far.
+
+    Attributes:
+        number: of the last message's layout: of how many there were, one after the other.
+        repeats: the last two messages had it.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.repeats = False
+        self.last: list[Announced] = []
+
+    def note(self, layout: list[Announced]) -> None:
+        self.repeats = layout == self.last
+        self.number += not self.repeats
+        self.last = layout
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Receives of the tensors of a message.
+
+    Attributes:
+        layout: its number.
+    """
+
+    layout: int
+    tensors: list[Tensor]
+    works: list[dist.Work]
+
+
+class LinkStream:
+    """A link's own stream on a GPU, so that its copies do not queue behind the computation; nothing elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> None:
+        self._entered = None
+        if self._stream is not None:
+            self._entered = torch.cuda.stream(self._stream)
+            self._entered.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None and self._entered is not None:
+            self._stream.synchronize()
+            self._entered.__exit__(None, None, None)

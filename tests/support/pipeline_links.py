@@ -1,0 +1,90 @@
+"""One link between two ranks: messages of many layouts, expected at many moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_ext.pipeline.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.watch import Watch
+
+ALIKE = ((torch.float32, (7,)),)
+LAYOUTS = (
+    ALIKE,
+    ((torch.float32, (3, 5)),),
+    ((torch.float32, (5, 3)),),
+    ((torch.float32, (3, 5)), None, (torch.int64, (2,))),
+    ((torch.bfloat16, (0, 4)), (torch.float32, (1,))),
+    ((torch.float64, (300, 70)),),
+    (),
+)
+WORDY = tuple((torch.float32, (1, 2, 1, number)) for number in range(1, 30))  # more than one header holds
+
+
+def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
+    """Those of the number-th message."""
+    found: list[Tensor | None] = []
+    for index, each in enumerate(layout):
+        if each is None:
+            found.append(None)
+            continue
+        dtype, size = each
+        values = torch.arange(torch.Size(size).numel()).reshape(size) + 17 * number + index
+        # Some lie in memory in another order, with which they have to arrive.
+        found.append(values.to(dtype).t().contiguous().t() if len(size) == 2 and number % 3 == 0 else values.to(dtype))
+    return tuple(found)
+
+
+def exchange(rank: int, programs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[dict[str, Any]]:
+    """For each program what arrived wrong, and what was received ahead.
+
+    A program is a layout for each message, and for each how many messages are expected ahead of it when it is taken.
+    """
+    results = []
+    for number, (layouts, ahead) in enumerate(programs):
+        watch = Watch(rank, 2, f"links {number}", patience=20.0, describe=lambda: "")
+        links = Links(rank, torch.device("cpu"), watch)
+        end = links.connect(0, 1, "test")
+        chosen = [(*LAYOUTS, WORDY)[index] for index in layouts]
+        if isinstance(end, Outbox):
+            for index, layout in enumerate(chosen):
+                there = tensors(layout, index)
+                flags = tuple(tensor is not None and index % 2 == 0 for tensor in there)
+                end.put(Message(number, index, len(chosen), there, flags, f"of {len(there)}"))
+            end.flush()
+            results.append({})
+        elif isinstance(end, Inbox):
+            results.append(_receive(end, chosen, ahead))
+        links.close(20.0)
+        watch.end()
+    return results
+
+
+def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int]) -> dict[str, Any]:
+    expected = 0
+    wrong = []
+    for index, layout in enumerate(layouts):
+        while expected < min(index + 1 + ahead[index], len(layouts)):
+            inbox.expect()
+            expected += 1
+        message = inbox.take()
+        wanted = tensors(layout, index)
+        if len(message.tensors) != len(wanted) or message.microbatch != index:
+            wrong.append(f"message {index} is {message}")
+            continue
+        for got, want in zip(message.tensors, wanted, strict=True):
+            if (got is None) != (want is None):
+                wrong.append(f"message {index}: {got} for {want}")
+            elif got is not None and want is not None:
+                same = got.dtype == want.dtype and got.stride() == want.stride() and torch.equal(got, want)
+                if not same:
+                    wrong.append(f"message {index}: {got} for {want}")
+        if message.requires_grad != tuple(want is not None and index % 2 == 0 for want in wanted):
+            wrong.append(f"message {index}: requires_grad {message.requires_grad}")
+        if message.structure != f"of {len(wanted)}":
+            wrong.append(f"message {index}: structure {message.structure}")
+    return {"wrong": wrong, "ahead": inbox.received_ahead, "bytes": inbox.received_bytes}
