@@ -1,5 +1,5 @@
-"""What helps where gradients are one step late: a small GPT-2 learns Python's own help text in stages, once without delay
-and then with "2bw" and five optimizers, each after the same warm-up:
+"""What helps where gradients are one step late: a small GPT-2 learns Python's own help text in stages, once without
+delay and then with "2bw" and five optimizers, each after the same warm-up:
 
     torchrun --nproc-per-node 2 examples/pipeline_remedies.py
 """
@@ -38,15 +38,15 @@ OPTIMIZERS = {
     "Muon, corrected": lambda params, model: muon(params, model, correction=1.0),
 }
 
-dist.init_process_group()
-for name, make in OPTIMIZERS.items():
+
+def train(make, schedule: str) -> float:
+    """The mean of the last 20 losses."""
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
 
     def loss_of(ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    schedule = "1f1b" if "no delay" in name else "2bw"
     with hydra_ext.Pipeline(model, lambda p: make(p, model), schedule=schedule, microbatches=4, seed=0) as pipe:
         pipe.prepare(batches[0][:4], loss_of)  # the optimizers are made
         warm_ups = [LambdaLR(each, lambda step: min(1.0, (step + 1) / WARM_UP)) for each in pipe.optimizers]
@@ -55,7 +55,13 @@ for name, make in OPTIMIZERS.items():
             outs.append(pipe.step(batch, loss_of, max_norm=1.0))
             for each in warm_ups:
                 each.step()
-        last = torch.stack([out.loss for out in outs[-20:]]).mean().item()
-        if pipe.rank == 0:
-            print(f"{name:<20} {schedule:<5} mean of the last 20 losses {last:.4f}")
+        return torch.stack([out.loss for out in outs[-20:]]).mean().item()
+
+
+dist.init_process_group()
+for name, make in OPTIMIZERS.items():
+    schedule = "1f1b" if "no delay" in name else "2bw"
+    loss = train(make, schedule)
+    if dist.get_rank() == 0:
+        print(f"{name:<20} {schedule:<5} mean of the last 20 losses {loss:.4f}")
 dist.destroy_process_group()

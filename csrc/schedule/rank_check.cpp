@@ -104,6 +104,9 @@ void RankCheck::take_backward(const Action& action) {
          "what it needs was not received: put its RB before it");
   check_version(action);
   Stage& stage = stages_[index(action.stage)];
+  // Two batches may use one version, and then add to the same gradients.
+  expect(action.batch == 0 || stage.reduced[index(action.batch - 1)], action,
+         "the gradients of the batch before are still being summed: put R of that batch before it");
   if (stage.backwards[index(action.batch)]++ == 0) {
     change(stage, &Peaks::gradients, 1);
   }

@@ -3,7 +3,7 @@
 // That a version is there when a forward runs is looked up. That it is not written over before its last backward
 // follows: updates come in the order of batches, each after all backwards of its batch, and the update that writes over
 // a version is that of the last batch that uses it (version_rule.h: a stage holds one version more than its rule's
-// delay).
+// delay). Likewise gradients are summed batch by batch: a batch is reduced before the next one's first backward.
 #pragma once
 
 #include <vector>

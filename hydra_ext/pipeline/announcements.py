@@ -33,7 +33,9 @@ class Announcements:
         if batch is None:
             self._expect(output)
         else:
-            self._announce(output, batch.losses, batch.metrics)
+            numbers = sorted(batch.losses)
+            losses, metrics = [batch.losses[n] for n in numbers], [batch.metrics[n] for n in numbers]
+            self._announce(output, losses, metrics)
 
     def _announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
         """Of one step, by the rank that has them."""

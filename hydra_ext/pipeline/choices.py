@@ -47,6 +47,8 @@ def check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
             f"the schedule is for {schedule.stages} stages on {schedule.ranks} ranks, and there are {stages} stages on "
             f"{topology.places} ranks"
         )
+    if schedule.kind is None:
+        schedule.verify()
 
 
 def tier_options(

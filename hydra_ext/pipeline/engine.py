@@ -21,6 +21,7 @@ from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity
+from hydra_ext.pipeline.trained import Trained
 from hydra_ext.pipeline.update import settings_of, writes_elsewhere
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
@@ -63,6 +64,7 @@ class Engine:
         self._links = Links(topology.rank, device, watch)
         self._stream = schedule.stream(topology.place)
         self.stages = [self._own_stage(part, make_optimizer, recompute, tier is not None) for part in parts.own]
+        self._trained = Trained(parts.own, schedule)
         self.tier: Tier | None = None
         if tier is not None:
             self.tier = self._make_tier(tier)
@@ -89,6 +91,7 @@ class Engine:
             seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
         settings = {s.index: settings_of(s.optimizer) for s in self.stages if s.optimizer is not None}
         batch = Batch(number, microbatches, fn, seeds, len(microbatches), max_norm, settings)
+        self._trained.check()
         for stage in self.stages:
             stage.weights.check_own()
         actions = self._stream.next_batch(len(microbatches))
@@ -112,12 +115,18 @@ class Engine:
         self._executor.evaluate(batch)
         return batch
 
-    def drain(self) -> list[Update]:
-        """What is under way is finished: the modules' parameters are the newest weights."""
+    def drain(self) -> None:
+        """What is under way is finished: the modules' parameters are the newest weights. The next step tells of the
+        updates."""
         self._executor.run(self._stream.drain())
-        return self._executor.take_updates()
 
     def refresh(self) -> None:
+        """The parameters as they are now are all versions.
+
+        Raises:
+            StateError: microbatches or updates are under way.
+        """
+        self._executor.check_idle("refresh()")
         for stage in self.stages:
             stage.weights.refresh()
 
@@ -172,8 +181,6 @@ class Engine:
 
     def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, recompute: bool, offloaded: bool) -> OwnStage:
         alive = self._schedule.versions[part.stage]
-        if alive > 1:
-            _refuse_hooks(part)
         optimizer = make_optimizer([parameter for _, parameter in part.parameters]) if part.trained else None
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedModel(
@@ -243,7 +250,8 @@ class Engine:
                 value = tensor.contiguous()
                 dist.broadcast(value, group_src=0, group=copies)
                 tensor.copy_(value)
-        self.refresh()
+        for stage in self.stages:
+            stage.weights.refresh()
 
     def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
         """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
@@ -306,12 +314,3 @@ def common_seed(seed: int | None, topology: Topology) -> int:
     if topology.world > 1:
         dist.broadcast(value, src=0)
     return int(value.item()) & (2**63 - 1)
-
-
-def _refuse_hooks(part: Part) -> None:
-    for name, parameter in part.trained:
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedModel(
-                f"'{name}' has hooks, which this schedule's versions of the weights would not run: remove them, or use "
-                "schedule='1f1b'"
-            )

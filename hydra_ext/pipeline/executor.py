@@ -46,7 +46,7 @@ class Batch:
         number: counted from 0.
         settings: of each of the rank's optimizers when the step was called, by stage: that of its update, which may
             come later.
-        losses: by microbatch, where the last stage is this rank's.
+        losses: by microbatch, where the last stage is this rank's; in whatever order they were computed.
         metrics: likewise.
     """
 
@@ -57,8 +57,8 @@ class Batch:
     divisor: int
     max_norm: float | None
     settings: dict[int, Settings]
-    losses: list[Tensor] = field(default_factory=list)
-    metrics: list[Any] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -236,8 +236,18 @@ class Executor:
             what = f"microbatch {action.microbatch} of {what}"
         return f"{_NAMES[action.kind]} {what} in stage {action.stage}"
 
+    def check_idle(self, asked: str) -> None:
+        """
+        Raises:
+            StateError: microbatches or updates are under way.
+        """
+        if self._batches:
+            raise StateError(
+                f"{asked} while batch {min(self._batches)} is under way: call drain() before, on every rank"
+            )
+
     def take_updates(self) -> list[Update]:
-        """Those made since the last call."""
+        """Those made since the last call, by drains too."""
         made, self.updates = self.updates, []
         return made
 
@@ -262,8 +272,8 @@ class Executor:
         )
         self._passes[stage.index, action.batch, action.microbatch] = done
         if done.loss is not None:
-            batch.losses.append(done.loss)
-            batch.metrics.append(done.metrics)
+            batch.losses[action.microbatch] = done.loss
+            batch.metrics[action.microbatch] = done.metrics
             return
         leaving = done.leaving
         if leaving is None:

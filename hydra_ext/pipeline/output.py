@@ -19,9 +19,10 @@ class PipelineOutput:
 
     Attributes:
         batch: number of the step.
-        grad_norm: norm of the gradients of the update that this call made, before clipping; None without
-            ``max_norm``, and where the call made none. With ``"2bw"`` that is the update of the batch before the last.
-        skipped: whether that update was left out because its norm is not finite.
+        grad_norm: norm of the gradients of the last update since the step before, before clipping; None without
+            ``max_norm``, and where there was none. With ``"2bw"`` that is the update of the batch before the last, or
+            of the last one if the pipeline was drained since.
+        skipped: whether an update since the step before was left out because its norm is not finite.
     """
 
     def __init__(self, batch: int, *, norm: float | None, skipped: bool) -> None:

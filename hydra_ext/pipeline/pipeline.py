@@ -241,6 +241,8 @@ class Pipeline:
             return
         if self._watch.failure is None:
             self.drain()
+            if self._engine is not None:
+                _warn_of_skipped(self._engine.executor.take_updates())
         self._end(_LAST_MESSAGES)
 
     def __enter__(self) -> Pipeline:
@@ -355,6 +357,13 @@ def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     bound = method()
     if bound is not None:
         bound()
+
+
+def _warn_of_skipped(updates: Sequence[Update]) -> None:
+    """Of those that no step will tell of."""
+    for update in updates:
+        if update.skipped:
+            logger.warning("the update of batch %d was skipped: its gradients' norm is %s", update.batch, update.norm)
 
 
 def _output(batch: int, updates: Sequence[Update]) -> PipelineOutput:

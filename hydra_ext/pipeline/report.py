@@ -65,7 +65,7 @@ class PipelineReport:
         skipped_updates: left out, since the norm of their gradients was not finite.
         activations_sent_bytes, activations_received_bytes: to the next stages' ranks, and from those before.
         gradients_sent_bytes, gradients_received_bytes: the other way.
-        computing_seconds: in forwards, backwards and updates, those behind left out. On a GPU: until they were enqueued.
+        computing_seconds: in forwards, backwards and updates but those behind. On a GPU: until they were enqueued.
         waited_for_activations_seconds, waited_for_gradients_seconds: of other stages.
         waited_for_reductions_seconds: updates waited for sums of gradients over ranks, and for their norm.
         waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.

@@ -172,7 +172,7 @@ class StageWeights:
             if parameter._version != counter:
                 raise StateError(
                     f"'{name}' was written to between two steps, while the pipeline has microbatches or an update of "
-                    "it under way: call pipe.refresh() after changing weights, on every rank"
+                    "it under way: call pipe.drain() before changing weights, and pipe.refresh() after it, on all ranks"
                 )
 
     def refresh(self) -> None:
@@ -260,8 +260,8 @@ class StageWeights:
             if leaf._version != counter:
                 raise StateError(
                     f"a version of '{name}' that the pipeline keeps was written to in place, from the forward or by "
-                    "who kept the parameter it saw there: write to the model's parameters outside steps, and call "
-                    "pipe.refresh()"
+                    "who kept the parameter it saw there: write to the model's parameters outside steps, after "
+                    "pipe.drain(), and call pipe.refresh()"
                 )
 
     def _note_own(self) -> None:

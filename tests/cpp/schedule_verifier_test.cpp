@@ -62,15 +62,19 @@ TEST(Verifier, FindsWhatIsWrongOnARank) {
             "rank 0, its action 6, F0.0 of batch 1: it uses W(1) (versions=flush), and the newest there is W(0): put U "
             "of batch 0 before it");
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"), "");
+  EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0-1 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"),
+            "rank 0, its action 7, B0.0 of batch 1: the gradients of the batch before are still being summed: put R of "
+            "that batch before it");
+  EXPECT_EQ(problem("rank 0: F0.0 R0-1 B0.0 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"), "");
 }
 
 TEST(Verifier, FindsRanksThatBlockEachOther) {
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 F0.1 B0.1 R0 U0\nrank 1: F1.0 F1.1 B1.0 B1.1 R1 U1", "flush", "2"),
             "ranks block each other: rank 0 at its action 3, B0.0 of batch 0, waits for SB1.0; rank 1 at its action 3, "
             "F1.1 of batch 0, waits for SF0.1");
-  EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0-1 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"),
-            "ranks block each other: rank 0 at its action 7, B0.0 of batch 1, waits for SB1.0; rank 1 at its action 5, "
-            "U1 of batch 0, waits for R of that batch on every stage");
+  EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0 U0\nrank 1: F1.0 R1-1 B1.0 U1-1", "delay-1"),
+            "ranks block each other: rank 0 at its action 5, U0 of batch 0, waits for R of that batch on every stage; "
+            "rank 1 at its action 5, F1.0 of batch 1, waits for SF0.0");
 }
 
 TEST(Verifier, FindsQueuesWithTwoOrders) {

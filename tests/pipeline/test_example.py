@@ -20,7 +20,7 @@ TEXT = (
 REMEDIES = (
     ("n_embd=64", "n_embd=32, tie_word_embeddings=False"),
     ("STEPS, WARM_UP, RATE = 120, 24, 3e-3", "STEPS, WARM_UP, RATE = 6, 3, 3e-3"),
-    ("{last:.4f}", "{last.hex()}"),
+    ("{loss:.4f}", "{loss.hex()}"),
 )
 
 

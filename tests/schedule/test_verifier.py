@@ -180,10 +180,18 @@ def test_ranks_that_block_each_other_are_named_with_what_they_wait_for() -> None
 
 def test_an_update_that_waits_for_a_rank_that_waits_for_it_is_a_deadlock() -> None:
     """Every update waits for the reductions of all stages, as a norm over the model makes it."""
+    said = problem("F0.0 B0.0 R0 U0|F1.0 R1-1 B1.0 U1-1", versions="delay-1")
+    assert said == (
+        "ranks block each other: rank 0 at its action 5, U0 of batch 0, waits for R of that batch on every stage; "
+        "rank 1 at its action 5, F1.0 of batch 1, waits for SF0.0"
+    )
+
+
+def test_batches_that_use_one_version_do_not_sum_their_gradients_together() -> None:
     said = problem("F0.0 B0.0 R0-1 U0-1|F1.0 B1.0 R1 U1", versions="delay-1")
     assert said == (
-        "ranks block each other: rank 0 at its action 7, B0.0 of batch 1, waits for SB1.0; "
-        "rank 1 at its action 5, U1 of batch 0, waits for R of that batch on every stage"
+        "rank 0, its action 7, B0.0 of batch 1: the gradients of the batch before are still being summed: put R of "
+        "that batch before it"
     )
 
 

@@ -249,9 +249,21 @@ def mean(gradients: Sequence[Tensor]) -> Tensor:
     return total / len(gradients) if len(gradients) > 1 else total
 
 
+def norms_told(case: Case, norms: Sequence[float | None], delay: int) -> list[float | None]:
+    """By each step: of the last update since the step before. A delayed one is made two steps later, or in a drain."""
+    told: list[float | None] = []
+    made = updates = 0
+    for step in range(case.steps):
+        made = max(made, step - 1 if delay else step + 1)
+        told.append(norms[made - 1] if made > updates else None)
+        updates = made
+        if case.evaluates or step in case.drains:
+            made = step + 1
+    return told
+
+
 def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: int | Sequence[int]) -> None:
     """Every rank has the losses of its line, and each stage its weights, to the last bit."""
-    late = 2 if delay else 0  # a step reports the norm of the update that it makes
     for rank, result in enumerate(ranks):
         replica = rank % case.replicas
         own = expected.losses[replica :: case.replicas]
@@ -262,10 +274,9 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
             )
         for found, wanted in zip(result["evaluations"], expected.evaluations, strict=True):
             assert torch.equal(torch.stack(list(found)), torch.stack(wanted)), f"{case}: rank {rank}, evaluation"
-        if not case.drains and not case.evaluates and isinstance(delay, int):
-            assert list(map(str, result["norms"])) == list(
-                map(str, [None] * late + expected.norms[: len(expected.norms) - late])
-            ), f"{case}: {rank}"
+        if isinstance(delay, int):
+            wanted_norms = [str(norm) for norm in norms_told(case, expected.norms, delay)]
+            assert [str(norm) for norm in result["norms"]] == wanted_norms, f"{case}: rank {rank}, norms"
         for stage, weights in result["weights"].items():
             for index, (weight, wanted) in enumerate(zip(weights, expected.weights[stage], strict=True)):
                 assert torch.equal(weight, wanted), f"{case}: rank {rank}, weight {index} of stage {stage}"

@@ -45,7 +45,8 @@ class Blocked(Exception):
 
 class Transport:
     """Runs every rank in its own order. Each direction of each hop is one queue, as a socket is: the n-th receive
-    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them."""
+    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them, and each stage has one sum
+    of gradients, which a reduction takes."""
 
     def __init__(self, schedule: Schedule, ranks: Sequence[Sequence[Action]], *, rendezvous: bool = False) -> None:
         self.schedule = schedule
@@ -57,6 +58,7 @@ class Transport:
         self.in_flight = [0] * schedule.stages
         self.most_in_flight = [0] * schedule.stages
         self.held = [deque([0], maxlen=count) for count in schedule.versions]
+        self.summed: list[list[int]] = [[] for _ in range(schedule.stages)]  # batches, by stage
         self.log: list[Action] = []
 
     def run(self) -> Transport:
@@ -93,6 +95,8 @@ class Transport:
             assert kind == F or (self._has(F, action, stage) and not self._has(R, action, stage))
             self.in_flight[stage] += 1 if kind == F else -1
             self.most_in_flight[stage] = max(self.most_in_flight[stage], self.in_flight[stage])
+            if kind == B:
+                self.summed[stage].append(action.batch)
         elif kind in (SF, SB):
             sent, posted = self.sent[kind, stage], self.posted[kind, stage]
             if self.rendezvous and len(sent) == len(posted):
@@ -101,6 +105,9 @@ class Transport:
             sent.append((action.batch, action.microbatch))
         elif kind in (RF, RB):
             self.posted[(SF, stage - 1) if kind == RF else (SB, stage + 1)].append((action.batch, action.microbatch))
+        elif kind == R:
+            assert set(self.summed[stage]) == {action.batch}, (action, self.summed[stage])
+            self.summed[stage].clear()
         elif kind == U:
             if any(not self._has(R, action, other) for other in range(self.schedule.stages)):
                 return False
