@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ def run(example: str, changes: Sequence[tuple[str, str]], folder: Path, processe
     apart = ["--redirects", "3", "--log-dir", str(folder / "logs")]
     count = ["--nproc-per-node", str(processes)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *count, *apart, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun gives several processes: one order of sums
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     errors = "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
     assert done.returncode == 0, done.stderr + errors
     outputs = {int(path.parent.name): path.read_text() for path in (folder / "logs").rglob("stdout.log")}
