@@ -189,6 +189,8 @@ class Engine:
         native = writes_elsewhere(optimizer)
         weights = StageWeights(part.trained, part.modules, alive=alive, native=native, at_once=offloaded)
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
+        if part.around is not None:
+            program = part.around(program)
         return OwnStage(part.stage, program, weights, optimizer)
 
     def _connect(self) -> None:

@@ -23,12 +23,14 @@ class Part:
     Attributes:
         modules: in which its parameters stand.
         parameters: all of them, each once, by name.
+        around: makes the program that is run of the program, or of one around it; None for itself.
     """
 
     stage: int
     program: StageProgram
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    around: Callable[[StageProgram], StageProgram] | None = None
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:

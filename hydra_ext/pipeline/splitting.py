@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from hydra_ext.pipeline.split import (
     shared_parameters,
     time_events,
 )
+from hydra_ext.pipeline.split.side_by_side import SideBySide, SideBySideStage
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
@@ -75,23 +77,34 @@ def split_parts(
         borders = _given(rehearsal, schedule.stages, cuts)
     division = _divide(model, rehearsal, borders)
     own = schedule.stages_of(topology.place)
-    _refuse_twice_here(division, own)
+    _refuse_twice_here(division, rehearsal, own)
     if unbuilt:
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+    return Parts(
+        _own_parts(model, rehearsal, borders, division, own, device), division.shared(), division.orders(), rehearsal
+    )
+
+
+def _own_parts(
+    model: nn.Module,
+    rehearsal: Rehearsal,
+    borders: Sequence[int],
+    division: _Division,
+    own: Sequence[int],
+    device: torch.device,
+) -> tuple[Part, ...]:
     parameters = dict(model.named_parameters())
-    parts = [
-        Part(
-            stage,
-            SplitStage(model, rehearsal, borders[stage], borders[stage + 1], device=device),
-            (model,),
-            tuple((name, parameters[name]) for name in division.held[stage]),
-        )
-        for stage in own
-    ]
-    return Parts(tuple(parts), division.shared(), division.orders(), rehearsal)
+    states = SideBySide(model, own, rehearsal.rewritten) if len(own) > 1 else None
+    parts = []
+    for stage in own:
+        program = SplitStage(model, rehearsal, borders[stage], borders[stage + 1], device=device)
+        named = tuple((name, parameters[name]) for name in division.held[stage])
+        around = None if states is None else partial(SideBySideStage, inner=program, stage=stage, states=states)
+        parts.append(Part(stage, program, (model,), named, around))
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -230,7 +243,7 @@ def _refuse_too_few(rehearsal: Rehearsal, stages: int) -> None:
         )
 
 
-def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
+def _refuse_twice_here(division: _Division, rehearsal: Rehearsal, own: Sequence[int]) -> None:
     """Several stages of one rank share the module's one place for a parameter, and its versions are of one stage."""
     for name, stages in division.holders.items():
         here = sorted(set(own).intersection(stages))
@@ -238,3 +251,9 @@ def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
             raise UnsupportedModel(
                 f"'{name}' is used by stages {here}, which are on one rank: use other cuts=, or as many ranks as stages"
             )
+    written = sorted(rehearsal.rewritten & division.names.keys())
+    if written and len(own) > 1:
+        raise UnsupportedModel(
+            f"the forward writes to '{written[0]}' between blocks, as each of the stages {sorted(own)} of one rank "
+            "would: write to it outside of fn, or use as many ranks as stages"
+        )
