@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.pipeline.alike import begin_alike
 from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
@@ -240,20 +241,11 @@ class Engine:
         if topology.replicas > 1:
             groups = [self._links.group(topology.copies(place), None) for place in range(topology.places)]
             copies = groups[topology.place]
-            self._begin_alike(copies)
+        if topology.world > 1:
+            begin_alike(self._parts, self._schedule, topology, line, copies)
+            for stage in self.stages:
+                stage.weights.refresh()
         return Partners(copies, line, self._orders(line), self._shared_weights())
-
-    @torch.no_grad()
-    def _begin_alike(self, copies: dist.ProcessGroup | None) -> None:
-        """All replicas begin with the first one's weights and buffers."""
-        for part in self._parts.own:
-            buffers = [buffer for module in part.modules for buffer in module.buffers() if not is_absent(buffer)]
-            for tensor in [*(parameter for _, parameter in part.parameters), *buffers]:
-                value = tensor.contiguous()
-                dist.broadcast(value, group_src=0, group=copies)
-                tensor.copy_(value)
-        for stage in self.stages:
-            stage.weights.refresh()
 
     def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
         """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for

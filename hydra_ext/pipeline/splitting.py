@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_ext.construction import fill
 from hydra_ext.errors import InvalidArgument, SplitError, StateError, UnsupportedModel
@@ -19,6 +19,7 @@ from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitStage,
+    buffers_of,
     glue_parameters,
     keep_own_part,
     parameters_of,
@@ -26,6 +27,7 @@ from hydra_ext.pipeline.split import (
     shared_parameters,
     time_events,
 )
+from hydra_ext.pipeline.split.carried import attribute_tensors
 from hydra_ext.pipeline.split.side_by_side import SideBySide, SideBySideStage
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
@@ -66,7 +68,7 @@ def split_parts(
     if unbuilt:
         fill(model, glue_parameters(model))
     rehearsal = rehearse(model, fn, microbatch, seed=seed)
-    _compare(rehearsal, topology)
+    _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", topology)
     if cuts is None:
         seconds = [0.0] * len(rehearsal.events)
         if topology.rank == 0:
@@ -76,6 +78,11 @@ def split_parts(
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
     division = _divide(model, rehearsal, borders)
+    several = _held_by_several(model, rehearsal, borders, division)
+    shapes = {
+        name: (stages, tensor.shape) for name, tensor in _named_tensors(model).items() if (stages := several.get(name))
+    }
+    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", topology)
     own = schedule.stages_of(topology.place)
     _refuse_twice_here(division, rehearsal, own)
     if unbuilt:
@@ -83,9 +90,29 @@ def split_parts(
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
     model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
-    return Parts(
-        _own_parts(model, rehearsal, borders, division, own, device), division.shared(), division.orders(), rehearsal
+    parts = _own_parts(model, rehearsal, borders, division, own, device)
+    tensors = _named_tensors(model)
+    common = tuple(
+        {stage: tensors[name] if stage in own else None for stage in stages} for name, stages in several.items()
     )
+    return Parts(parts, division.shared(), division.orders(), rehearsal, common)
+
+
+def _held_by_several(
+    model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int], division: _Division
+) -> dict[str, list[int]]:
+    """Parameters, buffers and other tensors of modules, with the stages that need them; the same on every rank."""
+    holders = {name: set(stages) for name, stages in division.holders.items()}
+    attributes = {name for name, _ in attribute_tensors(model)}
+    for stage, (lo, hi) in enumerate(pairwise(borders)):
+        read = frozenset().union(*(event.buffers for event in rehearsal.events[lo:hi]))
+        for name in buffers_of(rehearsal, lo, hi, model) | (read & attributes):
+            holders.setdefault(name, set()).add(stage)
+    return {name: sorted(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(attribute_tensors(model)), **dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def _own_parts(
@@ -155,18 +182,19 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
+def _compare(found_here: str, difference: str, topology: Topology) -> None:
+    """
+    Raises:
+        SplitError: another rank has found something else; ``difference`` says of it what that means.
+    """
     if topology.world == 1:
         return
-    own = torch.tensor([fingerprint(rehearsal.digest)])
+    own = torch.tensor([fingerprint(found_here)])
     found = [torch.empty_like(own) for _ in range(topology.world)]
     dist.all_gather(found, own)
     other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
     if other is not None:
-        raise SplitError(
-            f"rank {other} took another way through the model than rank 0 in its rehearsal: give all ranks the same "
-            "model and the same microbatches"
-        )
+        raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
 
 
 def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:
