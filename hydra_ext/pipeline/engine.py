@@ -17,6 +17,7 @@ from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
+from hydra_ext.pipeline.split.listed import refuse_in_tuples
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
@@ -182,6 +183,8 @@ class Engine:
 
     def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, recompute: bool, offloaded: bool) -> OwnStage:
         alive = self._schedule.versions[part.stage]
+        if alive > 1:
+            refuse_in_tuples(part.modules, part.trained)
         optimizer = make_optimizer([parameter for _, parameter in part.parameters]) if part.trained else None
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedModel(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext.construction import fill
-from hydra_ext.errors import InvalidArgument, SplitError, StateError, UnsupportedModel
+from hydra_ext.errors import InvalidArgument, SplitError, UnsupportedModel
 from hydra_ext.pipeline.messages import fingerprint
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import (
@@ -29,6 +29,8 @@ from hydra_ext.pipeline.split import (
 )
 from hydra_ext.pipeline.split.carried import attribute_tensors
 from hydra_ext.pipeline.split.side_by_side import SideBySide, SideBySideStage
+from hydra_ext.pipeline.split.stand_ins import replace_tensors
+from hydra_ext.pipeline.split.state_dicts import refuse_state_dicts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
@@ -66,13 +68,14 @@ def split_parts(
     """
     unbuilt = any(parameter.is_meta for parameter in model.parameters())
     if unbuilt:
-        fill(model, glue_parameters(model))
-    rehearsal = rehearse(model, fn, microbatch, seed=seed)
+        fill(model, glue_parameters(model), device=device)
+        _move_buffers(model, device)
+    rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
     _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", topology)
     if cuts is None:
         seconds = [0.0] * len(rehearsal.events)
         if topology.rank == 0:
-            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
+            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed, device=device)
         seconds = _agreed(seconds, topology)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
@@ -89,7 +92,7 @@ def split_parts(
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
-    model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+    refuse_state_dicts(model)
     parts = _own_parts(model, rehearsal, borders, division, own, device)
     tensors = _named_tensors(model)
     common = tuple(
@@ -109,6 +112,11 @@ def _held_by_several(
         for name in buffers_of(rehearsal, lo, hi, model) | (read & attributes):
             holders.setdefault(name, set()).add(stage)
     return {name: sorted(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Of a model that is not built yet: what computes is to be where the microbatches are."""
+    replace_tensors(model, lambda tensor: None if isinstance(tensor, nn.Parameter) else tensor.to(device))
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -173,13 +181,6 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     held = [sorted(parameters_of(rehearsal, lo, hi, model), key=names.__getitem__) for lo, hi in pairwise(borders)]
     trained = [[name for name in of_stage if parameters[name].requires_grad] for of_stage in held]
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise StateError(
-        "this rank holds only its own stages of the model, so that model.state_dict() would have nothing behind the "
-        "other names: pipe.state_dict() has what is here"
-    )
 
 
 def _compare(found_here: str, difference: str, topology: Topology) -> None:
