@@ -36,11 +36,13 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
 
     The constructor runs as always, but the memory of a parameter is given back as soon as the next one is worked on.
     Parameters end on meta, each an object of its own that it stays when it is filled (tied ones stay tied, optimizers
-    may be made at once); buffers are real and hold what they always do.
+    may be made at once); buffers are real and hold what they always do (but see below for random ones).
 
     Without ``weights``, all random numbers are drawn: torch's CPU generator, Python's ``random`` and numpy's end where
     the ordinary constructor leaves them. That takes its time, and the memory of its largest parameter. With
-    ``weights``, they stay where they are, and initialising is left out where nothing depends on it.
+    ``weights``, they stay where they are, and initialising is left out where nothing depends on it: what the
+    constructor draws for something that is in no file (a buffer that is not persistent, an attribute) is random all
+    the same, but not the numbers that it would have drawn after initialising everything.
 
     Args:
         build: called without arguments, here and by every :func:`fill`; it makes the whole model anew, on the CPU,

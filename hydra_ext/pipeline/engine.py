@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.pipeline.alike import begin_alike
 from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
+from hydra_ext.pipeline.split.listed import refuse_in_tuples
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
@@ -181,6 +183,8 @@ class Engine:
 
     def _own_stage(self, part: Part, make_optimizer: MakeOptimizer, recompute: bool, offloaded: bool) -> OwnStage:
         alive = self._schedule.versions[part.stage]
+        if alive > 1:
+            refuse_in_tuples(part.modules, part.trained)
         optimizer = make_optimizer([parameter for _, parameter in part.parameters]) if part.trained else None
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise UnsupportedModel(
@@ -189,6 +193,8 @@ class Engine:
         native = writes_elsewhere(optimizer)
         weights = StageWeights(part.trained, part.modules, alive=alive, native=native, at_once=offloaded)
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
+        if part.around is not None:
+            program = part.around(program)
         return OwnStage(part.stage, program, weights, optimizer)
 
     def _connect(self) -> None:
@@ -238,20 +244,11 @@ class Engine:
         if topology.replicas > 1:
             groups = [self._links.group(topology.copies(place), None) for place in range(topology.places)]
             copies = groups[topology.place]
-            self._begin_alike(copies)
+        if topology.world > 1:
+            begin_alike(self._parts, self._schedule, topology, line, copies)
+            for stage in self.stages:
+                stage.weights.refresh()
         return Partners(copies, line, self._orders(line), self._shared_weights())
-
-    @torch.no_grad()
-    def _begin_alike(self, copies: dist.ProcessGroup | None) -> None:
-        """All replicas begin with the first one's weights and buffers."""
-        for part in self._parts.own:
-            buffers = [buffer for module in part.modules for buffer in module.buffers() if not is_absent(buffer)]
-            for tensor in [*(parameter for _, parameter in part.parameters), *buffers]:
-                value = tensor.contiguous()
-                dist.broadcast(value, group_src=0, group=copies)
-                tensor.copy_(value)
-        for stage in self.stages:
-            stage.weights.refresh()
 
     def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
         """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
 from hydra_ext.pipeline.chain import ChainStage
@@ -23,12 +23,14 @@ class Part:
     Attributes:
         modules: in which its parameters stand.
         parameters: all of them, each once, by name.
+        around: makes the program that is run of the program, or of one around it; None for itself.
     """
 
     stage: int
     program: StageProgram
     modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    around: Callable[[StageProgram], StageProgram] | None = None
 
     @property
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -46,12 +48,15 @@ class Parts:
         orders: of every stage, the place of each of its trained parameters among the model's; -1 where an earlier
             stage counts it. None where it has to be asked for.
         rehearsal: by which a plain module was cut.
+        common: parameters, trained or not, buffers and other tensors that several stages hold: of each, the stages
+            with this rank's own tensors, None for other ranks' stages; in the same order on every rank.
     """
 
     own: tuple[Part, ...]
     shared: tuple[dict[int, int | None], ...] = field(default=())
     orders: dict[int, tuple[int, ...]] | None = None
     rehearsal: Rehearsal | None = None
+    common: tuple[dict[int, Tensor | None], ...] = field(default=())
 
 
 def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:
@@ -62,6 +67,7 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
         UnsupportedModel: a parameter or a buffer is on meta.
     """
     own = []
+    several = _held_by_several(modules)
     for stage in stages:
         given = modules[stage]
         module = given if isinstance(given, nn.Module) or not callable(given) else given()
@@ -77,7 +83,24 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
         program = ChainStage(module, index=stage, last=stage == len(modules) - 1)
         named = tuple((f"{stage}.{name}", parameter) for name, parameter in module.named_parameters())
         own.append(Part(stage, program, (module,), named))
-    return Parts(tuple(own), _shared(modules, own))
+    here = {
+        part.stage: {**dict(part.modules[0].named_parameters()), **dict(part.modules[0].named_buffers())}
+        for part in own
+    }
+    common = tuple(
+        {stage: here[stage][name] if stage in here else None for stage, name in held.items()} for held in several
+    )
+    return Parts(tuple(own), _shared(modules, own), common=common)
+
+
+def _held_by_several(modules: Sequence[StageModule]) -> list[dict[int, str]]:
+    """Of each parameter and buffer that stands in several of the modules, its names there by stage."""
+    names: dict[Tensor, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        if isinstance(module, nn.Module):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                names.setdefault(tensor, {})[stage] = name
+    return [held for held in names.values() if len(held) > 1]
 
 
 def _shared(modules: Sequence[StageModule], own: Sequence[Part]) -> tuple[dict[int, int | None], ...]:

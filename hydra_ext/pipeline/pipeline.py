@@ -47,7 +47,8 @@ class Pipeline:
     Args:
         model: that the ``fn`` of :meth:`step` calls: any module, whole or from :func:`hydra_ext.materialize`. The
             first step finds out what would cross between its blocks, cuts it, and leaves every rank its own part:
-            other parameters have no memory afterwards.
+            other parameters have no memory afterwards. What several stages hold (tied weights, buffers outside of
+            blocks) begins with the numbers of the first of these stages, and each replica with the first one's.
         optimizer: makes an optimizer for a stage's parameters.
         schedule: ``"2bw"`` (PipeDream-2BW: no bubble; each update uses gradients of the weights before the newest,
             W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"`` or ``"gpipe"`` (the numbers of plain training, with a

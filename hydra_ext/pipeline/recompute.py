@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
-from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.pipeline.split.module_state import ModuleState
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
 
 class RecomputedStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
-    The second forward starts from the same values, random numbers, buffers and version of the weights as the first, so
-    that it gives the same bits; what it changes in the modules' buffers is lost.
+    The second forward starts from the same values, random numbers, buffers, attributes of modules and version of the
+    weights as the first, so that it gives the same bits; what it changes in buffers and attributes is lost.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -41,7 +40,10 @@ class _RecomputedPass:
         self._run: Callable[[Crossing | None], StagePass] | None = run
         self._arriving = arriving
         self._autocast = _autocast_states()
-        self._buffers = _Buffers(modules)
+        # Other microbatches write there (the statistics of a batch norm) before this one is run again, and its graph
+        # must not see that either. All are copied, since what a batch norm writes shows in no version counter.
+        self._before: ModuleState | None = ModuleState.now(modules).copied()
+        self._modules = modules
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
         self.loss = first.loss
@@ -55,43 +57,18 @@ class _RecomputedPass:
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         run, self._run = self._run, None
-        if run is None:
+        before, self._before = self._before, None
+        if run is None or before is None:
             raise StateError("the backward of this microbatch has run")
-        with _Autocast(self._autocast), self._buffers.as_before():
-            again = run(self._arriving)
+        current = ModuleState.now(self._modules)
+        before.put(current)
+        try:
+            with _Autocast(self._autocast):
+                again = run(self._arriving)
+        finally:
+            current.put()
         self._arriving = None
         return again.backward(gradients)
-
-
-class _Buffers:
-    """As they are before the first forward: other microbatches write to them (the statistics of a batch norm) before
-    it is run again, and its graph must not see that either.
-
-    All are copied, since what a batch norm writes shows in no version counter.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        copies: dict[Tensor, Tensor] = {}
-        self._before: list[tuple[nn.Module, str, Tensor]] = []
-        for module in {inner: None for root in modules for inner in root.modules()}:
-            for key, tensor in module._buffers.items():
-                if tensor is not None and not is_absent(tensor):
-                    if tensor not in copies:
-                        copies[tensor] = tensor.detach().clone()
-                    self._before.append((module, key, copies[tensor]))
-
-    @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """The modules have the copies. Once."""
-        before, self._before = self._before, []
-        current = [(module, key, module._buffers[key]) for module, key, _ in before]
-        for module, key, value in before:
-            module._buffers[key] = value
-        try:
-            yield
-        finally:
-            for module, key, tensor in current:
-                module._buffers[key] = tensor
 
 
 def _copied(arriving: Crossing | None) -> Crossing | None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_ext.construction import fill
-from hydra_ext.errors import InvalidArgument, SplitError, StateError, UnsupportedModel
+from hydra_ext.errors import InvalidArgument, SplitError, UnsupportedModel
 from hydra_ext.pipeline.messages import fingerprint
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitStage,
+    buffers_of,
     glue_parameters,
     keep_own_part,
     parameters_of,
@@ -25,6 +27,10 @@ from hydra_ext.pipeline.split import (
     shared_parameters,
     time_events,
 )
+from hydra_ext.pipeline.split.carried import attribute_tensors
+from hydra_ext.pipeline.split.side_by_side import SideBySide, SideBySideStage
+from hydra_ext.pipeline.split.stand_ins import replace_tensors
+from hydra_ext.pipeline.split.state_dicts import refuse_state_dicts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
@@ -62,36 +68,78 @@ def split_parts(
     """
     unbuilt = any(parameter.is_meta for parameter in model.parameters())
     if unbuilt:
-        fill(model, glue_parameters(model))
-    rehearsal = rehearse(model, fn, microbatch, seed=seed)
-    _compare(rehearsal, topology)
+        fill(model, glue_parameters(model), device=device)
+        _move_buffers(model, device)
+    rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
+    _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", topology)
     if cuts is None:
         seconds = [0.0] * len(rehearsal.events)
         if topology.rank == 0:
-            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
+            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed, device=device)
         seconds = _agreed(seconds, topology)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
     division = _divide(model, rehearsal, borders)
+    several = _held_by_several(model, rehearsal, borders, division)
+    shapes = {
+        name: (stages, tensor.shape) for name, tensor in _named_tensors(model).items() if (stages := several.get(name))
+    }
+    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", topology)
     own = schedule.stages_of(topology.place)
-    _refuse_twice_here(division, own)
+    _refuse_twice_here(division, rehearsal, own)
     if unbuilt:
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
-    model.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
+    refuse_state_dicts(model)
+    parts = _own_parts(model, rehearsal, borders, division, own, device)
+    tensors = _named_tensors(model)
+    common = tuple(
+        {stage: tensors[name] if stage in own else None for stage in stages} for name, stages in several.items()
+    )
+    return Parts(parts, division.shared(), division.orders(), rehearsal, common)
+
+
+def _held_by_several(
+    model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int], division: _Division
+) -> dict[str, list[int]]:
+    """Parameters, buffers and other tensors of modules, with the stages that need them; the same on every rank."""
+    holders = {name: set(stages) for name, stages in division.holders.items()}
+    attributes = {name for name, _ in attribute_tensors(model)}
+    for stage, (lo, hi) in enumerate(pairwise(borders)):
+        read = frozenset().union(*(event.buffers for event in rehearsal.events[lo:hi]))
+        for name in buffers_of(rehearsal, lo, hi, model) | (read & attributes):
+            holders.setdefault(name, set()).add(stage)
+    return {name: sorted(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Of a model that is not built yet: what computes is to be where the microbatches are."""
+    replace_tensors(model, lambda tensor: None if isinstance(tensor, nn.Parameter) else tensor.to(device))
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(attribute_tensors(model)), **dict(model.named_buffers()), **dict(model.named_parameters())}
+
+
+def _own_parts(
+    model: nn.Module,
+    rehearsal: Rehearsal,
+    borders: Sequence[int],
+    division: _Division,
+    own: Sequence[int],
+    device: torch.device,
+) -> tuple[Part, ...]:
     parameters = dict(model.named_parameters())
-    parts = [
-        Part(
-            stage,
-            SplitStage(model, rehearsal, borders[stage], borders[stage + 1], device=device),
-            (model,),
-            tuple((name, parameters[name]) for name in division.held[stage]),
-        )
-        for stage in own
-    ]
-    return Parts(tuple(parts), division.shared(), division.orders(), rehearsal)
+    states = SideBySide(model, own, rehearsal.rewritten) if len(own) > 1 else None
+    parts = []
+    for stage in own:
+        program = SplitStage(model, rehearsal, borders[stage], borders[stage + 1], device=device)
+        named = tuple((name, parameters[name]) for name in division.held[stage])
+        around = None if states is None else partial(SideBySideStage, inner=program, stage=stage, states=states)
+        parts.append(Part(stage, program, (model,), named, around))
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -135,25 +183,19 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    raise StateError(
-        "this rank holds only its own stages of the model, so that model.state_dict() would have nothing behind the "
-        "other names: pipe.state_dict() has what is here"
-    )
-
-
-def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
+def _compare(found_here: str, difference: str, topology: Topology) -> None:
+    """
+    Raises:
+        SplitError: another rank has found something else; ``difference`` says of it what that means.
+    """
     if topology.world == 1:
         return
-    own = torch.tensor([fingerprint(rehearsal.digest)])
+    own = torch.tensor([fingerprint(found_here)])
     found = [torch.empty_like(own) for _ in range(topology.world)]
     dist.all_gather(found, own)
     other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
     if other is not None:
-        raise SplitError(
-            f"rank {other} took another way through the model than rank 0 in its rehearsal: give all ranks the same "
-            "model and the same microbatches"
-        )
+        raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
 
 
 def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:
@@ -230,7 +272,7 @@ def _refuse_too_few(rehearsal: Rehearsal, stages: int) -> None:
         )
 
 
-def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
+def _refuse_twice_here(division: _Division, rehearsal: Rehearsal, own: Sequence[int]) -> None:
     """Several stages of one rank share the module's one place for a parameter, and its versions are of one stage."""
     for name, stages in division.holders.items():
         here = sorted(set(own).intersection(stages))
@@ -238,3 +280,9 @@ def _refuse_twice_here(division: _Division, own: Sequence[int]) -> None:
             raise UnsupportedModel(
                 f"'{name}' is used by stages {here}, which are on one rank: use other cuts=, or as many ranks as stages"
             )
+    written = sorted(rehearsal.rewritten & division.names.keys())
+    if written and len(own) > 1:
+        raise UnsupportedModel(
+            f"the forward writes to '{written[0]}' between blocks, as each of the stages {sorted(own)} of one rank "
+            "would: write to it outside of fn, or use as many ranks as stages"
+        )

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.split.listed import listed_parameters
 from hydra_ext.runtime.faces import dress
 
 Step = Callable[[Mapping[Tensor, Tensor] | None], None]  # gets the destinations, None for an update in place
@@ -30,10 +32,10 @@ Step = Callable[[Mapping[Tensor, Tensor] | None], None]  # gets the destinations
 
 @dataclass
 class _Place:
-    """Where a parameter stands in a module: it may stand in several."""
+    """Where a parameter stands, in a module's dictionary or in a list of its own: it may stand in several."""
 
-    module: nn.Module
-    key: str
+    holder: Any
+    key: Any
     index: int
 
 
@@ -78,9 +80,12 @@ class StageWeights:
         index = {id(parameter): number for number, (_, parameter) in enumerate(self.parameters)}
         seen = {module: None for root in modules for module in root.modules()}
         self._places = [
-            _Place(module, key, index[id(parameter)])
+            _Place(holder, key, index[id(parameter)])
             for module in seen
-            for key, parameter in module._parameters.items()
+            for holder, key, parameter in [
+                *((module._parameters, key, parameter) for key, parameter in module._parameters.items()),
+                *listed_parameters(module),
+            ]
             if id(parameter) in index
         ]
         self._slots: list[_Slot] = []
@@ -269,7 +274,7 @@ class StageWeights:
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         for place in self._places:
-            place.module._parameters[place.key] = parameters[place.index]
+            place.holder[place.key] = parameters[place.index]
 
 
 def _nothing(slot: int) -> None:

@@ -28,6 +28,7 @@ def concluded(
         everywhere_inputs=_names(recorder.everywhere, "input"),
         blocks=tuple(blocks),
         signature=signature,
+        rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.pipeline.split.randomness import EventRandomness
@@ -50,6 +51,7 @@ class EventRecorder:
         recorder.usages.append(Usage())
         recorder.event_steps.append(event.step)
         recorder.running = running = Running(event.index, arguments)
+        self._refuse_backward_hooks(event, block)
         numbers = _numbers(block)
         hook = torch.nn.modules.module.register_module_forward_hook(self._inner_hook(event, block))
         self._randomness.enter(event.index)
@@ -66,6 +68,15 @@ class EventRecorder:
                 note.event, note.tainted = None, True
         recorder.notes.purge()
         recorder.running = None
+
+    def _refuse_backward_hooks(self, event: EventDraft, block: nn.Module) -> None:
+        """They are calls round the block, from before its forward, which a stage that skips it would make otherwise."""
+        if block._backward_hooks or block._backward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
+            self._recorder.refuse(
+                f"block {event.name} has backward hooks, which would run wrongly where the block is skipped: register "
+                "them on a module inside it, or cut earlier",
+                after=event.step - 1,
+            )
 
     def _inner_hook(self, event: EventDraft, block: nn.Module) -> Any:
         names = {module: name for name, module in block.named_modules() if name}

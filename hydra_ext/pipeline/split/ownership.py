@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.pipeline.split.blocks import find_blocks
+from hydra_ext.pipeline.split.listed import replace_listed
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.stand_ins import device_of, replace_tensors
 from hydra_ext.pipeline.split.tensors import Absent, AbsentBuffer
@@ -83,7 +84,11 @@ def keep_own_part(
             return None
         return (Absent if isinstance(tensor, nn.Parameter) else AbsentBuffer).like(tensor, device)
 
-    replace_tensors(model, new)
+    replaced = replace_tensors(model, new)
+    replace_listed(
+        model,
+        {tensor: there for module, name, tensor in replaced if (there := module._parameters.get(name)) is not None},
+    )
     return kept
 
 

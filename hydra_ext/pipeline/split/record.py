@@ -222,6 +222,8 @@ class Rehearsal:
         everywhere_inputs: likewise, of the microbatch.
         blocks: names of all blocks, called or not.
         signature: of the kind of microbatch; for this process only.
+        rewritten: names of the buffers, attributes of modules, and parameters, that glue writes to with what depends
+            on no event: every stage that comes by does so again.
     """
 
     events: tuple[Event, ...]
@@ -232,6 +234,7 @@ class Rehearsal:
     everywhere_inputs: frozenset[str]
     blocks: tuple[str, ...]
     signature: Hashable
+    rewritten: frozenset[str] = frozenset()
 
     @property
     def possible_cuts(self) -> list[int]:

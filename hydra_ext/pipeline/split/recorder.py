@@ -94,6 +94,7 @@ class Recorder:
         self.refusals: list[Refusal] = []
         self.undo = Undo()
         self.everywhere: set[Root] = set()
+        self.rewritten: set[Root] = set()  # by glue, with what depends on no event: every stage does so again
         self.frames: dict[int, list[int]] = {}
         self.event_steps: list[int] = []
         self.step = 0
@@ -265,6 +266,7 @@ class Recorder:
                 context.written.add(storage_key(tensor))
             elif not tainted:
                 note.roots |= roots
+                self.rewritten |= _state(note)
             note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
                 self.usages[-1].writes |= _state(note)

@@ -52,8 +52,10 @@ class StageRun(TorchFunctionMode):
         stand_ins: StandIns,
         randomness: EventRandomness,
         watch: StandInWatch | None,
+        own_begins: Callable[[], None],
     ) -> None:
         super().__init__()
+        self._own_begins = own_begins
         self._rehearsal = rehearsal
         self._lo, self._hi = lo, hi
         self._arrived = arrived
@@ -115,6 +117,8 @@ class StageRun(TorchFunctionMode):
         self._event += 1
         if number < self._lo:
             return self._skip(number, event, block, args, kwargs)
+        if number == self._lo:
+            self._own_begins()
         self.own = True
         return self._run(number, event, block, forward, args, kwargs)
 

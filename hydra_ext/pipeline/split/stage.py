@@ -40,6 +40,9 @@ class SplitStage:
     Raises:
         SplitError: from the forward: the model cannot be cut there for this kind of microbatch, or the forward did not
             take the way of the rehearsal.
+
+    Attributes:
+        own_begins: called in every forward before the stage's first event.
     """
 
     def __init__(
@@ -65,12 +68,19 @@ class SplitStage:
         self._stand_ins = StandIns(self._device)
         self._rehearsals = {rehearsal.signature: {rehearsal.digest: rehearsal}}
         self._watched: set[tuple[Hashable, str]] = set()
+        self.own_begins: Callable[[], None] = _nothing
         self._check(rehearsal)
 
     @property
     def events(self) -> tuple[str, ...]:
         """Names of the blocks that are called in it, in this order."""
         return tuple(self._names[self._lo : self._hi])
+
+    @property
+    def rewritten(self) -> frozenset[str]:
+        """That of all rehearsals; see :class:`~hydra_ext.pipeline.split.record.Rehearsal`."""
+        known = [rehearsal for of_kind in self._rehearsals.values() for rehearsal in of_kind.values()]
+        return frozenset().union(*(rehearsal.rewritten for rehearsal in known))
 
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
@@ -136,7 +146,7 @@ class SplitStage:
         divisor: int,
     ) -> SplitPass:
         arrival, arrived = self._arrive(rehearsal, arriving)
-        run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch)
+        run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
         randomness.begin()
         output: Any = None
@@ -312,6 +322,10 @@ class SplitPass:
     def _event_seeded(self, seed: int) -> int | None:
         before = (self._randomness.before(number) for number in range(len(self._rehearsal.events)))
         return next((number for number, other in enumerate(before) if other == seed), None)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _structure(rehearsal: Rehearsal, boundary: int) -> str:

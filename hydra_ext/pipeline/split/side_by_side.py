@@ -1,0 +1,153 @@
+"""Several stages of one module on one rank: each with the module's attributes and buffers to itself.
+
+Every stage runs the glue before its own part again, and puts stand-ins where skipped blocks left something. On a rank
+of its own that concerns nobody. Here each stage gets the state in which it left the module, as if it were alone; and
+between its passes the module shows what belongs to the stages here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.module_state import ATTRIBUTE, BUFFER, Copies, ModuleState, Place
+from hydra_ext.pipeline.split.stage import SplitStage
+from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+
+
+class SideBySide:
+    """The states of one model, by stage.
+
+    Args:
+        rewritten: see :class:`~hydra_ext.pipeline.split.record.Rehearsal`.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[int], rewritten: Collection[str]) -> None:
+        self._roots = (model,)
+        self._stages = sorted(stages)
+        self._rewritten = frozenset(rewritten)
+        self._apart = _places(model, self._rewritten)
+        self._of: dict[int, ModuleState] = {}
+        self._shown: ModuleState | None = None
+        self._own_begins: ModuleState | None = None
+
+    @contextmanager
+    def acting(self, stage: int, *, forward: bool) -> Iterator[None]:
+        """The module is as this stage left it; afterwards it shows what the stage has changed in its own part."""
+        current = self._with_changes_from_outside()
+        self._of[stage].put(current)
+        # What nobody here holds may as well be shown as the first one sees it.
+        all_is_own = not forward or stage == self._stages[0]
+        begun = ModuleState.now(self._roots) if all_is_own else None
+        self._own_begins = None
+        try:
+            yield
+        finally:
+            after = ModuleState.now(self._roots)
+            begun = begun or self._own_begins or after
+            self._of[stage] = after
+            shown = ModuleState(self._roots, current.entries)
+            for place in after.changed_since(begun):
+                _take(shown, place, after)
+            shown.put(after)
+            self._shown = ModuleState.now(self._roots)
+
+    def own_begins(self) -> None:
+        """The stage that acts has come to its first event."""
+        with torch._C.DisableTorchFunction():  # it is no step of the forward
+            self._own_begins = ModuleState.now(self._roots)
+
+    def check(self, program: SplitStage) -> None:
+        """After a forward, which may have rehearsed another kind of microbatch.
+
+        Raises:
+            SplitError: that writes to more than was kept apart from the start.
+        """
+        more = program.rewritten - self._rewritten
+        if more:
+            raise SplitError(
+                f"this kind of microbatch writes to {', '.join(sorted(more))} between blocks, unlike that which the "
+                f"cuts were chosen for; each of the stages {self._stages} of this rank does so again: make the "
+                "pipeline with a microbatch of this kind, or use as many ranks as stages"
+            )
+
+    def _with_changes_from_outside(self) -> ModuleState:
+        """What the module holds now; what others than stages have changed there is changed for all of them."""
+        current = ModuleState.now(self._roots)
+        if self._shown is None:
+            self._of = {
+                stage: current if not i else current.copied(self._apart) for i, stage in enumerate(self._stages)
+            }
+            return current
+        changed = current.changed_since(self._shown)
+        for number, stage in enumerate(self._stages):
+            state, copies = self._of[stage], Copies()
+            for place in changed:
+                _take(state, place, current)
+                if number and place in self._apart and place in current.entries:
+                    state.entries[place] = copies.of(current.entries[place])
+        return current
+
+
+class SideBySideStage:
+    """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` that runs another one in its stage's state."""
+
+    def __init__(self, program: StageProgram, inner: SplitStage, stage: int, states: SideBySide) -> None:
+        """
+        Args:
+            inner: the program itself, or that which it runs.
+        """
+        self._program = program
+        self._inner = inner
+        self._stage = stage
+        self._states = states
+        inner.own_begins = states.own_begins
+
+    def forward(
+        self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
+    ) -> StagePass:
+        with self._states.acting(self._stage, forward=True):
+            made = self._program.forward(fn, microbatch, arriving, seed=seed, divisor=divisor)
+        self._states.check(self._inner)
+        return _SideBySidePass(made, self._stage, self._states)
+
+
+class _SideBySidePass:
+    def __init__(self, inner: StagePass, stage: int, states: SideBySide) -> None:
+        self._inner = inner
+        self._stage = stage
+        self._states = states
+        self.loss = inner.loss
+        self.metrics = inner.metrics
+
+    @property
+    def leaving(self) -> Crossing | None:
+        return self._inner.leaving
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        with self._states.acting(self._stage, forward=False):  # a checkpoint runs a part of the forward
+            return self._inner.backward(gradients)
+
+
+def _take(state: ModuleState, place: Place, other: ModuleState) -> None:
+    """What the other has there, or has not."""
+    if place in other.entries:
+        state.entries[place] = other.entries[place]
+    else:
+        state.entries.pop(place, None)
+
+
+def _places(model: nn.Module, names: Collection[str]) -> set[Place]:
+    """Where tensors of these names are: of buffers, attributes, or members of attributes ("layer.kept[0]")."""
+    modules = dict(model.named_modules())
+    found: set[Place] = set()
+    for name in names:
+        module_name, _, attribute = name.partition("[")[0].rpartition(".")
+        module = modules[module_name]
+        found.add((module, BUFFER if attribute in module._buffers else ATTRIBUTE, attribute))
+    return found
