@@ -17,6 +17,7 @@ from hydra_ext.errors import StateError
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
@@ -165,8 +166,9 @@ class Executor:
         caller = Surroundings(self._device)
         start = time.perf_counter()
         try:
-            for action in actions:
-                self._run_one(action)
+            with other_randomness_kept():
+                for action in actions:
+                    self._run_one(action)
             self._at = None
         finally:
             caller.restore()
