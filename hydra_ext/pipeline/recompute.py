@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
@@ -18,7 +19,8 @@ class RecomputedStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
     The second forward starts from the same values, random numbers, buffers and version of the weights as the first, so
-    that it gives the same bits; what it changes in the modules' buffers is lost.
+    that it gives the same bits; what it changes in the modules' buffers is lost. Generators of the user's own are
+    known in stages of a plain module; explicit stages must draw from the default ones.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -44,6 +46,7 @@ class _RecomputedPass:
         self._buffers = _Buffers(modules)
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
+        self._generators = first.generators.as_then() if isinstance(first, SplitPass) else nullcontext()
         self.loss = first.loss
         self.metrics = first.metrics
 
@@ -57,7 +60,7 @@ class _RecomputedPass:
         run, self._run = self._run, None
         if run is None:
             raise StateError("the backward of this microbatch has run")
-        with _Autocast(self._autocast), self._buffers.as_before():
+        with _Autocast(self._autocast), self._buffers.as_before(), self._generators:
             again = run(self._arriving)
         self._arriving = None
         return again.backward(gradients)

@@ -66,10 +66,7 @@ def split_parts(
     rehearsal = rehearse(model, fn, microbatch, seed=seed)
     _compare(rehearsal, topology)
     if cuts is None:
-        seconds = [0.0] * len(rehearsal.events)
-        if topology.rank == 0:
-            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
-        seconds = _agreed(seconds, topology)
+        seconds = _timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed), rehearsal, topology)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
@@ -154,6 +151,15 @@ def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
             f"rank {other} took another way through the model than rank 0 in its rehearsal: give all ranks the same "
             "model and the same microbatches"
         )
+
+
+def _timed(measure: Callable[[], list[float]], rehearsal: Rehearsal, topology: Topology) -> list[float]:
+    """The first rank's figures. The others measure too, for ``fn`` to be called as often; later, not to disturb."""
+    seconds = measure() if topology.rank == 0 else [0.0] * len(rehearsal.events)
+    seconds = _agreed(seconds, topology)
+    if topology.rank != 0:
+        measure()
+    return seconds
 
 
 def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:

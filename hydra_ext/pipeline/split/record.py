@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from hydra_ext.pipeline.split.lasting import Lasting
+
 
 @dataclass(frozen=True, order=True)
 class Key:
@@ -222,6 +224,7 @@ class Rehearsal:
         everywhere_inputs: likewise, of the microbatch.
         blocks: names of all blocks, called or not.
         signature: of the kind of microbatch; for this process only.
+        lasting: what outlives the forward; likewise.
     """
 
     events: tuple[Event, ...]
@@ -232,6 +235,7 @@ class Rehearsal:
     everywhere_inputs: frozenset[str]
     blocks: tuple[str, ...]
     signature: Hashable
+    lasting: Lasting
 
     @property
     def possible_cuts(self) -> list[int]:
