@@ -159,6 +159,8 @@ def _timed(measure: Callable[[], list[float]], rehearsal: Rehearsal, topology: T
     seconds = _agreed(seconds, topology)
     if topology.rank != 0:
         measure()
+    if topology.world > 1:
+        dist.barrier()  # what refuses the cuts is found by all at once, and not told to those that still measure
     return seconds
 
 
