@@ -16,6 +16,7 @@ from hydra_ext.errors import StateError
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
@@ -167,10 +168,11 @@ class Executor:
         caller = Surroundings(self._device)
         start = time.perf_counter()
         try:
-            for action in actions:
-                if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
-                    self._begin_updates()
-                self._run_one(action)
+            with other_randomness_kept():
+                for action in actions:
+                    if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                        self._begin_updates()
+                    self._run_one(action)
             self._at = None
         finally:
             for step in self._begun.values():

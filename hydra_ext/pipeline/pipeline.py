@@ -48,7 +48,10 @@ class Pipeline:
         model: that the ``fn`` of :meth:`step` calls: any module, whole or from :func:`hydra_ext.materialize`. The
             first step finds out what would cross between its blocks, cuts it, and leaves every rank its own part:
             other parameters have no memory afterwards. What several stages hold (tied weights, buffers outside of
-            blocks) begins with the numbers of the first of these stages, and each replica with the first one's.
+            blocks) begins with the numbers of the first of these stages, and each replica with the first one's. To
+            cut, ``fn`` is called once more (twice where the model keeps tensors from one microbatch to the next), and
+            four times to choose cuts; on all ranks alike, but a counter or an iterator of its own is further on then.
+            Generators it draws from are put back.
         optimizer: makes an optimizer for a stage's parameters.
         schedule: ``"2bw"`` (PipeDream-2BW: no bubble; each update uses gradients of the weights before the newest,
             W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"`` or ``"gpipe"`` (the numbers of plain training, with a

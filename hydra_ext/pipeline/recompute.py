@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.split.module_state import ModuleState
+from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
 
@@ -17,7 +19,8 @@ class RecomputedStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
     The second forward starts from the same values, random numbers, buffers, attributes of modules and version of the
-    weights as the first, so that it gives the same bits; what it changes in buffers and attributes is lost.
+    weights as the first, so that it gives the same bits; what it changes in buffers and attributes is lost. Generators
+    of the user's own are known in stages of a plain module; explicit stages must draw from the default ones.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -46,6 +49,7 @@ class _RecomputedPass:
         self._modules = modules
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
+        self._generators = first.generators.as_then() if isinstance(first, SplitPass) else nullcontext()
         self.loss = first.loss
         self.metrics = first.metrics
 
@@ -63,7 +67,7 @@ class _RecomputedPass:
         current = ModuleState.now(self._modules)
         before.put(current)
         try:
-            with _Autocast(self._autocast):
+            with _Autocast(self._autocast), self._generators:
                 again = run(self._arriving)
         finally:
             current.put()

@@ -73,10 +73,9 @@ def split_parts(
     rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
     _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", topology)
     if cuts is None:
-        seconds = [0.0] * len(rehearsal.events)
-        if topology.rank == 0:
-            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed, device=device)
-        seconds = _agreed(seconds, topology)
+        seconds = _timed(
+            lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), rehearsal, topology
+        )
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
@@ -196,6 +195,17 @@ def _compare(found_here: str, difference: str, topology: Topology) -> None:
     other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
     if other is not None:
         raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
+
+
+def _timed(measure: Callable[[], list[float]], rehearsal: Rehearsal, topology: Topology) -> list[float]:
+    """The first rank's figures. The others measure too, for ``fn`` to be called as often; later, not to disturb."""
+    seconds = measure() if topology.rank == 0 else [0.0] * len(rehearsal.events)
+    seconds = _agreed(seconds, topology)
+    if topology.rank != 0:
+        measure()
+    if topology.world > 1:
+        dist.barrier()  # what refuses the cuts is found by all at once, and not told to those that still measure
+    return seconds
 
 
 def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:

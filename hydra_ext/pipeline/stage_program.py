@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hydra_ext.pipeline.other_randomness import seed_other_randomness
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -88,6 +90,7 @@ class StageProgram(Protocol):
 def event_seed(seed: int, event: int, *, after: bool = False) -> int:
     """What ``torch.manual_seed`` is called with as the n-th event (a block's call, counted from 0 in the microbatch's
     forward) begins, and ``after`` it has ended; before the first it is called with the microbatch's ``seed`` itself.
+    So are Python's ``random.seed``, and ``numpy.random.seed`` with the lower 32 bits.
 
     A stage skips the events before its own, whose random numbers it therefore never draws: each event has a stream of
     its own, and so has what the model draws between two events.
@@ -104,7 +107,7 @@ def microbatch_seed(seed: int, replica: int, batch: int, microbatch: int) -> int
 
 
 def reseed(seed: int) -> None:
-    """Of torch's default generators on all devices.
+    """Of torch's default generators on all devices, of Python's ``random`` and of numpy's global generator.
 
     ``torch.manual_seed`` does it, but where nothing else than the CPU is there it formats its caller's stack each time,
     for a GPU that might appear: a tenth of a millisecond and more.
@@ -113,3 +116,4 @@ def reseed(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+    seed_other_randomness(seed)

@@ -45,8 +45,8 @@ class Blocked(Exception):
 
 class Transport:
     """Runs every rank in its own order. Each direction of each hop is one queue, as a socket is: the n-th receive
-    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them, and each stage has one sum
-    of gradients, which a reduction takes."""
+    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them. Each stage has one sum of
+    gradients, which a reduction takes."""
 
     def __init__(self, schedule: Schedule, ranks: Sequence[Sequence[Action]], *, rendezvous: bool = False) -> None:
         self.schedule = schedule

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
+from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 
 from hydra_ext.pipeline.split.recorder import Recorder
@@ -69,3 +71,28 @@ def refuse_carried(recorder: Recorder, again: Recorder, left: dict[str, int]) ->
             if ("buffer", name) in usage.roots and reader != writer:
                 first, last = sorted((reader, writer))
                 recorder.refuse(reason, after=recorder.event_steps[first], until=recorder.event_steps[last])
+
+
+def refuse_shared_generators(recorder: Recorder) -> tuple[ReferenceType[torch.Generator], ...]:
+    """No cut between two who draw from one generator: each stage has one of its own, which lacks the other's draws.
+
+    What comes before the first event is drawn by every stage, which is right where nothing else is, or where the
+    generator is made anew for each microbatch.
+
+    Returns:
+        The generators that are not.
+    """
+    lasting = []
+    for users, reference in recorder.drawn.release():
+        reason = (
+            "a torch.Generator of the model's or fn's own is drawn from on both sides of the cut, and what one stage "
+            "draws another would not: take a generator for each block, or torch's default one"
+        )
+        after = sorted(users - {-1})
+        if len(after) > 1:
+            recorder.refuse(reason, after=recorder.event_steps[after[0]], until=recorder.event_steps[after[-1]])
+        if reference() is not None:
+            lasting.append(reference)
+            if after and -1 in users:
+                recorder.refuse(reason, after=0)
+    return tuple(lasting)

@@ -9,13 +9,18 @@ from torch import nn
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.events import EventDraft
+from hydra_ext.pipeline.split.lasting import Lasting
 from hydra_ext.pipeline.split.notes import Root
 from hydra_ext.pipeline.split.record import Boundary, Event, Key, Rehearsal, Value
 from hydra_ext.pipeline.split.recorder import Recorder, Usage
 
 
 def concluded(
-    recorder: Recorder, drafts: Sequence[EventDraft], blocks: Mapping[str, nn.Module], signature: Hashable
+    recorder: Recorder,
+    drafts: Sequence[EventDraft],
+    blocks: Mapping[str, nn.Module],
+    signature: Hashable,
+    lasting: Lasting,
 ) -> Rehearsal:
     events = tuple(_event(draft, usage) for draft, usage in zip(drafts, recorder.usages, strict=True))
     boundaries = [Boundary(), *(_boundary(recorder, events, b) for b in range(1, len(events))), Boundary()]
@@ -29,6 +34,7 @@ def concluded(
         blocks=tuple(blocks),
         signature=signature,
         rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
+        lasting=lasting,
     )
 
 

@@ -94,7 +94,11 @@ class Undo:
         storage = tensor.untyped_storage()
         self._saved[key] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
-    def restore(self) -> None:
+    def put_back(self) -> None:
+        """It is as before, and what it was is still known."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
+
+    def restore(self) -> None:
+        self.put_back()
         self._saved.clear()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from hydra_ext.pipeline.other_randomness import seed_other_randomness
 from hydra_ext.pipeline.stage_program import event_seed
 from hydra_ext.runtime.rounds.isolation import generators
 
 
 class EventRandomness:
-    """Seeds torch's generators as :func:`event_seed` says, for one microbatch.
+    """Seeds torch's generators, Python's and numpy's as :func:`event_seed` says, for one microbatch.
 
     ``torch.manual_seed`` does the same for all devices, and takes a hundred times as long.
     """
@@ -34,3 +35,4 @@ class EventRandomness:
     def _set(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
+        seed_other_randomness(seed)

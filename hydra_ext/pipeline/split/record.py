@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from hydra_ext.pipeline.split.lasting import Lasting
+
 
 @dataclass(frozen=True, order=True)
 class Key:
@@ -222,6 +224,7 @@ class Rehearsal:
         everywhere_inputs: likewise, of the microbatch.
         blocks: names of all blocks, called or not.
         signature: of the kind of microbatch; for this process only.
+        lasting: what outlives the forward; likewise.
         rewritten: names of the buffers, attributes of modules, and parameters, that glue writes to with what depends
             on no event: every stage that comes by does so again.
     """
@@ -234,6 +237,7 @@ class Rehearsal:
     everywhere_inputs: frozenset[str]
     blocks: tuple[str, ...]
     signature: Hashable
+    lasting: Lasting
     rewritten: frozenset[str] = frozenset()
 
     @property

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hydra_ext.pipeline.split.generators import DrawnGenerators
+from hydra_ext.pipeline.split.lasting import Writes
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
 from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
@@ -93,6 +95,8 @@ class Recorder:
         self.usages: list[Usage] = []
         self.refusals: list[Refusal] = []
         self.undo = Undo()
+        self.writes = Writes()
+        self.drawn = DrawnGenerators()
         self.everywhere: set[Root] = set()
         self.rewritten: set[Root] = set()  # by glue, with what depends on no event: every stage does so again
         self.frames: dict[int, list[int]] = {}
@@ -107,6 +111,7 @@ class Recorder:
         """The tensor is there before the forward."""
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
         note.roots |= {root}
+        self.writes.name(tensor, root)
 
     def stands_for(self, absent: Tensor, present: Tensor) -> None:
         """What is read of ``present`` counts as read of ``absent``."""
@@ -189,6 +194,7 @@ class Recorder:
             note = self.notes.get(tensor)
             if note is None or note.foreign:
                 self.undo.before_write(tensor)
+                self.writes.note(tensor, self.step)
 
     def after(self, operation: Operation, results: list[Tensor]) -> None:
         if self.running is not None:

@@ -15,8 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
-from hydra_ext.pipeline.split.carried import attribute_tensors, left_on_modules, outside_numbers, refuse_carried
+from hydra_ext.pipeline.split.carried import (
+    attribute_tensors,
+    left_on_modules,
+    outside_numbers,
+    refuse_carried,
+    refuse_shared_generators,
+)
 from hydra_ext.pipeline.split.conclusions import concluded
 from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
 from hydra_ext.pipeline.split.operations import Operation, call_name
@@ -62,7 +69,7 @@ def rehearse(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that two events share would look like one event's
     try:
-        with unchanged_modules(model), with_stand_ins(model, device):
+        with other_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
             drafts = _run(recorder, model, found, fn, microbatch, randomness, device)
@@ -72,10 +79,12 @@ def rehearse(
                 refuse_carried(recorder, again, left)
     finally:
         torch.set_autocast_cache_enabled(cached)
-        again.undo.restore()
-        recorder.undo.restore()
+        for each in (again, recorder):
+            each.undo.restore()
+            each.drawn.put_back()
         surroundings.restore()
-    return concluded(recorder, drafts, found, signature)
+    generators = refuse_shared_generators(recorder)
+    return concluded(recorder, drafts, found, signature, recorder.writes.lasting(generators))
 
 
 def _run(
@@ -148,6 +157,7 @@ class _Calls(TorchFunctionMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._recorder.drawn.note(args, kwargs or {}, len(self._recorder.usages) - 1)
         name = call_name(func)
         if name is None or self._recorder.running is not None:
             return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,8 @@ from hydra_ext.pipeline.split.tensors import StandIns, tensors_of, whole_of
 from hydra_ext.pipeline.split.watch import StandInWatch
 
 Forward = Callable[..., Any]
+# What contexts call as they are left: torch.no_grad() and its like, profiler.record_function.
+_LEAVING = {"_set_grad_enabled", "_record_function_exit", "_record_function_exit._RecordFunction"}
 
 
 class StageDone(BaseException):
@@ -68,6 +71,7 @@ class StageRun(TorchFunctionMode):
         self._call = 0
         self._step = 0
         self._inside = False
+        self._outer_error = sys.exc_info()[1]  # the caller may be handling one
         self.captured = {key: tensor for key, tensor in arrived.items() if key in self._sent}
         self.own = lo == 0
         self.done = False
@@ -95,7 +99,7 @@ class StageRun(TorchFunctionMode):
                 f"step {self._step} of the forward is {name}; in the rehearsal it was {expected}. It may depend on the "
                 "microbatch's shapes and Python numbers only, or give stages= explicitly"
             )
-            if self._lo == 0 and not any(event.writes for event in self._rehearsal.events[: self._event]):
+            if self._lo == 0 and self._rehearsal.lasting.undoable_before(self._step):
                 raise OtherWay(message, (*way[: self._step], name))
             raise SplitError(message)
         self._step += 1
@@ -221,7 +225,11 @@ class StageRun(TorchFunctionMode):
         if name is None:
             return func(*args, **kwargs)
         if self.done:
+            if name in _LEAVING:
+                return func(*args, **kwargs)
             raise StageDone
+        if name in _LEAVING and sys.exc_info()[1] is not self._outer_error:
+            return self._leave_context(name, func, args, kwargs)
         self._advance(name)
         number = self._call
         self._call += 1
@@ -235,6 +243,15 @@ class StageRun(TorchFunctionMode):
         if not self.own:
             return self._skip_call(call, call.structure, args, kwargs)
         return self._run_call(number, call, call.structure, func, args, kwargs)
+
+    def _leave_context(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """While an error is under way: the context must leave its mode, and no error of ours may hide that one."""
+        result = func(*args, **kwargs)
+        way = self._rehearsal.way
+        if self._step < len(way) and way[self._step] == name:  # the program handles the error, as in the rehearsal
+            self._step += 1
+            self._call += 1
+        return result
 
     def _check_readable(self, name: str, tensors: list[Tensor]) -> None:
         if any(self._stand_ins.holds(t) or (self._watch is not None and self._watch.what(t)) for t in tensors):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from hydra_ext.pipeline.split.opened import opened
 from hydra_ext.pipeline.split.record import PLAIN
 from hydra_ext.pipeline.split.tensors import Absent
 
@@ -17,19 +18,22 @@ from hydra_ext.pipeline.split.tensors import Absent
 def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:
     """Structure, shapes, dtypes and Python numbers of the microbatch, ``fn``'s code, and the modes that a forward sees.
 
-    Objects that are neither tensors nor numbers count by their type.
+    Mappings and dataclasses count by what they hold; other objects that are neither tensors nor numbers by their type.
     """
-    leaves, tree = tree_flatten(microbatch)
     modes = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return (
-        tree,
-        tuple(_leaf(leaf) for leaf in leaves),
+        _kind(microbatch),
         _code(fn),
         tuple(module.training for module in model.modules()),
         tuple(_is_trainable(parameter) for parameter in model.parameters()),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
         modes,
     )
+
+
+def _kind(value: Any) -> Hashable:
+    leaves, tree = tree_flatten(value)
+    return tree, tuple(_leaf(leaf) for leaf in leaves)
 
 
 def _is_trainable(parameter: nn.Parameter) -> bool:
@@ -40,6 +44,9 @@ def _leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     kind: Any = type(leaf)
+    content = opened(leaf)
+    if content is not None:
+        return (kind, tuple(content), tuple(_kind(held) for held in content.values()))
     return (kind, leaf) if isinstance(leaf, PLAIN) else kind
 
 

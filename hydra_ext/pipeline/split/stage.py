@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import SplitError, StateError
+from hydra_ext.pipeline.split.attempt import undone_on_another_way
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.generators import GeneratorStates
+from hydra_ext.pipeline.split.kinds import KnownRehearsals
 from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
@@ -34,8 +37,13 @@ class SplitStage:
     forward is watched, which takes about twice the time. Should a rank's rehearsal differ from another's, because
     parameters decide which way the forward takes, then the structures of what crosses differ, and that is an error.
 
-    ``fn`` is called once more for that, on a copy of the microbatch, and on all ranks but the last it ends early: what
-    it does beside calling the model it does as often.
+    The last :data:`~hydra_ext.pipeline.split.kinds.KINDS_KEPT` kinds are remembered.
+
+    ``fn`` is called once more for that, on a copy of the microbatch (twice where tensors stay on modules), and on all
+    ranks but the last it ends early: what it does beside calling the model it does as often. Before the first step it
+    is called 1 + 4 times more, to rehearse and, where cuts are to be chosen, to time. Modules, the memory that it
+    writes to, and generators it draws from are afterwards as if it had not been; counters and iterators of its own are
+    not. Likewise where the first stage finds that a microbatch takes another way than others of its kind.
 
     Raises:
         SplitError: from the forward: the model cannot be cut there for this kind of microbatch, or the forward did not
@@ -66,8 +74,7 @@ class SplitStage:
         self._blocks = find_blocks(model, rehearsal.blocks)
         self._device = device or device_of(model)
         self._stand_ins = StandIns(self._device)
-        self._rehearsals = {rehearsal.signature: {rehearsal.digest: rehearsal}}
-        self._watched: set[tuple[Hashable, str]] = set()
+        self._rehearsals = KnownRehearsals(rehearsal)
         self.own_begins: Callable[[], None] = _nothing
         self._check(rehearsal)
 
@@ -95,9 +102,11 @@ class SplitStage:
                     self._model, fn, microbatch, seed=seed, blocks=list(self._blocks), device=self._device
                 )
                 self._check(rehearsal)
-                self._rehearsals.setdefault(signature, {})[rehearsal.digest] = rehearsal
+                self._rehearsals.add(rehearsal)
+            self._rehearsals.use(rehearsal)
             try:
-                return self._forward(rehearsal, fn, microbatch, arriving, seed, divisor)
+                with self._undone(rehearsal, microbatch):
+                    return self._forward(rehearsal, fn, microbatch, arriving, seed, divisor)
             except OtherWay as other:
                 if len(other.way) <= len(way):
                     raise SplitError(other.message) from None
@@ -114,6 +123,12 @@ class SplitStage:
             return known.get(arriving.structure.partition("/")[0])
         return next((each for each in known.values() if each.way[: len(way)] == way), None)
 
+    def _undone(self, rehearsal: Rehearsal, microbatch: Any) -> AbstractContextManager[None]:
+        """Only the first stage finds out by going that it is another way."""
+        if self._lo > 0:
+            return nullcontext()
+        return undone_on_another_way(self._model, rehearsal.lasting, microbatch)
+
     def _forward(
         self,
         rehearsal: Rehearsal,
@@ -123,16 +138,17 @@ class SplitStage:
         seed: int,
         divisor: int,
     ) -> SplitPass:
-        key = (rehearsal.signature, rehearsal.digest)
-        watch = None if key in self._watched else StandInWatch(self._stand_ins, self._absent(rehearsal))
-        surroundings = Surroundings(self._device)
+        is_watched = self._rehearsals.is_watched(rehearsal)
+        watch = None if is_watched else StandInWatch(self._stand_ins, self._absent(rehearsal))
+        surroundings, grad_mode = Surroundings(self._device), torch.is_grad_enabled()
         torch.clear_autocast_cache()
         try:
             result = self._run(rehearsal, fn, microbatch, arriving, EventRandomness(self._device, seed), watch, divisor)
         finally:
             torch.clear_autocast_cache()
             surroundings.restore()
-        self._watched.add(key)
+            torch.set_grad_enabled(grad_mode)  # the program may have been ended between its switching off and on
+        self._rehearsals.note_watched(rehearsal)
         return result
 
     def _run(
@@ -148,6 +164,7 @@ class SplitStage:
         arrival, arrived = self._arrive(rehearsal, arriving)
         run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
+        passed.generators = GeneratorStates(rehearsal.lasting.generators)
         randomness.begin()
         output: Any = None
         try:
@@ -248,6 +265,7 @@ class SplitPass:
         self.leaving: Crossing | None = None
         self.loss: Tensor | None = None
         self.metrics: Any = None
+        self.generators = GeneratorStates(())
 
     def leave(self, captured: dict[Key, Tensor], boundary: int) -> None:
         """The stage has ended before the boundary's event."""

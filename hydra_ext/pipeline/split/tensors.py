@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_unflatten
+
+from hydra_ext.pipeline.split.opened import closed, opened
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -21,19 +23,36 @@ def own_copy(value: Any, noted: Callable[[Tensor, str], None] | None = None) -> 
     Args:
         noted: is told of each tensor and its place.
     """
-    leaves, tree = tree_flatten_with_path(value)
     copies: dict[int, Tensor] = {}
-    copied: list[Any] = []
-    for path, leaf in leaves:
+
+    def copied(value: Any, above: str) -> Any:
+        leaves, tree = tree_flatten_with_path(value)
+        return tree_unflatten([copied_leaf(leaf, above + keystr(path)) for path, leaf in leaves], tree)
+
+    def copied_leaf(leaf: Any, place: str) -> Any:
+        content = None if isinstance(leaf, Tensor) else opened(leaf)
+        if content is not None:
+            return closed(leaf, {key: copied(held, f"{place}[{key!r}]") for key, held in content.items()})
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if noted is not None:
+            noted(copies[id(leaf)], place)
+        return copies[id(leaf)]
+
+    return copied(value, "")
+
+
+def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Places, as :func:`own_copy` tells them, and what is there."""
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        place = above + keystr(path)
         if isinstance(leaf, Tensor):
-            if id(leaf) not in copies:
-                copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            if noted is not None:
-                noted(copies[id(leaf)], keystr(path))
-            copied.append(copies[id(leaf)])
+            yield place, leaf
         else:
-            copied.append(leaf)
-    return tree_unflatten(copied, tree)
+            for key, held in (opened(leaf) or {}).items():
+                yield from named_tensors(held, f"{place}[{key!r}]")
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
+from hydra_ext.pipeline.split.changes import ChangeWatch
+from hydra_ext.pipeline.split.generators import DrawnGenerators, DrawWatch
 from hydra_ext.pipeline.split.notes import Undo
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.restoring import unchanged_modules
-from hydra_ext.pipeline.split.stand_ins import device_of, is_absent, present, with_stand_ins
+from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
 from hydra_ext.pipeline.split.tensors import own_copy
 from hydra_ext.runtime.rounds.isolation import Surroundings
 
@@ -34,7 +38,8 @@ def time_events(
     """Median seconds of each event's forward, over ``runs`` forwards after one that does not count.
 
     Blocks that are absent are given random parameters, which takes no part in the time. The model is unchanged
-    afterwards, as by :func:`~hydra_ext.pipeline.split.rehearse.rehearse`.
+    afterwards, and so are the generators that ``fn`` draws from, as by
+    :func:`~hydra_ext.pipeline.split.rehearse.rehearse`.
 
     Raises:
         SplitError: another run calls other blocks than the rehearsal.
@@ -42,28 +47,27 @@ def time_events(
     device = device or device_of(model)
     blocks = find_blocks(model, rehearsal.blocks)
     measured = []
-    for _ in range(runs + 1):
+    undo, drawn = Undo(), DrawnGenerators()
+    for number in range(runs + 1):
         surroundings = Surroundings(device)
-        undo = Undo()
         try:
-            with unchanged_modules(model), with_stand_ins(model, device):
-                for tensor in _changing(model, rehearsal):
-                    undo.before_write(tensor)
+            with (
+                other_randomness_kept(),
+                unchanged_modules(model),
+                with_stand_ins(model, device),
+                ExitStack() as watched,
+            ):
+                if number == 0:  # the others do what it does, and are to be timed without a watch
+                    watched.enter_context(ChangeWatch(undo))
+                    watched.enter_context(DrawWatch(drawn))
                 measured.append(_run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device))
         finally:
-            undo.restore()
+            undo.put_back()
+            drawn.put_back()
             surroundings.restore()
         if len(measured[-1]) != len(rehearsal.events):
             raise SplitError(f"fn made {len(measured[-1])} calls of blocks; in the rehearsal {len(rehearsal.events)}")
     return [statistics.median(times) for times in zip(*measured[1:], strict=True)]
-
-
-def _changing(model: nn.Module, rehearsal: Rehearsal) -> list[Tensor]:
-    """What a forward may write to."""
-    written = frozenset().union(*(event.writes for event in rehearsal.events))
-    found: list[Tensor] = [parameter for name, parameter in model.named_parameters() if name in written]
-    found += [tensor for module in model.modules() for tensor in module.__dict__.values() if isinstance(tensor, Tensor)]
-    return [tensor for tensor in (*found, *model.buffers()) if not is_absent(tensor)]
 
 
 def _run(

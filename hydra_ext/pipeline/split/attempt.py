@@ -1,0 +1,43 @@
+"""A first stage's run that is undone where another rehearsal knows the way of this microbatch better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydra_ext.pipeline.split.carried import attribute_tensors
+from hydra_ext.pipeline.split.generators import GeneratorStates
+from hydra_ext.pipeline.split.lasting import Lasting
+from hydra_ext.pipeline.split.notes import Undo
+from hydra_ext.pipeline.split.restoring import ModulesBefore
+from hydra_ext.pipeline.split.run import OtherWay
+from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.pipeline.split.tensors import named_tensors
+
+
+@contextmanager
+def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
+    """Modules, what the forward writes to, and the user's generators are as before if it ends with OtherWay."""
+    modules = ModulesBefore(model)
+    undo = Undo()
+    for tensor in _written(model, lasting, microbatch):
+        undo.before_write(tensor)
+    generators = GeneratorStates(lasting.generators)
+    try:
+        yield
+    except OtherWay:
+        modules.restore()
+        undo.restore()
+        generators.restore()
+        raise
+
+
+def _written(model: nn.Module, lasting: Lasting, microbatch: Any) -> list[Tensor]:
+    if not lasting.named:
+        return []
+    tensors = {("buffer", name): tensor for name, tensor in (*attribute_tensors(model), *model.named_buffers())}
+    tensors |= {("input", name): tensor for name, tensor in named_tensors(microbatch)}
+    return [tensors[root] for root in lasting.named if root in tensors and not is_absent(tensors[root])]

@@ -1,0 +1,89 @@
+"""The user's own generators: a run that does not count draws from them too, and they must not be left where it ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """That of a call, if it is not one of torch's defaults: those are seeded for each event."""
+    for value in (kwargs.get("generator"), *args):
+        if isinstance(value, torch.Generator) and not _is_default(value):
+            return value
+    return None
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
+
+
+class DrawnGenerators:
+    """Those that calls have drawn from, as they were before the first draw."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[torch.Generator, Tensor]] = {}
+        self._users: dict[int, set[int]] = {}
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: int = -1) -> None:
+        """The call is going to be made.
+
+        Args:
+            user: the event in which, or after which; -1 before the first.
+        """
+        generator = generator_given(args, kwargs)
+        if generator is not None:
+            if id(generator) not in self._before:
+                self._before[id(generator)] = generator, generator.get_state()
+            self._users.setdefault(id(generator), set()).add(user)
+
+    def put_back(self) -> None:
+        for generator, state in self._before.values():
+            generator.set_state(state)
+
+    def release(self) -> list[tuple[frozenset[int], weakref.ReferenceType[torch.Generator]]]:
+        """Of each, the events that use it, and a reference that is dead if nobody else holds it. Forgets all."""
+        found = [(frozenset(self._users[n]), weakref.ref(generator)) for n, (generator, _) in self._before.items()]
+        self._before.clear()
+        self._users.clear()
+        return found
+
+
+class GeneratorStates:
+    """Of those that are still there, as they are now."""
+
+    def __init__(self, references: Iterable[weakref.ReferenceType[torch.Generator]]) -> None:
+        found = (reference() for reference in references)
+        self._states = [(generator, generator.get_state()) for generator in found if generator is not None]
+
+    def restore(self) -> None:
+        for generator, state in self._states:
+            generator.set_state(state)
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Inside they are as they were; then as they are."""
+        now = GeneratorStates([weakref.ref(generator) for generator, _ in self._states])
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+class DrawWatch(TorchFunctionMode):
+    """Notes the generators that calls inside draw from."""
+
+    def __init__(self, drawn: DrawnGenerators) -> None:
+        super().__init__()
+        self._drawn = drawn
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._drawn.note(args, kwargs or {})
+        return func(*args, **(kwargs or {}))
