@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext import Checks, schedule
-from hydra_ext.errors import HydraError
+from hydra_ext.errors import HydraError, InvalidArgument
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.stage_program import event_seed
 
@@ -319,3 +319,13 @@ def train_unevenly(rank: int) -> str:
         pipe.close()
         return str(error)
     return ""
+
+
+def clip_too_soon(rank: int) -> tuple[str, float]:
+    """The error of a step that asks for a norm, and the loss of the next one that does not."""
+    with Pipeline(None, adamw, stages=make_stages(2), schedule="pipedream", microbatches=1, seed=5) as pipe:
+        try:
+            pipe.step([make_microbatch(0, 0)], loss_of, max_norm=1.0)
+        except InvalidArgument as error:
+            return str(error), pipe.step([make_microbatch(0, 0)], loss_of).loss.item()
+    return "", 0.0
