@@ -81,8 +81,8 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
         own.append(Part(stage, program, (module,), named))
     _refuse_weights_twice_here(own)
     built = {part.stage: module for part in own for module in part.modules}
-    given = {stage: module for stage, module in enumerate(modules) if isinstance(module, nn.Module)}
-    _refuse_shared_statistics({**given, **built})
+    known = {stage: each for stage, each in enumerate(modules) if isinstance(each, nn.Module)}
+    _refuse_shared_statistics({**known, **built})
     return Parts(tuple(own), _shared(modules, own))
 
 

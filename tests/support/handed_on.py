@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ def numbers_seen(rank: int) -> list[list[set[float]]]:
     return stages[1].seen  # type: ignore[return-value]
 
 
+@contextmanager
 def _link(rank: int, name: str) -> Iterator[tuple[Watch, Outbox | Inbox | None]]:
     watch = Watch(rank, 2, name, patience=20.0, describe=lambda: "")
     links = Links(rank, torch.device("cpu"), watch)
@@ -80,7 +82,7 @@ def _link(rank: int, name: str) -> Iterator[tuple[Watch, Outbox | Inbox | None]]
 def write_too_soon(rank: int) -> str:
     """The error of the rank that writes to what it has handed on, before the other one asks for it."""
     error = ""
-    for watch, end in _link(rank, "written"):
+    with _link(rank, "written") as (watch, end):
         tensor = torch.zeros(1000)
         if isinstance(end, Outbox):
             end.put(Message(0, 3, 8, (tensor,)))
@@ -102,7 +104,7 @@ def texts_that_never_repeat(rank: int) -> tuple[list[str], int]:
     texts += [f"{number}" for number in range(200)] + ["", "again"]
     arrived = []
     kept = 0
-    for _, end in _link(rank, "texts"):
+    with _link(rank, "texts") as (_, end):
         for number, text in enumerate(texts):
             if isinstance(end, Outbox):
                 end.put(Message(0, number, len(texts), (torch.tensor(number),), structure=text))
