@@ -42,7 +42,8 @@ class Announcements:
         stacked = torch.stack(list(losses))
         if self._outboxes:
             tensors, structure = take_apart(tuple(metrics), "the metrics that fn returned")
-            message = Message(output.batch, -1, len(losses), (stacked, *tensors), structure=structure)
+            copies = [tensor.clone() for tensor in tensors]  # fn may go on adding to a metric that it keeps
+            message = Message(output.batch, -1, len(losses), (stacked, *copies), structure=structure)
             for outbox in self._outboxes:
                 outbox.put(message)
         output.resolve(stacked, tuple(metrics))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.pipeline.lent import Lent
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, event_seed, reseed
 from hydra_ext.runtime.rounds.step import split
 
@@ -75,7 +76,8 @@ class ChainStage:
         value = self._module(value)
         reseed(event_seed(seed, self._index, after=True))
         if not self._last:
-            return ChainPass(box, leaving=value, stage=self._index)
+            lent = Lent(self._module, microbatch if box is None else None)
+            return ChainPass(box, leaving=value, lent=lent, stage=self._index)
         loss, metrics = split(fn(value, microbatch))
         return ChainPass(box, loss=loss, divisor=divisor, metrics=metrics)
 
@@ -88,6 +90,7 @@ class ChainPass:
         box: ArrivalBox | None,
         *,
         leaving: Any = None,
+        lent: Lent | None = None,
         stage: int = 0,
         loss: Tensor | None = None,
         divisor: int = 1,
@@ -98,13 +101,13 @@ class ChainPass:
         self.leaving: Crossing | None = None
         self.loss: Tensor | None = None
         self.metrics = pytree.tree_map_only(Tensor, Tensor.detach, metrics)
-        if loss is None:
+        if loss is None and lent is not None:
             tensors, structure = take_apart(leaving, f"stage {stage}")
             self._roots = tensors
             self.leaving = Crossing(
-                tuple(tensor.detach() for tensor in tensors), tuple(t.requires_grad for t in tensors), structure
+                tuple(lent.own(tensor) for tensor in tensors), tuple(t.requires_grad for t in tensors), structure
             )
-        else:
+        elif loss is not None:
             root = loss_root(loss, divisor)
             self._roots = [root]
             self.loss = loss.detach()

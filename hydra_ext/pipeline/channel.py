@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from hydra_ext.pipeline.messages import Announced
 
 _CPU = torch.device("cpu")
 _issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
+_STRUCTURES = 64  # that a link keeps
 _WORDS, _TENSORS = 0, 1  # tags; that of tensors grows with every new layout
 
 
@@ -80,6 +82,35 @@ class Layouts:
         self.repeats = layout == self.last
         self.number += not self.repeats
         self.last = layout
+
+
+class Structures:
+    """The structures that came last on a link, by their fingerprints: both ends keep the same ones, since they see the
+    same messages in the same order. A text may be of one message only: it can have numbers in it."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[int, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __contains__(self, fingerprint: int) -> bool:
+        return fingerprint in self._texts
+
+    def __getitem__(self, fingerprint: int) -> str:
+        return self._texts[fingerprint]
+
+    def note(self, fingerprint: int, text: str) -> None:
+        """Of each message in turn; the text does not matter where it is known."""
+        self._texts.setdefault(fingerprint, text)
+        self._texts.move_to_end(fingerprint)
+        if len(self._texts) > _STRUCTURES:
+            self._texts.popitem(last=False)
+
+
+def write_counts(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each has been written to, as far as it is counted."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass(frozen=True)

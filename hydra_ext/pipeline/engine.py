@@ -15,6 +15,7 @@ from hydra_ext.pipeline.alike import begin_alike
 from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.modes import Modes
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.split.listed import refuse_in_tuples
@@ -120,7 +121,8 @@ class Engine:
     def drain(self) -> None:
         """What is under way is finished: the modules' parameters are the newest weights. The next step tells of the
         updates."""
-        self._executor.run(self._stream.drain())
+        with torch.inference_mode(False), torch.enable_grad():  # what began with gradients, whatever the caller is in
+            self._executor.run(self._stream.drain())
 
     def refresh(self) -> None:
         """The parameters as they are now are all versions.
@@ -195,7 +197,7 @@ class Engine:
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
         if part.around is not None:
             program = part.around(program)
-        return OwnStage(part.stage, program, weights, optimizer)
+        return OwnStage(part.stage, program, weights, Modes(part.modules), optimizer)
 
     def _connect(self) -> None:
         """One link for each direction of each hop between ranks, in every line."""

@@ -16,6 +16,7 @@ from hydra_ext.errors import StateError
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
+from hydra_ext.pipeline.modes import Flags, Modes
 from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
@@ -67,6 +68,7 @@ class OwnStage:
     """A stage on this rank.
 
     Attributes:
+        modes: of its modules.
         optimizer: None where nothing of the stage is trained.
         inbox, outbox: activations from the stage before, and to the next; None at the ends, and where that stage is
             on this rank too.
@@ -76,6 +78,7 @@ class OwnStage:
     index: int
     program: StageProgram
     weights: StageWeights
+    modes: Modes
     optimizer: torch.optim.Optimizer | None
     inbox: Inbox | None = None
     outbox: Outbox | None = None
@@ -138,7 +141,7 @@ class Executor:
         self._device = device
         self._tier = tier
         self._batches: dict[int, Batch] = {}
-        self._passes: dict[tuple[int, int, int], StagePass] = {}
+        self._passes: dict[tuple[int, int, int], tuple[StagePass, Flags]] = {}
         self._leaving: dict[tuple[int, int, int], Message] = {}
         self._returning: dict[tuple[int, int, int], Message] = {}
         self._reduced: dict[int, list[StageGradients]] = {}
@@ -272,7 +275,7 @@ class Executor:
             seed=batch.seeds[action.microbatch],
             divisor=batch.divisor,
         )
-        self._passes[stage.index, action.batch, action.microbatch] = done
+        self._passes[stage.index, action.batch, action.microbatch] = done, stage.modes.now()
         if done.loss is not None:
             batch.losses[action.microbatch] = done.loss
             batch.metrics[action.microbatch] = done.metrics
@@ -295,8 +298,9 @@ class Executor:
         if stage.index + 1 < self._schedule.stages:
             gradients = self._take(stage.gradient_inbox, self._returning, action).tensors
         stage.weights.show(self._schedule.version_of(stage.index, action.batch))
-        done = self._passes.pop((stage.index, action.batch, action.microbatch))
-        returning = done.backward(gradients)
+        done, modes = self._passes.pop((stage.index, action.batch, action.microbatch))
+        with stage.modes.as_at(modes):  # the caller may have called eval() since
+            returning = done.backward(gradients)
         if stage.index > 0:
             message = Message(action.batch, action.microbatch, self._count(action), returning)
             self._returning[stage.index - 1, action.batch, action.microbatch] = message

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted
-from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message
+from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
@@ -45,6 +45,7 @@ class _Outgoing:
     """Words of the header, then tensors.
 
     Attributes:
+        counts: of writes to the tensors, when they were handed over.
         computed: when the tensors may be read.
         sends: of the words, and of the tensors, where they have begun.
     """
@@ -54,6 +55,7 @@ class _Outgoing:
     start: float
     words: list[Tensor]
     tensors: list[Tensor]
+    counts: list[int]
     layout: int
     computed: torch.cuda.Event | None
     sends: list[dist.Work]
@@ -77,7 +79,7 @@ class Outbox:
         self._channel = channel
         self._peer = peer
         self._watch = watch
-        self._known: set[str] = set()  # structures that the other side has
+        self._structures = Structures()
         self._layouts = Layouts()
         self._waiting = 0  # messages that have been put and not been sent
         self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
@@ -85,7 +87,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, message: Message) -> None:
-        """Its tensors must not be written to any more.
+        """Its tensors must not be written to any more, which ends the pipeline if it is noticed.
 
         Those of the host are sent from here: waking the link's thread first would take longer than the transport.
 
@@ -95,8 +97,9 @@ class Outbox:
         self._watch.check()
         start = time.perf_counter()
         tensors = [None if tensor is None else messages.dense(tensor) for tensor in message.tensors]
-        new = bool(message.structure) and message.structure not in self._known
-        self._known.add(message.structure)
+        kind = fingerprint(message.structure)
+        new = bool(message.structure) and kind not in self._structures
+        self._structures.note(kind, "")
         first = messages.encode(message, tensors, with_structure=new)
         if new:
             first.append(messages.as_words(message.structure))
@@ -104,7 +107,8 @@ class Outbox:
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
         self._layouts.note([Announced.of(tensor) for tensor in there])
         number, computed = self._layouts.number, _computed(self._device)
-        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, number, computed, [])
+        counts = write_counts(there)
+        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
@@ -144,6 +148,8 @@ class Outbox:
                         self._send(entry)
                     for send in entry.sends:
                         send.wait()
+                if write_counts(entry.tensors) != entry.counts:
+                    self._watch.fail(_written(self._watch.rank, entry, self._log.link))
                 self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
                 del entry, send  # and with them the tensors
                 with self._watch.changed:
@@ -171,7 +177,7 @@ class Inbox:
         self._device = device
         self._watch = watch
         self._stream = LinkStream(device)
-        self._structures: dict[int, str] = {}
+        self._structures = Structures()
         self._arrived: list[Message] = []
         self._expected = threading.Semaphore(0)
         self._posting = threading.Lock()  # for the two below
@@ -260,11 +266,9 @@ class Inbox:
         header = messages.decode(words)
         if header == END:
             return END
-        if header.structure_bytes:
-            text = messages.as_text(
-                self._channel.receive_words(-(-header.structure_bytes // 8)), header.structure_bytes
-            )
-            self._structures[header.fingerprint] = text
+        size = header.structure_bytes
+        text = messages.as_text(self._channel.receive_words(-(-size // 8)), size) if size else ""
+        self._structures.note(header.fingerprint, text)
         with self._posting:
             self._layouts.note([each for each in header.tensors if each is not None])
         return header
@@ -287,7 +291,7 @@ class Inbox:
             header.count,
             tuple(None if each is None else next(found) for each in header.tensors),
             header.requires_grad,
-            self._structures.get(header.fingerprint, ""),
+            self._structures[header.fingerprint],
         )
 
 
@@ -358,6 +362,16 @@ def _peer_ended(watch: Watch, peer: int, error: BaseException) -> None:
     logger.info("the connection with rank %d has ended: %s", peer, error)
     watch.fail(
         Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({describe_error(error)})")
+    )
+
+
+def _written(rank: int, entry: _Outgoing, link: str) -> Failure:
+    where = f"on the way of microbatch {entry.microbatch} of batch {entry.batch} ({link})"
+    return Failure(
+        rank,
+        where,
+        "a tensor that a stage has handed on was written to before it was sent: return a clone() of what the model "
+        "keeps and writes to again",
     )
 
 

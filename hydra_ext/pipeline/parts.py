@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
 from hydra_ext.pipeline.chain import ChainStage
@@ -64,7 +65,8 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
 
     Raises:
         InvalidArgument: what is given is no module and builds none.
-        UnsupportedModel: a parameter or a buffer is on meta.
+        UnsupportedModel: a parameter or a buffer is on meta, a weight is in two stages of one rank, or a module that
+            gathers statistics in two stages.
     """
     own = []
     several = _held_by_several(modules)
@@ -83,6 +85,10 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
         program = ChainStage(module, index=stage, last=stage == len(modules) - 1)
         named = tuple((f"{stage}.{name}", parameter) for name, parameter in module.named_parameters())
         own.append(Part(stage, program, (module,), named))
+    _refuse_weights_twice_here(own)
+    built = {part.stage: module for part in own for module in part.modules}
+    known = {stage: each for stage, each in enumerate(modules) if isinstance(each, nn.Module)}
+    _refuse_shared_statistics({**known, **built})
     here = {
         part.stage: {**dict(part.modules[0].named_parameters()), **dict(part.modules[0].named_buffers())}
         for part in own
@@ -101,6 +107,34 @@ def _held_by_several(modules: Sequence[StageModule]) -> list[dict[int, str]]:
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
                 names.setdefault(tensor, {})[stage] = name
     return [held for held in names.values() if len(held) > 1]
+
+
+def _refuse_weights_twice_here(own: Sequence[Part]) -> None:
+    """Each stage has versions and an optimizer of its own: the weight would be updated by both."""
+    users: dict[nn.Parameter, tuple[int, str]] = {}
+    for part in own:
+        for name, parameter in part.trained:
+            stage, other = users.setdefault(parameter, (part.stage, name))
+            if stage != part.stage:
+                raise UnsupportedModel(
+                    f"'{other}' and '{name}' are one weight, and the stages {[stage, part.stage]} are on one rank: put "
+                    "both uses into one stage, give each stage a weight of its own, or use as many ranks as stages"
+                )
+
+
+def _refuse_shared_statistics(stages: dict[int, nn.Module]) -> None:
+    """On one rank they would be gathered in another order than the microbatches', on two ranks apart."""
+    users: dict[nn.Module, tuple[int, str]] = {}
+    for stage, root in stages.items():
+        for name, module in root.named_modules():
+            if isinstance(module, _NormBase) and module.running_mean is not None:
+                first, other = users.setdefault(module, (stage, name))
+                if first != stage:
+                    raise UnsupportedModel(
+                        f"'{first}.{other}' and '{stage}.{name}' are one {type(module).__name__} in two stages, which "
+                        "gathers statistics over the calls of both: put both uses into one stage, or give each stage "
+                        "its own"
+                    )
 
 
 def _shared(modules: Sequence[StageModule], own: Sequence[Part]) -> tuple[dict[int, int | None], ...]:

@@ -66,7 +66,8 @@ class Pipeline:
             the host, all versions of them, and come to the device block by block, as with :func:`hydra_ext.offload`.
             Without it they are on the device.
         device: where this rank computes; its GPU if it has one, else the CPU, or with a budget a simulated device.
-        recompute: keep only what arrives at a stage, and run its forward again before its backward.
+        recompute: keep only what arrives at a stage, and a copy of the microbatch, and run its forward again before
+            its backward.
         seed: of all random numbers; the first rank's ``torch.initial_seed()`` unless given.
         patience: seconds after which a rank that gives no sign of life has failed.
         checks: switches for tests, with a budget.
@@ -134,7 +135,8 @@ class Pipeline:
 
         Args:
             microbatches: a list of microbatches, or a tensor or a mapping of tensors that is cut into as many as the
-                pipeline was made for.
+                pipeline was made for. They are the pipeline's until their backwards have run: with "2bw" until the
+                next step has returned.
             fn: gets the last stage's value and the microbatch; returns the loss, (loss, metrics) or a mapping with
                 "loss".
             max_norm: clip the gradients' norm, taken over all stages, to it; if it is not finite nothing is updated.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.kept import twice
 from hydra_ext.pipeline.split.module_state import ModuleState
 from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
@@ -30,8 +31,12 @@ class RecomputedStage:
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
     ) -> StagePass:
+        if not torch.is_grad_enabled():
+            return self._program.forward(fn, microbatch, arriving, seed=seed, divisor=divisor)
+        given = twice(microbatch)
+
         def run(values: Crossing | None) -> StagePass:
-            return self._program.forward(fn, microbatch, values, seed=seed, divisor=divisor)
+            return self._program.forward(fn, next(given), values, seed=seed, divisor=divisor)
 
         return _RecomputedPass(run, arriving, self._modules)
 

@@ -53,7 +53,7 @@ class Failure:
 
 
 class Watch:
-    """This rank's watch. ``failure`` is None until something has failed somewhere.
+    """This rank's watch. ``failure`` is None until something has failed somewhere; ``rank`` is this one.
 
     Args:
         patience: a rank that gives no sign of life for so many seconds has failed.
@@ -63,7 +63,7 @@ class Watch:
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
         self.failure: Failure | None = None
         self.changed = threading.Condition()  # notified when something arrives, and when something has failed
-        self._rank = rank
+        self.rank = rank
         self._world = world
         self._patience = patience
         self._describe = describe
@@ -131,7 +131,7 @@ class Watch:
         self._moved.set()
         if self._store is not None and threading.current_thread() is not self._thread:
             with suppress(RuntimeError):  # whoever holds the store may have ended already
-                self._store.set(f"alive/{self._rank}", "ended")
+                self._store.set(f"alive/{self.rank}", "ended")
             self._thread.join(timeout=self._patience)
 
     def _run(self) -> None:
@@ -139,7 +139,7 @@ class Watch:
         next_look = 0.0
         while not self._ended.is_set() and self.failure is None:
             try:
-                self._store.set(f"alive/{self._rank}", f"{count} {self._describe()}")
+                self._store.set(f"alive/{self.rank}", f"{count} {self._describe()}")
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + _PERIOD
                     self._look()
@@ -159,7 +159,7 @@ class Watch:
                 self.fail(failure)
             return
         now = time.monotonic()
-        others = [rank for rank in range(self._world) if rank != self._rank]
+        others = [rank for rank in range(self._world) if rank != self.rank]
         keys = [f"alive/{rank}" for rank in others if self._store.check([f"alive/{rank}"])]
         signs = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         for rank in others:

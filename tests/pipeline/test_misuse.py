@@ -79,14 +79,18 @@ def test_a_whole_batch_is_cut_into_microbatches() -> None:
     assert torch.equal(torch.cat(seen[:2]), whole["ids"])
 
 
-def test_a_norm_that_comes_too_late_is_refused() -> None:
+def test_whether_a_norm_comes_in_time_is_known_of_the_schedule() -> None:
     for schedule, refused in (("pipedream", True), ("2bw", False), ("1f1b", False)):
-        with Pipeline(
-            None, pipelines.adamw, stages=pipelines.make_stages(1), microbatches=1, schedule=schedule
-        ) as pipe:
+        with make_pipe(schedule=schedule, microbatches=1) as pipe:
             pipe.step(data(1), pipelines.loss_of, max_norm=1.0)  # one stage: nobody to wait for
         found = make(schedule, stages=3, microbatches=1 if refused else 4)
         assert norm_comes_in_time(found) is not refused
+
+
+def test_a_norm_that_comes_too_late_is_refused_and_the_next_step_works(tmp_path: Path) -> None:
+    for error, loss in run_ranks(pipelines.clip_too_soon, folder=tmp_path):
+        assert error.startswith("max_norm=1.0: this schedule updates a stage before all stages have the batch's grad")
+        assert loss > 0
 
 
 def test_after_its_end_nothing_works_but_closing_it_again() -> None:
@@ -151,6 +155,32 @@ def test_hooks_on_weights_with_versions_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="hooks"):
         make_pipe(stages=stages)
     make_pipe(stages=stages, schedule="1f1b").close()
+
+
+def test_what_two_stages_may_not_have_in_common_is_refused() -> None:
+    first, *middle, last = pipelines.make_stages(4)
+    last[-1].head = nn.Linear(pipelines.WIDTH, pipelines.CLASSES, bias=False)  # type: ignore[index,operator]
+    last[-1].head.weight = first[0].embedding.weight  # type: ignore[index]
+    norm = nn.BatchNorm1d(pipelines.WIDTH, affine=False)
+    normed = [nn.Sequential(each, nn.Flatten(0, 1), norm) for each in middle]
+    for stages, reason in (
+        ([first, *middle, last], r"'0\.0\.embedding\.weight' and '3\.2\.head\.weight' are one weight, .*\[0, 3\]"),
+        ([middle[0], middle[0]], r"are one weight"),
+        ([lambda: middle[0], lambda: middle[0]], r"are one weight"),
+        (normed, r"'0\.2' and '1\.2' are one BatchNorm1d in two stages"),
+    ):
+        for schedule in ("2bw", "gpipe"):
+            with pytest.raises(UnsupportedModel, match=reason):
+                make_pipe(stages=stages, schedule=schedule)
+
+
+def test_stages_of_one_rank_may_have_in_common_what_nobody_writes_to() -> None:
+    head, *_, tail = pipelines.make_stages(3)
+    frozen = nn.Sequential(nn.Tanh(), nn.Linear(pipelines.WIDTH, pipelines.WIDTH)).requires_grad_(False)
+    stages = [nn.Sequential(head, frozen), nn.Sequential(frozen, tail)]
+    with make_pipe(stages=stages) as pipe:
+        expected = pipelines.forward(stages, data()[0], 1).detach()
+        assert torch.equal(pipe.step(data(), pipelines.loss_of).losses[0], expected)
 
 
 def plain_model() -> tuple[nn.Module, Any]:

@@ -93,8 +93,8 @@ def test_recomputed_stages_give_the_same_with_dropout(schedule: str, tmp_path: P
 
 def test_evaluation_uses_the_newest_weights_and_changes_nothing(tmp_path: Path) -> None:
     cases = [
-        Case(schedule="2bw", stages=3, evaluates=True, max_norm=1.0, steps=8, recompute=recompute)
-        for recompute in (False, True)
+        Case(stages=3, evaluates=True, max_norm=1.0, steps=8, dropout=0.3, recompute=recompute, checkpoints=checkpoints)
+        for recompute, checkpoints in ((False, False), (True, False), (False, True), (True, True))
     ]
     check(cases, tmp_path, delay=1)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext import Checks, schedule
-from hydra_ext.errors import HydraError
+from hydra_ext.errors import HydraError, InvalidArgument
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.stage_program import event_seed
 
@@ -51,10 +53,21 @@ class Last(nn.Module):
         return self.head(x)
 
 
-def make_stages(count: int, *, dropout: float = 0.0) -> list[nn.Module]:
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: self.inner(x.clone()), x, use_reentrant=False)
+
+
+def make_stages(count: int, *, dropout: float = 0.0, checkpoints: bool = False) -> list[nn.Module]:
     """The same numbers in every process."""
     torch.manual_seed(0)
     stages: list[list[nn.Module]] = [[Layer(dropout), Layer(dropout)] for _ in range(count)]
+    if checkpoints:
+        stages = [[Checkpointed(layer) for layer in layers] for layers in stages]
     stages[0].insert(0, First())
     stages[-1].append(Last())
     return [nn.Sequential(*modules) for modules in stages]
@@ -101,6 +114,7 @@ class Case:
     steps: int = 20
     max_norm: float | None = None
     dropout: float = 0.0
+    checkpoints: bool = False  # around each layer, by the pipeline's stages only
     recompute: bool = False
     budget: int | None = None
     replicas: int = 1
@@ -143,7 +157,7 @@ class Trained:
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 def train(rank: int, case: Case) -> dict[str, Any]:
-    stages = make_stages(case.stages, dropout=case.dropout)
+    stages = make_stages(case.stages, dropout=case.dropout, checkpoints=case.checkpoints)
     pipe = Pipeline(
         None,
         OPTIMIZERS[case.optimizer],
@@ -165,7 +179,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         if step in case.drains:
             pipe.drain()
         if case.evaluates:
-            evaluations.append(pipe.evaluate(data_of(case, step + 100, pipe.replica), loss_of).losses)
+            evaluations.append(evaluate(pipe, stages, data_of(case, step + 100, pipe.replica), step))
     norms = [None if output.grad_norm is None else output.grad_norm.item() for output in outputs]
     losses = [output.losses for output in outputs]
     device = pipe.report().device
@@ -182,6 +196,17 @@ def train(rank: int, case: Case) -> dict[str, Any]:
         "device": device and device.as_dict(),
         "updates_behind": behind,
     }
+
+
+def evaluate(pipe: Pipeline, stages: Sequence[nn.Module], data: Any, step: int) -> Sequence[Tensor]:
+    """As users do it: each in turn, with gradients switched off around it, and without."""
+    for stage in stages:
+        stage.eval()
+    with (nullcontext(), torch.no_grad(), torch.inference_mode())[step % 3]:
+        losses = [loss.clone() for loss in pipe.evaluate(data, loss_of).losses]
+    for stage in stages:
+        stage.train()
+    return losses
 
 
 def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -235,8 +260,10 @@ def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
             scheduler.step()
         versions.append(copy.deepcopy(newest))
         if case.evaluates:
+            newest.eval()
             with torch.no_grad():
                 evaluated = [forward(newest, microbatch, 0) for microbatch in data_of(case, step + 100)]
+            newest.train()
             trained.evaluations.append(evaluated)
     trained.weights = {index: [p.detach() for p in stage.parameters()] for index, stage in enumerate(newest)}
     return trained
@@ -292,3 +319,13 @@ def train_unevenly(rank: int) -> str:
         pipe.close()
         return str(error)
     return ""
+
+
+def clip_too_soon(rank: int) -> tuple[str, float]:
+    """The error of a step that asks for a norm, and the loss of the next one that does not."""
+    with Pipeline(None, adamw, stages=make_stages(2), schedule="pipedream", microbatches=1, seed=5) as pipe:
+        try:
+            pipe.step([make_microbatch(0, 0)], loss_of, max_norm=1.0)
+        except InvalidArgument as error:
+            return str(error), pipe.step([make_microbatch(0, 0)], loss_of).loss.item()
+    return "", 0.0

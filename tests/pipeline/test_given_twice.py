@@ -1,0 +1,29 @@
+"""With recompute=True, a microbatch's second forward starts from what the first one started from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from support import given_twice
+from support.ranks import run_ranks
+
+
+def test_neither_the_forward_nor_the_data_loader_changes_what_is_run_again(tmp_path: Path) -> None:
+    for found in run_ranks(given_twice.weights, folder=tmp_path):
+        plain = found.pop("")
+        for kind, weights in found.items():
+            for index, (weight, expected) in enumerate(zip(weights, plain, strict=True)):
+                assert torch.equal(weight, expected), f"{kind}: weight {index}"
+
+
+def test_tensors_that_require_gradients_get_them(tmp_path: Path) -> None:
+    (first, error), _ = run_ranks(given_twice.gradients, False, folder=tmp_path)
+    assert all(first)
+    assert not error
+
+
+def test_and_may_not_be_written_to_before(tmp_path: Path) -> None:
+    (_, error), _ = run_ranks(given_twice.gradients, True, folder=tmp_path)
+    assert "was written to before its forward was run again" in error
