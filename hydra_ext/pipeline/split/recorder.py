@@ -7,7 +7,7 @@ operations it consists of say what it reads and writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,63 +18,8 @@ from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
 from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
+from hydra_ext.pipeline.split.usage import GlueContext, Refusal, Running, Usage
 from hydra_ext.pipeline.split.views import settle_views
-
-
-@dataclass
-class Usage:
-    """What an event, with the glue after it, needs and changes."""
-
-    roots: set[Root] = field(default_factory=set)
-    writes: set[Root] = field(default_factory=set)
-
-
-@dataclass
-class Running:
-    """The event that runs now.
-
-    Attributes:
-        arguments: its tensors.
-        written: memory from outside that it has written to, and that did not depend on events before.
-        reads_values: Python code in it has looked at a tensor's elements.
-    """
-
-    index: int
-    arguments: list[Tensor]
-    written: list[int] = field(default_factory=list)
-    reads_values: bool = False
-
-
-@dataclass
-class GlueContext:
-    """The glue call that runs now.
-
-    Attributes:
-        made: memory that came into being in it.
-        read: what it read that depends on events, by memory.
-        written: memory that it has written such things to, and that did not depend on events before.
-        tainted: its results depend on an event, or are random numbers.
-        writes: it has changed something in place.
-    """
-
-    roots: set[Root] = field(default_factory=set)
-    made: set[int] = field(default_factory=set)
-    read: dict[int, Tensor] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-    tainted: bool = False
-    writes: bool = False
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """No cut at a boundary whose step is in (after, until]; ``until`` None for all that follow."""
-
-    reason: str
-    after: int
-    until: int | None = None
-
-    def holds_at(self, step: int) -> bool:
-        return self.after < step and (self.until is None or step <= self.until)
 
 
 class Recorder:
@@ -263,6 +208,10 @@ class Recorder:
             context.writes = True
             if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
+            elif not tainted and _state(note):
+                context.state = True  # what it is made from has to be there, whether an event reads it or not
+                needed = self.usages[-1].roots if self.usages else self.everywhere
+                needed |= roots
             elif not tainted:
                 note.roots |= roots
             note.tainted |= tainted
@@ -300,7 +249,16 @@ class Recorder:
             self._note_everywhere(context.roots, arguments)
         elif not (context.writes or tensors_of(result)):
             self._note_everywhere(context.roots, [])
+        elif context.state and self.usages:
+            self._note_state_written(number, result, arguments)
         return iter(result) if name == "__iter__" else result
+
+    def _note_state_written(self, number: int, result: Any, arguments: list[Tensor]) -> None:
+        """Only the stage that has the state, and what it is made from, needs to make the call."""
+        leaves, tree = tree_flatten(result)
+        if all(_is_one_of(leaf, arguments) if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN) for leaf in leaves):
+            found = tuple(self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves))
+            self.calls[number] = replace(self.calls[number], structure=Structure(found, tree))
 
     def _note_everywhere(self, roots: Iterable[Root], arguments: list[Tensor]) -> None:
         self.everywhere |= set(roots)

@@ -23,6 +23,7 @@ from hydra_ext.pipeline.split.operations import Operation, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.recorder import Recorder
+from hydra_ext.pipeline.split.replaced import ReplacedBuffers
 from hydra_ext.pipeline.split.restoring import unchanged_modules
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
@@ -93,6 +94,7 @@ def _run(
         recorder.note_root(buffer, ("buffer", name))
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
+    buffers = ReplacedBuffers(recorder, model)
     numbers: dict[str, float] = {}
 
     def call(
@@ -102,8 +104,17 @@ def _run(
             return forward(*args, **kwargs)
         if not events.events:
             numbers.update(outside_numbers(model, blocks.values()))
-        with events.event(name, block, args, kwargs) as event, present(block, device, recorder.stands_for):
+        with torch._C.DisableTorchFunction():
+            buffers.end_glue()
+        with (
+            events.event(name, block, args, kwargs) as event,
+            present(block, device, recorder.stands_for),
+            buffers.during_event() as replaced,
+        ):
             event.output = forward(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            buffers.after_event(replaced)
+            buffers.begin_glue()
         return event.output
 
     randomness.begin()
@@ -112,6 +123,8 @@ def _run(
     if not events.events:
         raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
     recorder.finish(result)
+    buffers.end_glue()
+    buffers.refuse_carried()
     changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
     if changed:
         recorder.refuse(

@@ -93,7 +93,7 @@ class StageRun(TorchFunctionMode):
                 f"step {self._step} of the forward is {name}; in the rehearsal it was {expected}. It may depend on the "
                 "microbatch's shapes and Python numbers only, or give stages= explicitly"
             )
-            if self._lo == 0 and not any(event.writes for event in self._rehearsal.events[: self._event]):
+            if self._lo == 0 and not any(event.writes | event.sets for event in self._rehearsal.events[: self._event]):
                 raise OtherWay(message, (*way[: self._step], name))
             raise SplitError(message)
         self._step += 1
