@@ -16,10 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
-from hydra_ext.pipeline.split.carried import attribute_tensors, left_on_modules, outside_numbers, refuse_carried
+from hydra_ext.pipeline.split.carried import (
+    attribute_tensors,
+    kept_elsewhere,
+    left_on_modules,
+    outside_numbers,
+    refuse_carried,
+)
 from hydra_ext.pipeline.split.conclusions import concluded
 from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
+from hydra_ext.pipeline.split.notes import Note
 from hydra_ext.pipeline.split.operations import Operation, call_name
+from hydra_ext.pipeline.split.plain_state import PlainReads, PlainState
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.recorder import Recorder
@@ -42,9 +50,9 @@ def rehearse(
 ) -> Rehearsal:
     """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and changes nothing.
 
-    It runs once; a second time where the first has left tensors on modules, to see who reads them there. Parameters,
-    buffers, attributes of modules, random state and gradients are afterwards what they were. What else ``fn`` changes
-    (a counter of its own) it has changed.
+    It runs once; a second time where the first has left something on modules or elsewhere, to see who reads it there.
+    Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
+    ``fn`` changes (a counter of its own) it has changed.
 
     Args:
         model: that ``fn`` calls; its parameters real, or absent but for those of the glue.
@@ -66,11 +74,20 @@ def rehearse(
         with unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
-            drafts = _run(recorder, model, found, fn, microbatch, randomness, device)
+            state = PlainState(recorder, model)
+            drafts = _run(recorder, state, model, found, fn, microbatch, randomness, device)
             left = left_on_modules(recorder, model, before)
-            if left:
-                _run(again, model, found, fn, microbatch, randomness, device)
-                refuse_carried(recorder, again, left)
+            kept = kept_elsewhere(recorder, model)
+            if left or kept or state.left or state.given:
+                for root, (_, memory) in kept.items():
+                    again.notes.put_at(memory, Note(roots=frozenset({root}), foreign=True))
+                reads = PlainReads(again, state, model)
+                try:
+                    _run(again, reads, model, found, fn, microbatch, randomness, device)
+                finally:
+                    reads.reads.end()
+                refuse_carried(recorder, again, left | {root: events for root, (events, _) in kept.items()}, left)
+                state.refuse(reads.reads, again, [draft.name for draft in drafts])
     finally:
         torch.set_autocast_cache_enabled(cached)
         again.undo.restore()
@@ -81,6 +98,7 @@ def rehearse(
 
 def _run(
     recorder: Recorder,
+    state: PlainState | PlainReads,
     model: nn.Module,
     blocks: dict[str, nn.Module],
     fn: Callable[[Any], Any],
@@ -106,6 +124,7 @@ def _run(
             numbers.update(outside_numbers(model, blocks.values()))
         with torch._C.DisableTorchFunction():
             buffers.end_glue()
+            state.begin_event(args, kwargs)
         with (
             events.event(name, block, args, kwargs) as event,
             present(block, device, recorder.stands_for),
@@ -115,7 +134,9 @@ def _run(
         with torch._C.DisableTorchFunction():
             buffers.after_event(replaced)
             buffers.begin_glue()
-        return event.output
+            output, event.output = event.output, None  # nothing of the forward is to be held here
+            state.end_event(name, args, kwargs, output)
+        return output
 
     randomness.begin()
     with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder):
@@ -125,6 +146,7 @@ def _run(
     recorder.finish(result)
     buffers.end_glue()
     buffers.refuse_carried()
+    state.end_glue()
     changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
     if changed:
         recorder.refuse(

@@ -20,7 +20,7 @@ class ReplacedBuffers:
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
-        self._model = model
+        self._modules = dict(model.named_modules())
         self._before: dict[str, Tensor | None] = {}
         self._set: dict[str, int] = {}  # by glue alike in all stages: after which event, the last time
 
@@ -83,7 +83,7 @@ class ReplacedBuffers:
     def _entries(self) -> dict[str, Tensor | None]:
         return {
             f"{name}.{key}" if name else key: tensor
-            for name, module in self._model.named_modules()
+            for name, module in self._modules.items()
             for key, tensor in module._buffers.items()
         }
 

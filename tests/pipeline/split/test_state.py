@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from support.split_models_own import text, text_loss
+from support.split_models_own import Stack, text, text_loss
 from support.split_models_state import (
     AssignsAtTheEnd,
     AssignsOnly,
     AveragesWeight,
+    Cache,
+    CarriesOut,
+    Counter,
+    Counting,
+    CountingRepeats,
     CountsSteps,
+    FirstTime,
+    GivesCounter,
+    KeepsInQueue,
+    KeepsStates,
+    Logs,
     Momentum,
     OwnLoads,
     ReadsLoads,
+    SetsUp,
+    Truncated,
+    UsesCache,
 )
 from support.split_stages import Fn, assert_same, rehearsed, run, run_plainly, shared
 
@@ -26,7 +43,7 @@ BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
 def possible_cuts(model: nn.Module, fn: Fn = text_loss, batches: list[Any] = BATCHES) -> list[int]:
     """Each gives what the whole model gives in several microbatches."""
     expected = run_plainly(model, fn, batches)
-    rehearsal = rehearsed(model, fn, batches[0])
+    rehearsal = rehearsed(copy.deepcopy(model), fn, batches[0])  # nothing here depends on what a rehearsal puts back
     for boundary in rehearsal.possible_cuts:
         found = run(model, fn, batches, [boundary], rehearsal)
         assert_same(found, expected, shared(model, rehearsal, [boundary]))
@@ -80,3 +97,83 @@ def test_weights_that_follow_others_have_them() -> None:
     assert possible_cuts(Momentum(at_the_end=False)) == list(range(1, 11))
     # the slow layers, the events 6 to 9, are used there and written to after the last
     assert possible_cuts(Momentum(at_the_end=True)) == [1, 2, 3, 4, 5, 6, 10]
+
+
+# ---- tensors that one microbatch keeps for the next ------------------------------------------------------------------
+def test_tensors_deep_in_containers_are_carried_in_one_stage() -> None:
+    assert possible_cuts(KeepsStates()) == [5]
+    assert "states[2][0] is carried from one microbatch to the next" in why(KeepsStates(), 3)
+
+
+@pytest.mark.parametrize(
+    ("kept", "name"),
+    [(deque([torch.zeros(())], maxlen=1), "kept[0]"), (SimpleNamespace(mean=torch.zeros(())), "kept.mean")],
+)
+def test_tensors_in_queues_and_objects_are_carried_in_one_stage(kept: Any, name: str) -> None:
+    rehearsal = rehearsed(KeepsInQueue(kept), text_loss, BATCHES[0])
+    assert rehearsal.possible_cuts == [5]
+    assert f"{name} is carried" in rehearsal.boundaries[1].reasons[0]
+
+
+def test_what_the_function_carries_outside_of_the_model_is_refused() -> None:
+    rehearsal = rehearsed(CarriesOut(), Truncated(), BATCHES[0])
+    assert rehearsal.possible_cuts == []
+    assert all("kept outside the model" in boundary.reasons[0] for boundary in rehearsal.boundaries[1:6])
+
+
+def test_a_function_may_keep_what_only_its_end_reads() -> None:
+    assert possible_cuts(Stack(), Logs()) == [1, 2, 3, 4, 5]
+
+
+# ---- numbers, flags and names ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("kind", "name"), [("flag", "first"), ("name", "name"), ("counts", "counts['all'][0]")])
+def test_what_glue_sets_for_the_next_microbatch_is_set_in_every_stage_that_reads_it(kind: str, name: str) -> None:
+    assert possible_cuts(FirstTime(kind)) == [5]
+    assert f"{name} is set after block layers.3" in why(FirstTime(kind), 3)
+
+
+def test_what_only_a_block_counts_and_reads_stays_in_its_stage() -> None:
+    assert possible_cuts(Counting()) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda layer: layer.calls, "calls"),
+        (lambda layer: layer.stats["calls"], "stats['calls']"),
+        (lambda layer: layer.object.number, "object.number"),
+    ],
+)
+def test_what_a_block_counts_is_read_before_a_cut_only(read: Callable[[Any], float], name: str) -> None:
+    assert possible_cuts(Counting(read)) == [1]
+    assert f"block layers.0 changes layers.0.{name}, which is read between blocks" in why(Counting(read), 4)
+
+
+def test_calls_of_one_counting_block_stay_together() -> None:
+    assert possible_cuts(CountingRepeats()) == [1, 5]
+    assert "which is read in block layers.0" in why(CountingRepeats(), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cuts"), [(Counter, [1, 5]), (list, [1]), (dict, [1]), (lambda: SimpleNamespace(number=0), [1])]
+)
+def test_what_blocks_count_in_what_they_are_given_is_refused(kind: Callable[[], Any], cuts: list[int]) -> None:
+    assert possible_cuts(GivesCounter(kind)) == cuts
+    assert "block layers.0 changes argument 1" in why(GivesCounter(kind), 3)
+
+
+@pytest.mark.parametrize("kind", [Cache, dict])
+def test_caches_of_which_each_block_reads_its_own_part_may_be_cut(kind: Callable[[], Any]) -> None:
+    assert possible_cuts(UsesCache(kind)) == [1, 2, 3, 4, 5]
+
+
+def test_settings_that_are_found_out_where_they_are_read_may_be_cut() -> None:
+    assert possible_cuts(SetsUp()) == [1, 2, 3, 4, 5]
+
+
+def test_a_rehearsal_leaves_the_classes_of_what_it_watched() -> None:
+    model = Counting(lambda layer: layer.object.number)
+    before = [(type(module), dict(module.__dict__)) for module in model.modules()]
+    rehearsed(model, text_loss, BATCHES[0])
+    assert [(type(module), dict(module.__dict__)) for module in model.modules()] == before
+    assert all(type(layer.object) is Counter for layer in model.layers)  # type: ignore[union-attr]
