@@ -14,8 +14,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hydra_ext.pipeline.split.graph_nodes import GraphElsewhere
+from hydra_ext.pipeline.split.metrics import tensors_inside, unsearched
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
-from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
+from hydra_ext.pipeline.split.operations import (
+    GRAPH_NODE,
+    VALUE_COPIES,
+    VALUE_OPERATIONS,
+    VALUE_READS,
+    Operation,
+    checkpoint_frame,
+)
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
 from hydra_ext.pipeline.split.usage import GlueContext, Refusal, Running, Usage
@@ -117,10 +126,17 @@ class Recorder:
 
     def finish(self, result: Any) -> None:
         self.step += 1
-        for tensor in tensors_of(result):
+        strange = unsearched(result)
+        if strange is not None:
+            self.refuse(
+                f"fn returns a {strange}, in which tensors may be: return tensors in tuples, lists or dicts", after=0
+            )
+        for tensor in tensors_inside(result):
             if self.depends_on_events(tensor):
                 self.use(tensor)
             note = self.notes.get(tensor)
+            if note is not None:
+                self._is_known(tensor, note)
             if note is not None and self.usages:
                 self.usages[-1].roots |= note.roots
         for tensor, key in list(self._current.items()):  # type: ignore[no-untyped-call]
@@ -324,7 +340,8 @@ class Recorder:
 
     def _leaf(self, number: int, place: int, leaf: Any, arguments: list[Tensor]) -> Leaf:
         if not isinstance(leaf, Tensor):
-            return Constant(leaf)
+            is_node = leaf is not None and self.calls[number].name == GRAPH_NODE
+            return Constant(GraphElsewhere() if is_node else leaf)
         for i, argument in enumerate(arguments):
             if leaf is argument:
                 return Argument(i)

@@ -11,31 +11,39 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from hydra_ext.errors import SplitError
+from support.split_models import Batch
+from support.split_models_beside import (
+    AsksForGraph,
+    Cache,
+    Counter,
+    Counting,
+    CountingRepeats,
+    FirstTime,
+    GivesCounter,
+    Info,
+    Measures,
+    SetsUp,
+    UsesCache,
+)
 from support.split_models_own import Stack, text, text_loss
 from support.split_models_state import (
     AssignsAtTheEnd,
     AssignsOnly,
     AveragesWeight,
-    Cache,
     CarriesOut,
-    Counter,
-    Counting,
-    CountingRepeats,
     CountsSteps,
-    FirstTime,
-    GivesCounter,
     KeepsInQueue,
     KeepsStates,
     Logs,
     Momentum,
     OwnLoads,
     ReadsLoads,
-    SetsUp,
     Truncated,
-    UsesCache,
 )
-from support.split_stages import Fn, assert_same, rehearsed, run, run_plainly, shared
+from support.split_stages import Fn, assert_same, cut, rehearsed, run, run_plainly, shared, without
 
 BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
 
@@ -177,3 +185,54 @@ def test_a_rehearsal_leaves_the_classes_of_what_it_watched() -> None:
     rehearsed(model, text_loss, BATCHES[0])
     assert [(type(module), dict(module.__dict__)) for module in model.modules()] == before
     assert all(type(layer.object) is Counter for layer in model.layers)  # type: ignore[union-attr]
+
+
+# ---- what is asked of values of other stages, and what is returned of them -------------------------------------------
+@pytest.mark.parametrize("asks", [lambda h: h.requires_grad, lambda h: h.grad_fn is not None, lambda h: not h.is_leaf])
+def test_whether_a_value_has_a_graph_is_known_where_the_value_is_not(asks: Callable[[torch.Tensor], bool]) -> None:
+    assert possible_cuts(AsksForGraph(asks)) == [1, 2, 3, 4, 5]
+
+
+def test_the_graph_of_a_value_that_is_not_there_is_an_error() -> None:
+    model = AsksForGraph(lambda h: "Add" in h.grad_fn.name())
+    stages = cut(model, text_loss, rehearsed(model, text_loss, BATCHES[0]), [4])
+    with pytest.raises(SplitError, match=r"grad_fn\.name is asked of a value of another stage"):
+        stages.forward(BATCHES[0])
+
+
+def measured(wrap: Callable[[torch.Tensor, torch.Tensor], Any]) -> Fn:
+    def fn(model: nn.Module, batch: Batch) -> Any:
+        out, norm, count = model(batch["x"])
+        return F.cross_entropy(out.flatten(0, 1), batch["y"].flatten()), wrap(norm, count)
+
+    return fn
+
+
+@pytest.mark.parametrize("boundary", [1, 3, 5])
+def test_metrics_in_objects_have_the_values_and_no_graph(boundary: int) -> None:
+    model = Measures()
+    fn = measured(lambda norm, count: {"space": SimpleNamespace(norm=norm, parts=[(count,)]), "info": Info(norm, "a")})
+    expected = fn(model, BATCHES[0])[1]
+    found = cut(model, fn, rehearsed(model, fn, BATCHES[0]), [boundary]).forward(BATCHES[0])[-1].metrics
+    assert torch.equal(found["space"].norm, expected["space"].norm)
+    assert torch.equal(found["space"].parts[0][0], expected["space"].parts[0][0])
+    assert torch.equal(found["info"].early, expected["info"].early)
+    assert found["info"].name == "a"
+    assert not found["space"].norm.requires_grad
+    assert not found["info"].early.requires_grad
+
+
+def test_metrics_that_cannot_be_searched_are_refused() -> None:
+    fn = measured(lambda norm, _count: torch.distributions.Normal(norm, 1.0))
+    assert "fn returns a Normal, in which tensors may be" in why(Measures(), 3, fn)
+
+
+def test_a_metric_of_which_the_rehearsal_knew_nothing_is_missed() -> None:
+    model = Measures()
+    fn = measured(lambda norm, _count: Info(norm, "a"))
+    rehearsal = rehearsed(model, fn, BATCHES[0])
+    crossing = rehearsal.boundaries[3].values
+    norms = [key for key in crossing if not rehearsal.values[key].shape]
+    assert len(norms) == 1
+    with pytest.raises(SplitError, match="a metric depends on a value of another stage"):
+        cut(model, fn, without(rehearsal, 3, norms[0]), [3]).forward(BATCHES[0])
