@@ -6,30 +6,25 @@ microbatch to the next is right only where the same stage leaves it and reads it
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 
+from hydra_ext.pipeline.split.held import entries, module_roots
+from hydra_ext.pipeline.split.notes import MemoryOf, Root
 from hydra_ext.pipeline.split.recorder import Recorder
-
-_NO_ATTRIBUTES = {"_parameters", "_buffers", "_modules"}
+from hydra_ext.pipeline.split.tensors import storage_key
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors that modules hold, also in a list, tuple or dict, but for parameters and buffers."""
-    for module_name, module in model.named_modules():
-        for attribute, value in module.__dict__.items():
-            if attribute in _NO_ATTRIBUTES:
-                continue
-            name = f"{module_name}.{attribute}" if module_name else attribute
-            if isinstance(value, Tensor):
-                yield name, value
-            elif isinstance(value, (list, tuple, dict)):
-                members = value.items() if isinstance(value, dict) else enumerate(value)
-                yield from ((f"{name}[{place!r}]", member) for place, member in members if isinstance(member, Tensor))
+    """Names and tensors that modules hold, also in containers and objects, but for parameters and buffers."""
+    for entry in entries(module_roots(dict(model.named_modules()))):
+        if isinstance(entry.value, Tensor):
+            yield entry.path, entry.value
 
 
 def outside_numbers(model: nn.Module, blocks: Collection[nn.Module]) -> dict[str, float]:
@@ -44,9 +39,9 @@ def outside_numbers(model: nn.Module, blocks: Collection[nn.Module]) -> dict[str
     }
 
 
-def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tensor]) -> dict[str, int]:
-    """Names of the tensors that the forward has set on modules since the first event, and which event's stage did."""
-    left: dict[str, int] = {}
+def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tensor]) -> dict[Root, set[int]]:
+    """The tensors that the forward has set on modules since the first event, and which events' stages did."""
+    left: dict[Root, set[int]] = {}
     for name, tensor in attribute_tensors(model):
         note = recorder.notes.get(tensor)
         if before.get(name) is tensor or note is None:
@@ -54,23 +49,58 @@ def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tens
         key = recorder.key_of(tensor)
         step = recorder.values[key].made if key is not None else note.made
         if step >= recorder.event_steps[0]:
-            left[name] = bisect_right(recorder.event_steps, step) - 1
+            left["buffer", name] = {_event_at(recorder, step)}
     return left
 
 
-def refuse_carried(recorder: Recorder, again: Recorder, left: dict[str, int]) -> None:
-    """No cut between who left something and who reads it in the next microbatch, which ``again`` has recorded."""
-    if [call.name for call in again.calls] != [call.name for call in recorder.calls]:
+def kept_elsewhere(recorder: Recorder, model: nn.Module) -> dict[Root, tuple[set[int], MemoryOf]]:
+    """What the forward has made since the first event, or written to, and somebody else than the model has kept."""
+    if not _alive(recorder, model):
+        return {}
+    gc.collect()  # what only garbage holds is not kept
+    return {
+        ("kept", f"a tensor that is kept outside the model ({number})"): (events, memory)
+        for number, (events, memory) in enumerate(_alive(recorder, model))
+    }
+
+
+def _alive(recorder: Recorder, model: nn.Module) -> list[tuple[set[int], MemoryOf]]:
+    held = (*model.parameters(), *model.buffers(), *(tensor for _, tensor in attribute_tensors(model)))
+    known = {storage_key(tensor) for tensor in held}
+    found = []
+    for memory, note in recorder.notes.alive():
+        steps = [*note.writes, *([] if note.foreign else [note.made])]
+        events = {_event_at(recorder, step) for step in steps if step >= recorder.event_steps[0]}
+        if events and memory.key not in known:
+            found.append((events, memory))
+    return found
+
+
+def _event_at(recorder: Recorder, step: int) -> int:
+    return bisect_right(recorder.event_steps, step) - 1
+
+
+def refuse_carried(
+    recorder: Recorder, again: Recorder, left: Mapping[Root, Collection[int]], on_modules: Collection[Root]
+) -> None:
+    """No cut between who left something and who reads it in the next microbatch, which ``again`` has recorded.
+
+    Args:
+        on_modules: those of them about which nothing can be said if the next microbatch takes another way.
+    """
+    another_way = [call.name for call in again.calls] != [call.name for call in recorder.calls]
+    if another_way and (on_modules or len(again.usages) != len(recorder.usages)):
         recorder.refuse("the model takes another way in the second microbatch than in the first", after=0)
         return
-    for name, writer in left.items():
-        reason = f"{name} is carried from one microbatch to the next, and left there by another stage than reads it"
-        if ("buffer", name) in again.everywhere:
+    for root, writers in left.items():
+        reason = f"{root[1]} is carried from one microbatch to the next, and left there by another stage than reads it"
+        if root in again.everywhere:
             recorder.refuse(reason, after=0)
         for reader, usage in enumerate(again.usages):
-            if ("buffer", name) in usage.roots and reader != writer:
-                first, last = sorted((reader, writer))
-                recorder.refuse(reason, after=recorder.event_steps[first], until=recorder.event_steps[last])
+            for writer in writers:
+                if root in usage.roots and reader != writer:
+                    first, last = sorted((reader, writer))
+                    recorder.refuse(reason, after=recorder.event_steps[first], until=recorder.event_steps[last])
 
 
 def refuse_shared_generators(recorder: Recorder) -> tuple[ReferenceType[torch.Generator], ...]:

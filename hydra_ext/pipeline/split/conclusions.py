@@ -12,7 +12,8 @@ from hydra_ext.pipeline.split.events import EventDraft
 from hydra_ext.pipeline.split.lasting import Lasting
 from hydra_ext.pipeline.split.notes import Root
 from hydra_ext.pipeline.split.record import Boundary, Event, Key, Rehearsal, Value
-from hydra_ext.pipeline.split.recorder import Recorder, Usage
+from hydra_ext.pipeline.split.recorder import Recorder
+from hydra_ext.pipeline.split.usage import Usage
 
 
 def concluded(
@@ -50,9 +51,10 @@ def _event(draft: EventDraft, usage: Usage) -> Event:
         inner=tuple(draft.inner),
         attributes=tuple(draft.attributes),
         parameters=_names(usage.roots, "parameter"),
-        buffers=_names(usage.roots | usage.writes, "buffer"),
+        buffers=_names(usage.roots | usage.writes | usage.sets, "buffer"),
         inputs=_names(usage.roots, "input"),
         writes=_names(usage.writes, "buffer") | _names(usage.writes, "parameter"),
+        sets=_names(usage.sets, "buffer"),
     )
 
 

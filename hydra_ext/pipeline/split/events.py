@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, InnerCall, Key, Leaf, Made, Structure
-from hydra_ext.pipeline.split.recorder import Recorder, Running, Usage
+from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import Arrival, tensors_of
+from hydra_ext.pipeline.split.usage import Running, Usage
 
 
 @dataclass

@@ -42,6 +42,14 @@ class Note:
     made: int = 0
 
 
+@dataclass(frozen=True)
+class MemoryOf:
+    """A piece of memory, which this does not keep alive."""
+
+    key: int
+    reference: StorageWeakRef
+
+
 _Content = TypeVar("_Content")
 
 
@@ -69,6 +77,16 @@ class ByStorage(Generic[_Content]):
 
     def contents(self) -> Iterator[_Content]:
         return (content for _, content in self._entries.values())
+
+    def alive(self) -> Iterator[tuple[MemoryOf, _Content]]:
+        """Memory that somebody holds, but for tensors without storage."""
+        self.purge()
+        for key, (holder, content) in list(self._entries.items()):
+            if isinstance(holder, StorageWeakRef):
+                yield MemoryOf(key, holder), content
+
+    def put_at(self, memory: MemoryOf, content: _Content) -> None:
+        self._entries[memory.key] = (memory.reference, content)
 
     def purge(self) -> None:
         """Forgets memory that nobody holds any more."""

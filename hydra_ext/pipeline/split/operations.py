@@ -23,6 +23,9 @@ VALUE_COPIES = {"tensor", "as_tensor", "asarray", "scalar_tensor"}  # torch.tens
 VALUE_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero"}
 # Attributes of a tensor that are tensors.
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
+# Attributes that tell of a tensor's graph, which a stand-in has not got.
+_OF_GRAPH = {"requires_grad", "is_leaf", "grad_fn"}
+GRAPH_NODE = "__get__ grad_fn"
 _STATISTICS = ("running_mean", "running_var")  # written by operations whose schema does not say so
 
 
@@ -70,7 +73,8 @@ def call_name(function: Callable[..., Any]) -> str | None:
     name = getattr(function, "__name__", None) or str(function)
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-        return f"{name} {attribute}" if attribute in _TENSOR_ATTRIBUTES else None
+        is_numbered = attribute in _TENSOR_ATTRIBUTES or (name == "__get__" and attribute in _OF_GRAPH)
+        return f"{name} {attribute}" if is_numbered else None
     return name
 
 

@@ -109,11 +109,15 @@ def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> froz
 
 
 def buffer_owners(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, int]:
-    """The stage whose copy of each buffer is the right one: that which writes to it, else that which reads it first."""
+    """The stage whose copy of each buffer is the right one.
+
+    That which writes to it, else the last that replaces it, else that which reads it first.
+    """
     owners: dict[str, int] = {}
     stage_of = [sum(cut <= number for cut in cuts) for number in range(len(rehearsal.events))]
-    for names in ("writes", "buffers"):
-        for number, event in enumerate(rehearsal.events):
+    numbered = list(enumerate(rehearsal.events))
+    for names in ("writes", "sets", "buffers"):
+        for number, event in reversed(numbered) if names == "sets" else numbered:
             for name in getattr(event, names):
                 owners.setdefault(name, stage_of[number])
     blocks = {f"{event.name}.": stage_of[number] for number, event in reversed(list(enumerate(rehearsal.events)))}

@@ -157,6 +157,7 @@ class Event:
         attributes: tensors it set on modules: module in the block, attribute, value.
         parameters, buffers, inputs: whose values it, or the glue after it, needs.
         writes: parameters and buffers that it changes.
+        sets: buffers that the glue after it replaces by what every stage that comes there computes alike.
     """
 
     name: str
@@ -170,6 +171,7 @@ class Event:
     buffers: frozenset[str]
     inputs: frozenset[str]
     writes: frozenset[str]
+    sets: frozenset[str] = frozenset()
 
     def text(self) -> str:
         inner = [(call.module, call.structure.text()) for call in self.inner]

@@ -7,7 +7,7 @@ operations it consists of say what it reads and writes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,68 +15,22 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hydra_ext.pipeline.split.generators import DrawnGenerators
+from hydra_ext.pipeline.split.graph_nodes import GraphElsewhere
 from hydra_ext.pipeline.split.lasting import Writes
+from hydra_ext.pipeline.split.metrics import tensors_inside, unsearched
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
-from hydra_ext.pipeline.split.operations import VALUE_COPIES, VALUE_OPERATIONS, VALUE_READS, Operation, checkpoint_frame
+from hydra_ext.pipeline.split.operations import (
+    GRAPH_NODE,
+    VALUE_COPIES,
+    VALUE_OPERATIONS,
+    VALUE_READS,
+    Operation,
+    checkpoint_frame,
+)
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
+from hydra_ext.pipeline.split.usage import GlueContext, Refusal, Running, Usage
 from hydra_ext.pipeline.split.views import settle_views
-
-
-@dataclass
-class Usage:
-    """What an event, with the glue after it, needs and changes."""
-
-    roots: set[Root] = field(default_factory=set)
-    writes: set[Root] = field(default_factory=set)
-
-
-@dataclass
-class Running:
-    """The event that runs now.
-
-    Attributes:
-        arguments: its tensors.
-        written: memory from outside that it has written to, and that did not depend on events before.
-        reads_values: Python code in it has looked at a tensor's elements.
-    """
-
-    index: int
-    arguments: list[Tensor]
-    written: list[int] = field(default_factory=list)
-    reads_values: bool = False
-
-
-@dataclass
-class GlueContext:
-    """The glue call that runs now.
-
-    Attributes:
-        made: memory that came into being in it.
-        read: what it read that depends on events, by memory.
-        written: memory that it has written such things to, and that did not depend on events before.
-        tainted: its results depend on an event, or are random numbers.
-        writes: it has changed something in place.
-    """
-
-    roots: set[Root] = field(default_factory=set)
-    made: set[int] = field(default_factory=set)
-    read: dict[int, Tensor] = field(default_factory=dict)
-    written: set[int] = field(default_factory=set)
-    tainted: bool = False
-    writes: bool = False
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """No cut at a boundary whose step is in (after, until]; ``until`` None for all that follow."""
-
-    reason: str
-    after: int
-    until: int | None = None
-
-    def holds_at(self, step: int) -> bool:
-        return self.after < step and (self.until is None or step <= self.until)
 
 
 class Recorder:
@@ -178,10 +132,17 @@ class Recorder:
 
     def finish(self, result: Any) -> None:
         self.step += 1
-        for tensor in tensors_of(result):
+        strange = unsearched(result)
+        if strange is not None:
+            self.refuse(
+                f"fn returns a {strange}, in which tensors may be: return tensors in tuples, lists or dicts", after=0
+            )
+        for tensor in tensors_inside(result):
             if self.depends_on_events(tensor):
                 self.use(tensor)
             note = self.notes.get(tensor)
+            if note is not None:
+                self._is_known(tensor, note)
             if note is not None and self.usages:
                 self.usages[-1].roots |= note.roots
         for tensor, key in list(self._current.items()):  # type: ignore[no-untyped-call]
@@ -270,9 +231,13 @@ class Recorder:
             context.writes = True
             if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
+            elif not tainted and _state(note):
+                context.state = True  # what it is made from has to be there, whether an event reads it or not
+                needed = self.usages[-1].roots if self.usages else self.everywhere
+                needed |= roots
+                self.rewritten |= _state(note)
             elif not tainted:
                 note.roots |= roots
-                self.rewritten |= _state(note)
             note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
                 self.usages[-1].writes |= _state(note)
@@ -308,7 +273,16 @@ class Recorder:
             self._note_everywhere(context.roots, arguments)
         elif not (context.writes or tensors_of(result)):
             self._note_everywhere(context.roots, [])
+        elif context.state and self.usages:
+            self._note_state_written(number, result, arguments)
         return iter(result) if name == "__iter__" else result
+
+    def _note_state_written(self, number: int, result: Any, arguments: list[Tensor]) -> None:
+        """Only the stage that has the state, and what it is made from, needs to make the call."""
+        leaves, tree = tree_flatten(result)
+        if all(_is_one_of(leaf, arguments) if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN) for leaf in leaves):
+            found = tuple(self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves))
+            self.calls[number] = replace(self.calls[number], structure=Structure(found, tree))
 
     def _note_everywhere(self, roots: Iterable[Root], arguments: list[Tensor]) -> None:
         self.everywhere |= set(roots)
@@ -374,7 +348,8 @@ class Recorder:
 
     def _leaf(self, number: int, place: int, leaf: Any, arguments: list[Tensor]) -> Leaf:
         if not isinstance(leaf, Tensor):
-            return Constant(leaf)
+            is_node = leaf is not None and self.calls[number].name == GRAPH_NODE
+            return Constant(GraphElsewhere() if is_node else leaf)
         for i, argument in enumerate(arguments):
             if leaf is argument:
                 return Argument(i)

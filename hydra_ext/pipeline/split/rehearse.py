@@ -19,6 +19,7 @@ from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.carried import (
     attribute_tensors,
+    kept_elsewhere,
     left_on_modules,
     outside_numbers,
     refuse_carried,
@@ -26,10 +27,13 @@ from hydra_ext.pipeline.split.carried import (
 )
 from hydra_ext.pipeline.split.conclusions import concluded
 from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
+from hydra_ext.pipeline.split.notes import Note
 from hydra_ext.pipeline.split.operations import Operation, call_name
+from hydra_ext.pipeline.split.plain_state import PlainReads, PlainState
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.recorder import Recorder
+from hydra_ext.pipeline.split.replaced import ReplacedBuffers
 from hydra_ext.pipeline.split.restoring import unchanged_modules
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
@@ -48,9 +52,9 @@ def rehearse(
 ) -> Rehearsal:
     """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and changes nothing.
 
-    It runs once; a second time where the first has left tensors on modules, to see who reads them there. Parameters,
-    buffers, attributes of modules, random state and gradients are afterwards what they were. What else ``fn`` changes
-    (a counter of its own) it has changed.
+    It runs once; a second time where the first has left something on modules or elsewhere, to see who reads it there.
+    Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
+    ``fn`` changes (a counter of its own) it has changed.
 
     Args:
         model: that ``fn`` calls; its parameters real, or absent but for those of the glue.
@@ -72,11 +76,20 @@ def rehearse(
         with other_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
-            drafts = _run(recorder, model, found, fn, microbatch, randomness, device)
+            state = PlainState(recorder, model)
+            drafts = _run(recorder, state, model, found, fn, microbatch, randomness, device)
             left = left_on_modules(recorder, model, before)
-            if left:
-                _run(again, model, found, fn, microbatch, randomness, device)
-                refuse_carried(recorder, again, left)
+            kept = kept_elsewhere(recorder, model)
+            if left or kept or state.left or state.given:
+                for root, (_, memory) in kept.items():
+                    again.notes.put_at(memory, Note(roots=frozenset({root}), foreign=True))
+                reads = PlainReads(again, state, model)
+                try:
+                    _run(again, reads, model, found, fn, microbatch, randomness, device)
+                finally:
+                    reads.reads.end()
+                refuse_carried(recorder, again, left | {root: events for root, (events, _) in kept.items()}, left)
+                state.refuse(reads.reads, again, [draft.name for draft in drafts])
     finally:
         torch.set_autocast_cache_enabled(cached)
         for each in (again, recorder):
@@ -89,6 +102,7 @@ def rehearse(
 
 def _run(
     recorder: Recorder,
+    state: PlainState | PlainReads,
     model: nn.Module,
     blocks: dict[str, nn.Module],
     fn: Callable[[Any], Any],
@@ -102,6 +116,7 @@ def _run(
         recorder.note_root(buffer, ("buffer", name))
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
+    buffers = ReplacedBuffers(recorder, model)
     numbers: dict[str, float] = {}
 
     def call(
@@ -111,9 +126,21 @@ def _run(
             return forward(*args, **kwargs)
         if not events.events:
             numbers.update(outside_numbers(model, blocks.values()))
-        with events.event(name, block, args, kwargs) as event, present(block, device, recorder.stands_for):
+        with torch._C.DisableTorchFunction():
+            buffers.end_glue()
+            state.begin_event(args, kwargs)
+        with (
+            events.event(name, block, args, kwargs) as event,
+            present(block, device, recorder.stands_for),
+            buffers.during_event() as replaced,
+        ):
             event.output = forward(*args, **kwargs)
-        return event.output
+        with torch._C.DisableTorchFunction():
+            buffers.after_event(replaced)
+            buffers.begin_glue()
+            output, event.output = event.output, None  # nothing of the forward is to be held here
+            state.end_event(name, args, kwargs, output)
+        return output
 
     randomness.begin()
     with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder):
@@ -121,6 +148,9 @@ def _run(
     if not events.events:
         raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
     recorder.finish(result)
+    buffers.end_glue()
+    buffers.refuse_carried()
+    state.end_glue()
     changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
     if changed:
         recorder.refuse(

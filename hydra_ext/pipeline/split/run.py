@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.operations import VALUE_READS, call_name
+from hydra_ext.pipeline.split.operations import GRAPH_NODE, VALUE_READS, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
 from hydra_ext.pipeline.split.tensors import StandIns, tensors_of, whole_of
@@ -240,7 +240,7 @@ class StageRun(TorchFunctionMode):
             return func(*args, **kwargs)
         if call.is_view and (self.own or not any(map(self._stand_ins.holds, tensors_of((args, kwargs))))):
             return func(*args, **kwargs)
-        if not self.own:
+        if not self.own and not (name == GRAPH_NODE and not self._stand_ins.holds(args[0])):
             return self._skip_call(call, call.structure, args, kwargs)
         return self._run_call(number, call, call.structure, func, args, kwargs)
 

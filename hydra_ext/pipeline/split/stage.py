@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import SplitError, StateError
 from hydra_ext.pipeline.split.attempt import undone_on_another_way
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.generators import GeneratorStates
 from hydra_ext.pipeline.split.kinds import KnownRehearsals
+from hydra_ext.pipeline.split.metrics import tensors_inside, without_graph
 from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
@@ -295,8 +295,9 @@ class SplitPass:
     def end(self, output: Any, divisor: int, watch: StandInWatch | None) -> None:
         """``fn`` has returned."""
         loss, metrics = split(output)
-        if watch is not None and watch.what(loss):
-            raise SplitError(f"the loss depends on {watch.what(loss)}, which the rehearsal did not see")
+        for name, tensor in (("the loss", loss), *(("a metric", tensor) for tensor in tensors_inside(metrics))):
+            if watch is not None and watch.what(tensor):
+                raise SplitError(f"{name} depends on {watch.what(tensor)}, which the rehearsal did not see")
         if torch.is_grad_enabled():
             if not loss.requires_grad or loss.numel() != 1:
                 raise ValueError(
@@ -306,7 +307,7 @@ class SplitPass:
                 )
             self._roots = [loss / divisor if divisor != 1 else loss]
         self.loss = loss.detach()
-        self.metrics = tree_map_only(Tensor, Tensor.detach, metrics)
+        self.metrics = without_graph(metrics)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """See :class:`~hydra_ext.pipeline.stage_program.StagePass`."""
