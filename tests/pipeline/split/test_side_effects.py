@@ -97,6 +97,21 @@ def test_generators_are_put_back_after_a_rehearsal_and_after_timing() -> None:
         assert torch.equal(layer.generator.get_state(), state)
 
 
+def test_a_generator_that_only_fn_holds_is_put_back_after_a_rehearsal_and_after_timing() -> None:
+    generator = torch.Generator().manual_seed(4)
+    state = generator.get_state()
+
+    def fn(model: nn.Module, batch: Batch) -> Tensor:
+        return torch.rand((), generator=generator) * text_loss(model, batch)
+
+    model = Stack()
+    (batch,) = batches(1)
+    rehearsal = rehearsed(model, fn, batch)
+    assert torch.equal(generator.get_state(), state)
+    time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
+    assert torch.equal(generator.get_state(), state)
+
+
 def test_random_states_of_python_and_numpy_are_put_back_after_a_rehearsal_and_after_timing() -> None:
     model = Stack()
     (batch,) = batches(1)
@@ -196,6 +211,26 @@ def test_a_stage_that_ends_where_gradients_are_off_leaves_them_on(boundary: int)
     rehearsal = rehearsed(model, text_loss, several[0])
     expected = run_plainly(model, text_loss, several)
     assert_same(run(model, text_loss, several, [boundary], rehearsal), expected)
+    assert torch.is_grad_enabled()
+
+
+class SwitchesByHand(FrozenBelow):
+    """No context is left where a stage ends between the two calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        h = self.layers[0](self.embed(x))
+        torch.set_grad_enabled(True)
+        out: Tensor = self.head(self.layers[1](h))
+        return out
+
+
+def test_a_stage_that_ends_between_switching_gradients_off_and_on_leaves_them_on() -> None:
+    model = SwitchesByHand()
+    (batch,) = batches(1)
+    rehearsal = rehearsed(model, text_loss, batch)
+    stages = cut(model, text_loss, rehearsal, [1])
+    stages.programs[0].forward(bound(text_loss, stages.models[0]), batch, None, seed=SEED, divisor=1)
     assert torch.is_grad_enabled()
 
 
