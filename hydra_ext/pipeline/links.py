@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydra_ext import _C
 from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
@@ -208,7 +209,8 @@ class Inbox:
 
     def _post(self) -> Posted:
         """Receives of tensors as the last message had them; with the lock held."""
-        tensors = [each.empty(self._channel.device) for each in self._layouts.last]
+        with _C.Uncharged():  # a device under a budget gets copies
+            tensors = [each.empty(self._channel.device) for each in self._layouts.last]
         return Posted(self._layouts.number, tensors, self._channel.post(tensors, self._layouts.number))
 
     def take(self) -> Message:

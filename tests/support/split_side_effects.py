@@ -153,6 +153,7 @@ UNDONE: dict[str, Callable[[], nn.Module]] = {
     "nested counters": branching(CountsDeep),
     "assigned buffer": branching(Assigns),
     "buffer": branching(AddsUp),
+    "memory in a list": branching(ListMemory),
     "generator": branching(Draws),
     "buffer before the first block": StepsFirst,
 }

@@ -1,0 +1,96 @@
+"""Kinds of microbatch: told apart by what they hold, and so many are remembered."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hydra_ext.pipeline.split.kinds import KINDS_KEPT
+from hydra_ext.pipeline.split.tensors import own_copy
+from support.split_models import Batch
+from support.split_models_own import Stack, text, text_loss
+from support.split_side_effects import (
+    Encoding,
+    Example,
+    encoded,
+    encoded_loss,
+    example,
+    example_loss,
+)
+from support.split_stages import assert_same, cut, rehearsed, run, run_plainly
+
+
+def batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [text(generator) for _ in range(count)]
+
+
+def test_so_many_kinds_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    (batch,) = batches(1)
+    (expected,) = run_plainly(model, text_loss, [batch]).losses
+    calls = 0
+
+    def fn(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return text_loss(model, batch)
+
+    stages = cut(model, fn, rehearsed(model, fn, {**batch, "step": 0}), [3])
+    for step in (*range(KINDS_KEPT), 0, KINDS_KEPT):
+        assert torch.equal(stages.forward({**batch, "step": step})[-1].loss, expected)
+    assert "make it a tensor" in caplog.text
+    assert [len(program._rehearsals) for program in stages.programs] == [KINDS_KEPT] * 2
+    calls = 0
+    stages.forward({**batch, "step": 0})  # was used lately
+    assert calls == 2
+    stages.forward({**batch, "step": 1})  # was not, and is rehearsed again
+    assert calls == 6
+
+
+@pytest.mark.parametrize(("made", "fn"), [(encoded, encoded_loss), (example, example_loss)])
+def test_what_mappings_and_dataclasses_hold_tells_the_kind(made: Any, fn: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    one, other = batches(2)
+    several = [made(one), made({name: tensor[:, :5] for name, tensor in other.items()})]
+    rehearsal = rehearsed(model, fn, several[0])
+    assert_same(run(model, fn, several, [3], rehearsal), run_plainly(model, fn, several))
+
+
+@pytest.mark.parametrize("made", [encoded, example])
+def test_copies_of_mappings_and_dataclasses_have_memory_of_their_own(made: Any) -> None:
+    (batch,) = batches(1)
+    microbatch = made(batch)
+    before = copy.deepcopy(microbatch)
+    places = []
+    other = own_copy(microbatch, lambda tensor, place: places.append((tensor, place)))
+    assert type(other) is type(microbatch)
+    assert len(places) == len({place for _, place in places}) == 2
+    for tensor, _ in places:
+        tensor.zero_()
+    assert torch.equal(_x(other), torch.zeros_like(_x(other)))
+    assert torch.equal(_x(microbatch), _x(before))
+
+
+def _x(held: Encoding | Example) -> Tensor:
+    return held.x if isinstance(held, Example) else held["x"]
+
+
+def test_a_mapping_within_the_microbatch_is_looked_into() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+
+    def fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]["x"]).flatten(0, 1), batch[0]["y"].flatten())
+
+    one, other = batches(2)
+    several = [[encoded(one)], [encoded({name: tensor[:1] for name, tensor in other.items()})]]
+    rehearsal = rehearsed(model, fn, several[0])
+    assert_same(run(model, fn, several, [3], rehearsal), run_plainly(model, fn, several))
