@@ -106,14 +106,26 @@ class Draws(Layer):
 
 
 class ListMemory(Layer):
-    """Its memory is where no name leads to."""
-
     def __init__(self) -> None:
         super().__init__()
         self.memory = [[torch.zeros(())]]
 
     def forward(self, x: Tensor) -> Tensor:
         memory = self.memory[0][0]
+        memory.add_(1)
+        return x + self.branch(x) / memory
+
+
+class HiddenMemory(Layer):
+    """Its memory is where no name leads to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.zeros(())
+        self.memory = lambda: memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory()
         memory.add_(1)
         return x + self.branch(x) / memory
 

@@ -34,7 +34,7 @@ from support.split_side_effects import (
     Example,
     FailsFrozen,
     FrozenBelow,
-    ListMemory,
+    HiddenMemory,
     Shared,
     both_ways,
     branching,
@@ -78,7 +78,7 @@ def test_a_first_run_that_took_another_way_leaves_the_microbatch() -> None:
 
 def test_another_way_after_memory_without_a_name_was_written_to_is_refused() -> None:
     torch.manual_seed(0)
-    model = branching(ListMemory)()
+    model = branching(HiddenMemory)()
     one, other = both_ways(2)
     stages = cut(model, text_loss, rehearsed(model, text_loss, one), [4])
     stages.forward(one)
@@ -95,6 +95,21 @@ def test_generators_are_put_back_after_a_rehearsal_and_after_timing() -> None:
     time_events(model, bound(text_loss, model), batch, rehearsal, seed=SEED)
     for layer, state in zip(model.layers, before, strict=True):
         assert torch.equal(layer.generator.get_state(), state)
+
+
+def test_a_generator_that_only_fn_holds_is_put_back_after_a_rehearsal_and_after_timing() -> None:
+    generator = torch.Generator().manual_seed(4)
+    state = generator.get_state()
+
+    def fn(model: nn.Module, batch: Batch) -> Tensor:
+        return torch.rand((), generator=generator) * text_loss(model, batch)
+
+    model = Stack()
+    (batch,) = batches(1)
+    rehearsal = rehearsed(model, fn, batch)
+    assert torch.equal(generator.get_state(), state)
+    time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
+    assert torch.equal(generator.get_state(), state)
 
 
 def test_random_states_of_python_and_numpy_are_put_back_after_a_rehearsal_and_after_timing() -> None:
@@ -199,6 +214,26 @@ def test_a_stage_that_ends_where_gradients_are_off_leaves_them_on(boundary: int)
     assert torch.is_grad_enabled()
 
 
+class SwitchesByHand(FrozenBelow):
+    """No context is left where a stage ends between the two calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        h = self.layers[0](self.embed(x))
+        torch.set_grad_enabled(True)
+        out: Tensor = self.head(self.layers[1](h))
+        return out
+
+
+def test_a_stage_that_ends_between_switching_gradients_off_and_on_leaves_them_on() -> None:
+    model = SwitchesByHand()
+    (batch,) = batches(1)
+    rehearsal = rehearsed(model, text_loss, batch)
+    stages = cut(model, text_loss, rehearsal, [1])
+    stages.programs[0].forward(bound(text_loss, stages.models[0]), batch, None, seed=SEED, divisor=1)
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize(("stage", "kind"), [(0, KeyError), (1, SplitError)])
 def test_an_error_where_gradients_are_off_is_told_and_leaves_them_on(stage: int, kind: type[Exception]) -> None:
     model = FailsFrozen()
@@ -239,11 +274,11 @@ def test_timing_leaves_memory_that_no_name_leads_to() -> None:
         outside.add_(1)
         return text_loss(model, batch)
 
-    model = Stack(ListMemory)
+    model = Stack(HiddenMemory)
     (batch,) = batches(1)
     rehearsal = rehearsed(model, fn, batch)
     time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
-    assert [layer.memory[0][0].item() for layer in model.layers] == [0] * 4
+    assert [layer.memory().item() for layer in model.layers] == [0] * 4
     assert outside.item() == 0
 
 
@@ -256,7 +291,10 @@ def test_timing_starts_each_run_from_the_same_memory() -> None:
         return seen[-1]
 
     (batch,) = batches(1)
-    time_events(model, bound(fn, model), batch, rehearsed(model, fn, batch), seed=SEED)
+    rehearsal = rehearsed(model, fn, batch)
+    seen.clear()
+    time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
+    assert len(seen) > 1
     assert all(torch.equal(loss, seen[0]) for loss in seen)
 
 
