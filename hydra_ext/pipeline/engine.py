@@ -143,7 +143,7 @@ class Engine:
                 prefix = "" if self._parts.rehearsal is not None else f"{part.stage}."
                 buffers = module.named_buffers()
                 state.update((prefix + name, buffer) for name, buffer in buffers if not is_absent(buffer))
-        return state
+        return {name: tensor for name, tensor in state.items() if name not in self._parts.elsewhere}
 
     def seed_of(self, batch: int, microbatch: int) -> int:
         """What the random numbers of a microbatch come from."""

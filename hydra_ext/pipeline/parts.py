@@ -51,6 +51,7 @@ class Parts:
         rehearsal: by which a plain module was cut.
         common: parameters, trained or not, buffers and other tensors that several stages hold: of each, the stages
             with this rank's own tensors, None for other ranks' stages; in the same order on every rank.
+        elsewhere: names of buffers that the forward changes, and that only another rank has as they should be.
     """
 
     own: tuple[Part, ...]
@@ -58,6 +59,7 @@ class Parts:
     orders: dict[int, tuple[int, ...]] | None = None
     rehearsal: Rehearsal | None = None
     common: tuple[dict[int, Tensor | None], ...] = field(default=())
+    elsewhere: frozenset[str] = frozenset()
 
 
 def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:

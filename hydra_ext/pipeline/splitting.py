@@ -20,6 +20,7 @@ from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitStage,
     buffers_of,
+    changed_elsewhere,
     glue_parameters,
     keep_own_part,
     parameters_of,
@@ -97,7 +98,8 @@ def split_parts(
     common = tuple(
         {stage: tensors[name] if stage in own else None for stage in stages} for name, stages in several.items()
     )
-    return Parts(parts, division.shared(), division.orders(), rehearsal, common)
+    elsewhere = changed_elsewhere(rehearsal, borders[1:-1], model, own)
+    return Parts(parts, division.shared(), division.orders(), rehearsal, common, elsewhere)
 
 
 def _held_by_several(

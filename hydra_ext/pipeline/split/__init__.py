@@ -4,6 +4,7 @@ from hydra_ext.pipeline.split.blocks import find_blocks
 from hydra_ext.pipeline.split.ownership import (
     buffer_owners,
     buffers_of,
+    changed_elsewhere,
     glue_parameters,
     keep_own_part,
     parameter_bytes,
@@ -22,6 +23,7 @@ __all__ = [
     "SplitStage",
     "buffer_owners",
     "buffers_of",
+    "changed_elsewhere",
     "find_blocks",
     "glue_parameters",
     "is_absent",

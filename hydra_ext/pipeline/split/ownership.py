@@ -125,3 +125,12 @@ def buffer_owners(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -
         holder = next((stage for block, stage in blocks.items() if name.startswith(block)), 0)
         owners.setdefault(name, holder)
     return {name: owners[name] for name, _ in model.named_buffers()}
+
+
+def changed_elsewhere(
+    rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module, stages: Sequence[int]
+) -> frozenset[str]:
+    """Names of the buffers that the forward changes, and that none of these stages has as they should be."""
+    owners = buffer_owners(rehearsal, cuts, model)
+    changed = frozenset().union(*(event.writes | event.sets for event in rehearsal.events))
+    return frozenset(name for name in changed & owners.keys() if owners[name] not in stages)

@@ -1,0 +1,25 @@
+"""A pipeline of several processes over a model that replaces its buffer in every forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hydra_ext.pipeline import Pipeline
+from support.pipelines import sgd
+from support.split_models_own import text, text_loss
+from support.split_models_state import AssignsAtTheEnd
+
+BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+
+
+def model() -> AssignsAtTheEnd:
+    torch.manual_seed(0)
+    return AssignsAtTheEnd()
+
+
+def state_after_a_step(_rank: int) -> dict[str, Tensor]:
+    cut = model()
+    with Pipeline(cut, sgd, schedule="1f1b", microbatches=len(BATCHES)) as pipe:
+        pipe.step(BATCHES, lambda batch: text_loss(cut, batch))
+        return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
