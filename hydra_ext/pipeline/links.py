@@ -21,23 +21,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted
+from hydra_ext.pipeline.channel import FOREVER, Channel, Layouts, LinkStream, Posted
+from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
-
-_FOREVER = timedelta(days=30)  # a user may do other things between two steps; who does not answer is the watch's affair
 
 
 @dataclass(frozen=True)
@@ -143,13 +140,13 @@ class Outbox:
                     if not entry.sends:
                         self._send(entry)
                     for send in entry.sends:
-                        send.wait()
+                        send.wait(FOREVER)
                 self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
                 del entry, send  # and with them the tensors
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
-            self._channel.send_words(messages.end_of_messages()).wait()
+            self._channel.send_words(messages.end_of_messages()).wait(FOREVER)
         except RuntimeError as error:
             _peer_ended(self._watch, self._peer, error)
 
@@ -254,7 +251,7 @@ class Inbox:
                 _peer_ended(self._watch, self._peer, error)
 
     def _header(self, first: Tensor, arriving: dist.Work) -> Header:
-        arriving.wait()
+        arriving.wait(FOREVER)
         left = messages.words_left(first)
         words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
         header = messages.decode(words)
@@ -279,7 +276,7 @@ class Inbox:
                     posted = self._post()
                 self._posted.popleft()
             for work in posted.works:
-                work.wait()
+                work.wait(FOREVER)
             found = iter([buffer.to(self._device) for buffer in posted.tensors])
         return Message(
             header.batch,
@@ -299,6 +296,7 @@ class Links:
 
     Attributes:
         transfers: the last ones of all links, as they ended.
+        groups: theirs, and whatever others there are between the ranks.
     """
 
     def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
@@ -306,14 +304,14 @@ class Links:
         self._rank = rank
         self._device = device
         self._watch = watch
+        self.groups = Groups(rank, watch)
         self._ends: list[Outbox | Inbox] = []
-        self._groups: list[dist.ProcessGroup] = []
 
     def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
         """This rank's end of a new link; None if it has none."""
-        headers = self.group([source, target], "gloo")
+        headers = self.groups.make([source, target], "gloo")
         direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
-        payload = self.group([source, target], "nccl") if direct else headers
+        payload = self.groups.make([source, target], "nccl") if direct else headers
         if self._rank not in (source, target) or headers is None or payload is None:
             return None
         peer = target if self._rank == source else source
@@ -328,14 +326,6 @@ class Links:
         self._ends.append(end)
         return end
 
-    def group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
-        """A new group of these ranks; None where this rank is not in it."""
-        made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=_FOREVER, backend=backend)
-        if self._rank not in ranks:
-            return None
-        self._groups.append(made)
-        return made
-
     def close(self, timeout: float) -> None:
         """All ranks have to; messages under way arrive. After a failure nobody waits."""
         if self._watch.failure is None:
@@ -343,10 +333,9 @@ class Links:
                 for end in self._ends:
                     if isinstance(end, kind):
                         end.close(timeout)
-            for group in self._groups:
-                dist.destroy_process_group(group)
+            self.groups.destroy()
+        self.groups.forget()
         self._ends.clear()
-        self._groups.clear()
 
 
 def _backend_of(device: torch.device) -> str:

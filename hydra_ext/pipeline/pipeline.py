@@ -109,7 +109,7 @@ class Pipeline:
         world, name = self._topology.world, f"pipeline {next(_names)}"
         self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
         with self._guarded():
-            self._seed = common_seed(seed, self._topology)
+            self._seed = common_seed(seed, self._watch)
             if modules:
                 home = self._device if self._tier is None else torch.device("cpu")
                 self._begin(explicit_parts(modules, schedule.stages_of(self.place), home))
@@ -306,6 +306,7 @@ class Pipeline:
                 microbatch,
                 schedule=self.schedule,
                 topology=self._topology,
+                watch=self._watch,
                 device=self._device,
                 home=self._device if self._tier is None else torch.device("cpu"),
                 cuts=self._cuts,

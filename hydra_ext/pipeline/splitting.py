@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hydra_ext.construction import fill
@@ -26,6 +25,7 @@ from hydra_ext.pipeline.split import (
     time_events,
 )
 from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.watch import Watch
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
 
@@ -40,6 +40,7 @@ def split_parts(
     *,
     schedule: Schedule,
     topology: Topology,
+    watch: Watch,
     device: torch.device,
     home: torch.device,
     cuts: Sequence[str | int] | None,
@@ -64,12 +65,12 @@ def split_parts(
     if unbuilt:
         fill(model, glue_parameters(model))
     rehearsal = rehearse(model, fn, microbatch, seed=seed)
-    _compare(rehearsal, topology)
+    _compare(rehearsal, watch)
     if cuts is None:
-        seconds = [0.0] * len(rehearsal.events)
+        seconds: list[float] = []
         if topology.rank == 0:
             seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
-        seconds = _agreed(seconds, topology)
+        seconds = watch.meet("for the cuts", seconds)[0]  # so that all ranks choose alike
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
@@ -142,26 +143,14 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     )
 
 
-def _compare(rehearsal: Rehearsal, topology: Topology) -> None:
-    if topology.world == 1:
-        return
-    own = torch.tensor([fingerprint(rehearsal.digest)])
-    found = [torch.empty_like(own) for _ in range(topology.world)]
-    dist.all_gather(found, own)
-    other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
+def _compare(rehearsal: Rehearsal, watch: Watch) -> None:
+    found = watch.meet("after the rehearsal", fingerprint(rehearsal.digest))
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
         raise SplitError(
             f"rank {other} took another way through the model than rank 0 in its rehearsal: give all ranks the same "
             "model and the same microbatches"
         )
-
-
-def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:
-    """The first rank's, so that all ranks choose alike."""
-    values = torch.tensor(seconds, dtype=torch.float64)
-    if topology.world > 1:
-        dist.broadcast(values, src=0)
-    return [float(value) for value in values]
 
 
 def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
