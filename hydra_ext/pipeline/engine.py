@@ -158,6 +158,14 @@ class Engine:
     def parts(self) -> Parts:
         return self._parts
 
+    def flush(self) -> None:
+        """Returns when everything has left that this rank has for the others.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._links.flush()
+
     def close(self, timeout: float) -> None:
         """All ranks have to."""
         self._reducer.close(timeout)

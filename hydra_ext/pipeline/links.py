@@ -175,7 +175,7 @@ class Inbox:
         self._layouts = Layouts()
         self._posted: deque[Posted | None] = deque()  # of the messages that are expected
         self._ended = False  # on this side
-        self._over = False  # on the other one
+        self._over = False  # nothing comes any more
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
@@ -210,6 +210,7 @@ class Inbox:
         """
         self._watch.wait_for(lambda: bool(self._arrived) or self._over)
         if not self._arrived:
+            self._watch.check()
             raise Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it").error()
         message = self._arrived.pop(0)
         for tensor in message.tensors:
@@ -222,7 +223,7 @@ class Inbox:
         return bool(self._arrived)
 
     def close(self, timeout: float) -> None:
-        """After the other side's close; what has not been taken is gone."""
+        """What has been expected still comes; for anything else there is no room any more."""
         self._ended = True
         self._expected.release()
         self._thread.join(timeout)
@@ -233,7 +234,7 @@ class Inbox:
             while (header := self._header(*first)) is not END:
                 first = self._channel.post_words(HEADER_WORDS)
                 self._expected.acquire()
-                if self._ended:
+                if not self._posted:  # it is the end on this side
                     return
                 start = time.perf_counter()
                 message = self._fetch(header)
@@ -243,12 +244,13 @@ class Inbox:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
                 del message
-            with self._watch.changed:
-                self._over = True
-                self._watch.changed.notify_all()
         except (RuntimeError, ValueError) as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
+        finally:
+            with self._watch.changed:
+                self._over = True
+                self._watch.changed.notify_all()
 
     def _header(self, first: Tensor, arriving: dist.Work) -> Header:
         arriving.wait(FOREVER)
@@ -325,6 +327,16 @@ class Links:
             end = Inbox(channel, peer, self._device, self._watch, log)
         self._ends.append(end)
         return end
+
+    def flush(self) -> None:
+        """Returns when nothing that was put is held here any more.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        for end in self._ends:
+            if isinstance(end, Outbox):
+                end.flush()
 
     def close(self, timeout: float) -> None:
         """All ranks have to; messages under way arrive. After a failure nobody waits."""

@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +35,7 @@ from hydra_ext.schedule import Schedule, make
 
 logger = logging.getLogger(__name__)
 
-_LAST_MESSAGES = 20.0  # seconds that the end waits for what is under way
+_LAST_MESSAGES = 20.0  # seconds that links have to end, when everything has been delivered
 _names = itertools.count()
 
 
@@ -113,8 +114,8 @@ class Pipeline:
             if modules:
                 home = self._device if self._tier is None else torch.device("cpu")
                 self._begin(explicit_parts(modules, schedule.stages_of(self.place), home))
-        self._at_exit = weakref.WeakMethod(self._abandon)
-        atexit.register(_call, self._at_exit)
+        self._at_exit = partial(_call, weakref.WeakMethod(self._abandon))
+        atexit.register(self._at_exit)
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
@@ -236,12 +237,18 @@ class Pipeline:
         return PipelineTrace(path, self.schedule, self._topology, self._activity)
 
     def close(self) -> None:
-        """Drains, and ends the pipeline on all ranks, which all have to call it."""
+        """Drains, and ends the pipeline on all ranks, which all have to call it; waits for those that still live.
+
+        Raises:
+            RankFailed: another rank has failed, or has ended without this.
+        """
         if self._closed:
             return
-        if self._watch.failure is None:
-            self.drain()
-        self._end(_LAST_MESSAGES)
+        try:
+            if self._watch.failure is None:
+                self._finish()
+        finally:
+            self._end(_LAST_MESSAGES if self._watch.failure is None else 0.0)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -331,6 +338,15 @@ class Pipeline:
         self._engine, self._announcements = engine, announcements
         return engine, announcements
 
+    def _finish(self) -> None:
+        """Until no rank needs anything of another's any more."""
+        self.drain()
+        with self._guarded():
+            if self._engine is not None and self._announcements is not None:
+                self._announcements.finish()
+                self._engine.flush()
+            self._watch.part()
+
     def _activity(self) -> Activity:
         return Activity([], [], [], []) if self._engine is None else self._engine.activity
 
@@ -346,7 +362,7 @@ class Pipeline:
 
     def _end(self, timeout: float) -> None:
         self._closed = True
-        atexit.unregister(_call)
+        atexit.unregister(self._at_exit)
         if self._engine is not None:
             self._engine.close(timeout)
         self._watch.end()

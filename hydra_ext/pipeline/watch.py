@@ -163,6 +163,21 @@ class Watch:
         except RuntimeError as error:
             raise self._store_failed(error).error() from error
 
+    def part(self) -> None:
+        """The last meeting, and the end of this watch: nobody needs the others any more, who may end as they like.
+
+        Raises:
+            RankFailed: as at any meeting.
+        """
+        self.meet("at the end")
+        if self._store is not None:
+            # The store may be in the first rank's process, which stays until the others have seen that all are here.
+            with suppress(RuntimeError):
+                self._store.set(f"parted/{self._rank}", "")
+                if self._rank == 0:
+                    self._wait_for_all([f"parted/{rank}" for rank in range(self._world)], "at the end")
+        self.end()
+
     def end(self) -> None:
         """No signs are given, and none looked for, from now on."""
         if self._ended.is_set():
