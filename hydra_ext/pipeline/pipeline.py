@@ -26,6 +26,7 @@ from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.report import PipelineReport, make_report
+from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
@@ -113,7 +114,9 @@ class Pipeline:
             self._seed = common_seed(seed, self._watch)
             if modules:
                 home = self._device if self._tier is None else torch.device("cpu")
-                self._begin(explicit_parts(modules, schedule.stages_of(self.place), home))
+                parts = explicit_parts(modules, schedule.stages_of(self.place), home)
+                refuse_late_sums((("a weight", stages) for stages in parts.shared), schedule)
+                self._begin(parts)
         self._at_exit = partial(_call, weakref.WeakMethod(self._abandon))
         atexit.register(self._at_exit)
 

@@ -14,6 +14,7 @@ from hydra_ext.construction import fill
 from hydra_ext.errors import InvalidArgument, SplitError, StateError, UnsupportedModel
 from hydra_ext.pipeline.messages import fingerprint
 from hydra_ext.pipeline.parts import Part, Parts
+from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitStage,
@@ -77,6 +78,7 @@ def split_parts(
     division = _divide(model, rehearsal, borders)
     own = schedule.stages_of(topology.place)
     _refuse_twice_here(division, own)
+    refuse_late_sums(division.trained_together(), schedule)
     if unbuilt:
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
@@ -126,6 +128,10 @@ class _Division:
             for name in several
             if name in self.trained[self.holders[name][0]]
         )
+
+    def trained_together(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that several stages train, with these."""
+        return [(f"'{name}'", stages) for name, stages in self.holders.items() if name in self.trained[stages[0]]]
 
 
 def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _Division:
