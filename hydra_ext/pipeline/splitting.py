@@ -68,9 +68,7 @@ def split_parts(
     rehearsal = rehearse(model, fn, microbatch, seed=seed)
     _compare(rehearsal, watch)
     if cuts is None:
-        seconds: list[float] = []
-        if topology.rank == 0:
-            seconds = time_events(model, fn, microbatch, rehearsal, seed=seed)
+        seconds = time_events(model, fn, microbatch, rehearsal, seed=seed) if topology.rank == 0 else []
         seconds = watch.meet("for the cuts", seconds)[0]  # so that all ranks choose alike
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
