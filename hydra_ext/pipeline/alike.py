@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.parts import Parts
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.topology import Topology
@@ -24,28 +25,32 @@ def begin_alike(
     topology: Topology,
     line: dist.ProcessGroup | None,
     copies: dist.ProcessGroup | None,
+    groups: Groups,
 ) -> None:
     """What several stages hold gets the first of these stages' numbers, and every replica the first replica's.
 
     Args:
         line: ranks of this replica, if there are several.
         copies: ranks with this place in every replica, if there are several.
+
+    Raises:
+        RankFailed: a rank has ended.
     """
     if line is not None and topology.replica == 0:
         for held in parts.common:
-            _take_first(held, schedule, topology, line)
+            _take_first(held, schedule, topology, line, groups)
     if copies is not None:
         for part in parts.own:
             buffers = [buffer for module in part.modules for buffer in module.buffers() if not is_absent(buffer)]
             others = [tensor for held in parts.common if (tensor := held.get(part.stage)) is not None]
             for tensor in dict.fromkeys([*(parameter for _, parameter in part.parameters), *buffers, *others]):
                 value = tensor.contiguous()
-                dist.broadcast(value, group_src=0, group=copies)
+                groups.broadcast(value, copies)
                 tensor.copy_(value)
 
 
 def _take_first(
-    held: dict[int, Tensor | None], schedule: Schedule, topology: Topology, line: dist.ProcessGroup
+    held: dict[int, Tensor | None], schedule: Schedule, topology: Topology, line: dist.ProcessGroup, groups: Groups
 ) -> None:
     """One after another, so that all ranks come to their sends and receives in the same order."""
     places = _places(sorted(held), schedule)
@@ -54,11 +59,11 @@ def _take_first(
         return
     if topology.place == places[0]:
         for place in places[1:]:
-            dist.send(_bytes_of(own), group_dst=place, group=line)
+            groups.send(_bytes_of(own), place, line)
         return
     here = _bytes_of(own)
     first = torch.empty_like(here)
-    dist.recv(first, group_src=places[0], group=line)
+    groups.receive(first, places[0], line)
     if not torch.equal(here, first):  # also where they are no numbers; writing to no purpose may not be possible
         logger.info("a tensor of shape %s, that stages %s hold, is as in the first", tuple(own.shape), sorted(held))
         own.copy_(first.view(own.dtype).view(own.shape))

@@ -37,6 +37,15 @@ class Announcements:
             losses, metrics = [batch.losses[n] for n in numbers], [batch.metrics[n] for n in numbers]
             self._announce(output, losses, metrics)
 
+    def finish(self) -> None:
+        """Takes what was expected, so that losses can be read after the pipeline's end.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        while self._inbox is not None and self._expected:
+            self._take(self._inbox)
+
     def _announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
         """Of one step, by the rank that has them."""
         stacked = torch.stack(list(losses))

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.messages import Announced
+
+# A user may do other things between two steps; who does not answer is the watch's affair. Of sends and receives gloo
+# takes it only where they are waited for: without it the time counts that their group was made with.
+FOREVER = timedelta(days=30)
 
 _CPU = torch.device("cpu")
 _issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
@@ -44,7 +49,7 @@ class Channel:
 
     def receive_words(self, count: int) -> Tensor:
         words, arriving = self.post_words(count)
-        arriving.wait()
+        arriving.wait(FOREVER)
         return words
 
     def send(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:

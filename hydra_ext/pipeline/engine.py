@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
+_Count = tuple[int, int, list[int]]
+"""A stage, how many parameters it trains, and the places among them of those that an earlier stage trains too."""
+
 
 class Engine:
     """One rank's part, from its first step to its end. All ranks make one at the same time.
@@ -71,10 +74,11 @@ class Engine:
         self.tier: Tier | None = None
         if tier is not None:
             self.tier = self._make_tier(tier)
+        counts = watch.meet("before the ranks connect", self._counts())
         self._connect()
         self.announcements, self._announcers = self._connect_announcements()
         self._seed = seed
-        self._partners = self._meet()
+        self._partners = self._meet(counts)
         self._reducer = Reducer(self._partners, watch, topology.rank)
         self._executor = Executor(schedule, self.stages, self._reducer, watch, device, self.tier)
 
@@ -167,6 +171,14 @@ class Engine:
     def parts(self) -> Parts:
         return self._parts
 
+    def flush(self) -> None:
+        """Returns when everything has left that this rank has for the others.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._links.flush()
+
     def close(self, timeout: float) -> None:
         """All ranks have to."""
         self._reducer.close(timeout)
@@ -237,55 +249,42 @@ class Engine:
     def announcers(self) -> list[Outbox]:
         return self._announcers
 
-    def _meet(self) -> Partners:
+    def _meet(self, counts: Sequence[Sequence[_Count]]) -> Partners:
         topology = self._topology
         line, copies = None, None
         if topology.places > 1:
-            lines = [self._links.group(topology.line(replica), "gloo") for replica in range(topology.replicas)]
+            lines = [self._links.groups.make(topology.line(replica), "gloo") for replica in range(topology.replicas)]
             line = lines[topology.replica]
         if topology.replicas > 1:
-            groups = [self._links.group(topology.copies(place), None) for place in range(topology.places)]
+            groups = [self._links.groups.make(topology.copies(place), None) for place in range(topology.places)]
             copies = groups[topology.place]
         if topology.world > 1:
-            begin_alike(self._parts, self._schedule, topology, line, copies)
+            begin_alike(self._parts, self._schedule, topology, line, copies, self._links.groups)
             for stage in self.stages:
                 stage.weights.refresh()
-        return Partners(copies, line, self._orders(line), self._shared_weights())
+        return Partners(copies, line, self._orders(counts), self._shared_weights())
 
-    def _orders(self, line: dist.ProcessGroup | None) -> tuple[tuple[int, ...], ...]:
-        """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
-        those that an earlier stage has."""
-        if self._parts.orders is not None:
-            known = self._parts.orders
-            places = range(self._topology.places)
-            return tuple(tuple(n for s in self._schedule.stages_of(p) for n in known[s]) for p in places)
-        counts = torch.zeros(self._schedule.stages, dtype=torch.int64)
+    def _counts(self) -> list[_Count]:
+        """Of the own stages."""
+        counts = []
         for part in self._parts.own:
-            counts[part.stage] = len(part.trained)
-        if line is not None:
-            dist.all_reduce(counts, group=line)
-        first = [0, *counts.cumsum(0).tolist()]
-        repeated = self._repeated(line, first[-1], first)
-        orders = []
-        for place in range(self._topology.places):
-            numbers = [
-                -1 if number in repeated else number
-                for stage in self._schedule.stages_of(place)
-                for number in range(first[stage], first[stage + 1])
-            ]
-            orders.append(tuple(numbers))
-        return tuple(orders)
+            weights = [weight for weight in self._parts.shared if part.stage in weight and part.stage != min(weight)]
+            again = [index for weight in weights if (index := weight[part.stage]) is not None]
+            counts.append((part.stage, len(part.trained), again))
+        return counts
 
-    def _repeated(self, line: dist.ProcessGroup | None, total: int, first: Sequence[int]) -> set[int]:
-        """Numbers of parameters that are a shared weight's but not its first stage's."""
-        marks = torch.zeros(total, dtype=torch.uint8)
-        for weight in self._parts.shared:
-            for stage, index in weight.items():
-                if index is not None and stage != min(weight):
-                    marks[first[stage] + index] = 1
-        if line is not None:
-            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=line)
-        return {int(number) for number in marks.nonzero()}
+    def _orders(self, counts: Sequence[Sequence[_Count]]) -> tuple[tuple[int, ...], ...]:
+        """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
+        those that an earlier stage has. ``counts`` are all ranks'."""
+        known = self._parts.orders
+        if known is None:
+            known, first = {}, 0
+            line = counts[:: self._topology.replicas]
+            for stage, count, again in sorted(each for of_rank in line for each in of_rank):
+                known[stage] = tuple(-1 if index in again else first + index for index in range(count))
+                first += count
+        places = range(self._topology.places)
+        return tuple(tuple(n for s in self._schedule.stages_of(p) for n in known[s]) for p in places)
 
     def _shared_weights(self) -> tuple[SharedWeight, ...]:
         weights = []
@@ -295,7 +294,7 @@ class Engine:
             places = tuple(sorted({self._schedule.stage_rank(stage) for stage in weight}))
             if len(places) > 1 and places not in made:
                 ranks = [[self._topology.rank_of(place, r) for place in places] for r in range(self._topology.replicas)]
-                made[places] = [self._links.group(each, None) for each in ranks]
+                made[places] = [self._links.groups.make(each, None) for each in ranks]
             if self._topology.place not in places:
                 continue
             group = made[places][self._topology.replica] if len(places) > 1 else None
@@ -307,9 +306,7 @@ class Engine:
         return tuple(weights)
 
 
-def common_seed(seed: int | None, topology: Topology) -> int:
+def common_seed(seed: int | None, watch: Watch) -> int:
     """The first rank's."""
-    value = torch.tensor([torch.initial_seed() if seed is None else seed], dtype=torch.uint64).view(torch.int64)
-    if topology.world > 1:
-        dist.broadcast(value, src=0)
-    return int(value.item()) & (2**63 - 1)
+    own = torch.initial_seed() if seed is None else seed
+    return int(watch.meet("at the start", int(own))[0]) & (2**63 - 1)

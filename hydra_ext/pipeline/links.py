@@ -21,9 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -31,14 +29,13 @@ from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.channel import FOREVER, Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
-
-_FOREVER = timedelta(days=30)  # a user may do other things between two steps; who does not answer is the watch's affair
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class Outbox:
                     if not entry.sends:
                         self._send(entry)
                     for send in entry.sends:
-                        send.wait()
+                        send.wait(FOREVER)
                 if write_counts(entry.tensors) != entry.counts:
                     self._watch.fail(_written(self._watch.rank, entry, self._log.link))
                 self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
@@ -156,7 +153,7 @@ class Outbox:
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
-            self._channel.send_words(messages.end_of_messages()).wait()
+            self._channel.send_words(messages.end_of_messages()).wait(FOREVER)
         except RuntimeError as error:
             _peer_ended(self._watch, self._peer, error)
 
@@ -185,7 +182,7 @@ class Inbox:
         self._layouts = Layouts()
         self._posted: deque[Posted | None] = deque()  # of the messages that are expected
         self._ended = False  # on this side
-        self._over = False  # on the other one
+        self._over = False  # nothing comes any more
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
@@ -221,6 +218,7 @@ class Inbox:
         """
         self._watch.wait_for(lambda: bool(self._arrived) or self._over)
         if not self._arrived:
+            self._watch.check()
             raise Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it").error()
         message = self._arrived.pop(0)
         for tensor in message.tensors:
@@ -233,7 +231,7 @@ class Inbox:
         return bool(self._arrived)
 
     def close(self, timeout: float) -> None:
-        """After the other side's close; what has not been taken is gone."""
+        """What has been expected still comes; for anything else there is no room any more."""
         self._ended = True
         self._expected.release()
         self._thread.join(timeout)
@@ -244,7 +242,7 @@ class Inbox:
             while (header := self._header(*first)) is not END:
                 first = self._channel.post_words(HEADER_WORDS)
                 self._expected.acquire()
-                if self._ended:
+                if not self._posted:  # it is the end on this side
                     return
                 start = time.perf_counter()
                 message = self._fetch(header)
@@ -254,15 +252,16 @@ class Inbox:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
                 del message
-            with self._watch.changed:
-                self._over = True
-                self._watch.changed.notify_all()
         except (RuntimeError, ValueError) as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
+        finally:
+            with self._watch.changed:
+                self._over = True
+                self._watch.changed.notify_all()
 
     def _header(self, first: Tensor, arriving: dist.Work) -> Header:
-        arriving.wait()
+        arriving.wait(FOREVER)
         left = messages.words_left(first)
         words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
         header = messages.decode(words)
@@ -285,7 +284,7 @@ class Inbox:
                     posted = self._post()
                 self._posted.popleft()
             for work in posted.works:
-                work.wait()
+                work.wait(FOREVER)
             found = iter([buffer.to(self._device) for buffer in posted.tensors])
         return Message(
             header.batch,
@@ -305,6 +304,7 @@ class Links:
 
     Attributes:
         transfers: the last ones of all links, as they ended.
+        groups: theirs, and whatever others there are between the ranks.
     """
 
     def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
@@ -312,14 +312,14 @@ class Links:
         self._rank = rank
         self._device = device
         self._watch = watch
+        self.groups = Groups(rank, watch)
         self._ends: list[Outbox | Inbox] = []
-        self._groups: list[dist.ProcessGroup] = []
 
     def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
         """This rank's end of a new link; None if it has none."""
-        headers = self.group([source, target], "gloo")
+        headers = self.groups.make([source, target], "gloo")
         direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
-        payload = self.group([source, target], "nccl") if direct else headers
+        payload = self.groups.make([source, target], "nccl") if direct else headers
         if self._rank not in (source, target) or headers is None or payload is None:
             return None
         peer = target if self._rank == source else source
@@ -334,13 +334,15 @@ class Links:
         self._ends.append(end)
         return end
 
-    def group(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
-        """A new group of these ranks; None where this rank is not in it."""
-        made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=_FOREVER, backend=backend)
-        if self._rank not in ranks:
-            return None
-        self._groups.append(made)
-        return made
+    def flush(self) -> None:
+        """Returns when nothing that was put is held here any more.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        for end in self._ends:
+            if isinstance(end, Outbox):
+                end.flush()
 
     def close(self, timeout: float) -> None:
         """All ranks have to; messages under way arrive. After a failure nobody waits."""
@@ -349,10 +351,9 @@ class Links:
                 for end in self._ends:
                     if isinstance(end, kind):
                         end.close(timeout)
-            for group in self._groups:
-                dist.destroy_process_group(group)
+            self.groups.destroy()
+        self.groups.forget()
         self._ends.clear()
-        self._groups.clear()
 
 
 def _backend_of(device: torch.device) -> str:

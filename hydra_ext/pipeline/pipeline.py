@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +26,7 @@ from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.report import PipelineReport, make_report
+from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
@@ -34,7 +36,7 @@ from hydra_ext.schedule import Schedule, make
 
 logger = logging.getLogger(__name__)
 
-_LAST_MESSAGES = 20.0  # seconds that the end waits for what is under way
+_LAST_MESSAGES = 20.0  # seconds that links have to end, when everything has been delivered
 _names = itertools.count()
 
 
@@ -114,12 +116,14 @@ class Pipeline:
         world, name = self._topology.world, f"pipeline {next(_names)}"
         self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
         with self._guarded():
-            self._seed = common_seed(seed, self._topology)
+            self._seed = common_seed(seed, self._watch)
             if modules:
                 home = self._device if self._tier is None else torch.device("cpu")
-                self._begin(explicit_parts(modules, schedule.stages_of(self.place), home))
-        self._at_exit = weakref.WeakMethod(self._abandon)
-        atexit.register(_call, self._at_exit)
+                parts = explicit_parts(modules, schedule.stages_of(self.place), home)
+                refuse_late_sums((("a weight", stages) for stages in parts.shared), schedule)
+                self._begin(parts)
+        self._at_exit = partial(_call, weakref.WeakMethod(self._abandon))
+        atexit.register(self._at_exit)
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
@@ -242,14 +246,18 @@ class Pipeline:
         return PipelineTrace(path, self.schedule, self._topology, self._activity)
 
     def close(self) -> None:
-        """Drains, and ends the pipeline on all ranks, which all have to call it."""
+        """Drains, and ends the pipeline on all ranks, which all have to call it; waits for those that still live.
+
+        Raises:
+            RankFailed: another rank has failed, or has ended without this.
+        """
         if self._closed:
             return
-        if self._watch.failure is None:
-            self.drain()
-            if self._engine is not None:
-                _warn_of_skipped(self._engine.executor.take_updates())
-        self._end(_LAST_MESSAGES)
+        try:
+            if self._watch.failure is None:
+                self._finish()
+        finally:
+            self._end(_LAST_MESSAGES if self._watch.failure is None else 0.0)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -314,6 +322,7 @@ class Pipeline:
                 microbatch,
                 schedule=self.schedule,
                 topology=self._topology,
+                watch=self._watch,
                 device=self._device,
                 home=self._device if self._tier is None else torch.device("cpu"),
                 cuts=self._cuts,
@@ -338,6 +347,17 @@ class Pipeline:
         self._engine, self._announcements = engine, announcements
         return engine, announcements
 
+    def _finish(self) -> None:
+        """Until no rank needs anything of another's any more."""
+        self.drain()
+        if self._engine is not None:
+            _warn_of_skipped(self._engine.executor.take_updates())
+        with self._guarded():
+            if self._engine is not None and self._announcements is not None:
+                self._announcements.finish()
+                self._engine.flush()
+            self._watch.part()
+
     def _activity(self) -> Activity:
         return Activity([], [], [], []) if self._engine is None else self._engine.activity
 
@@ -353,7 +373,7 @@ class Pipeline:
 
     def _end(self, timeout: float) -> None:
         self._closed = True
-        atexit.unregister(_call)
+        atexit.unregister(self._at_exit)
         if self._engine is not None:
             self._engine.close(timeout)
         self._watch.end()

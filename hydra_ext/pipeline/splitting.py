@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext.construction import fill
 from hydra_ext.errors import InvalidArgument, SplitError, UnsupportedModel
 from hydra_ext.pipeline.messages import fingerprint
 from hydra_ext.pipeline.parts import Part, Parts
+from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitStage,
@@ -33,6 +33,7 @@ from hydra_ext.pipeline.split.side_by_side import SideBySide, SideBySideStage
 from hydra_ext.pipeline.split.stand_ins import replace_tensors
 from hydra_ext.pipeline.split.state_dicts import refuse_state_dicts
 from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.watch import Watch
 from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
 
@@ -47,6 +48,7 @@ def split_parts(
     *,
     schedule: Schedule,
     topology: Topology,
+    watch: Watch,
     device: torch.device,
     home: torch.device,
     cuts: Sequence[str | int] | None,
@@ -72,11 +74,9 @@ def split_parts(
         fill(model, glue_parameters(model), device=device)
         _move_buffers(model, device)
     rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
-    _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", topology)
+    _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", watch)
     if cuts is None:
-        seconds = _timed(
-            lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), rehearsal, topology
-        )
+        seconds = _timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
         borders = _given(rehearsal, schedule.stages, cuts)
@@ -85,9 +85,10 @@ def split_parts(
     shapes = {
         name: (stages, tensor.shape) for name, tensor in _named_tensors(model).items() if (stages := several.get(name))
     }
-    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", topology)
+    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", watch)
     own = schedule.stages_of(topology.place)
     _refuse_twice_here(division, rehearsal, own)
+    refuse_late_sums(division.trained_together(), schedule)
     if unbuilt:
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
@@ -175,6 +176,10 @@ class _Division:
             if name in self.trained[self.holders[name][0]]
         )
 
+    def trained_together(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that several stages train, with these."""
+        return [(f"'{name}'", stages) for name, stages in self.holders.items() if name in self.trained[stages[0]]]
+
 
 def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _Division:
     parameters = dict(model.named_parameters())
@@ -184,38 +189,25 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
 
 
-def _compare(found_here: str, difference: str, topology: Topology) -> None:
+def _compare(found_here: str, difference: str, watch: Watch) -> None:
     """
     Raises:
         SplitError: another rank has found something else; ``difference`` says of it what that means.
     """
-    if topology.world == 1:
-        return
-    own = torch.tensor([fingerprint(found_here)])
-    found = [torch.empty_like(own) for _ in range(topology.world)]
-    dist.all_gather(found, own)
-    other = next((rank for rank, each in enumerate(found) if not torch.equal(each, found[0])), None)
+    found = watch.meet(f"to compare what {difference.split()[0]}", fingerprint(found_here))
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
         raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
 
 
-def _timed(measure: Callable[[], list[float]], rehearsal: Rehearsal, topology: Topology) -> list[float]:
-    """The first rank's figures. The others measure too, for ``fn`` to be called as often; later, not to disturb."""
-    seconds = measure() if topology.rank == 0 else [0.0] * len(rehearsal.events)
-    seconds = _agreed(seconds, topology)
-    if topology.rank != 0:
+def _timed(measure: Callable[[], list[float]], watch: Watch) -> list[float]:
+    """The first rank's figures, so that all ranks choose alike. The others measure too, for ``fn`` to be called as
+    often; later, not to disturb."""
+    seconds: list[float] = watch.meet("for the cuts", measure() if watch.rank == 0 else [])[0]
+    if watch.rank != 0:
         measure()
-    if topology.world > 1:
-        dist.barrier()  # what refuses the cuts is found by all at once, and not told to those that still measure
+    watch.meet("after the timing")  # what refuses the cuts is found by all, and not told to those that still measure
     return seconds
-
-
-def _agreed(seconds: Sequence[float], topology: Topology) -> list[float]:
-    """The first rank's, so that all ranks choose alike."""
-    values = torch.tensor(seconds, dtype=torch.float64)
-    if topology.world > 1:
-        dist.broadcast(values, src=0)
-    return [float(value) for value in values]
 
 
 def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:

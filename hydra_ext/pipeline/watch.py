@@ -4,6 +4,9 @@ Each rank's watch is a thread with a connection of its own to torch.distributed'
 that this rank lives, and where it is; it looks for the others' signs and for a failure that one of them has entered.
 Only the first failure is entered, so that all ranks name the same cause. A process that ends is noticed by the ranks
 that talk to it, at once, by :mod:`hydra_ext.pipeline.links`.
+
+Ranks meet there too. Collectives of torch.distributed hear of no failure: who waits in one for a rank that raised, or
+died, before it, waits in vain. So nothing is begun together before all have met.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 _PERIOD = 0.5  # seconds between two signs of life, at most
 _PAUSE = 0.02  # and at least
 _WARN_AFTER = 5.0  # seconds without a sign of life
+_LONG_MEETING = 30.0  # seconds, after which who waits says for whom
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.001, 0.05  # seconds between two looks for who comes to a meeting
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,8 @@ class Watch:
         self.failure: Failure | None = None
         self.changed = threading.Condition()  # notified when something arrives, and when something has failed
         self.rank = rank
+        self.patience = patience
         self._world = world
-        self._patience = patience
         self._describe = describe
         self._ended = threading.Event()
         self._moved = threading.Event()
@@ -125,14 +130,64 @@ class Watch:
                 self.check()
                 self.changed.wait(1.0)
 
+    def wait_for_cause(self) -> None:
+        """After an error of the transport's: most likely a rank has ended, and its silence is noticed a little later.
+
+        Raises:
+            RankFailed: so it is.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure is not None, self.patience + _WARN_AFTER)
+        self.check()
+
+    def meet(self, where: str, says: Any = None) -> list[Any]:
+        """Returns when all ranks have come, with what each of them says, by rank: something that JSON can hold.
+
+        A rank that lives is waited for, whatever it does.
+
+        Args:
+            where: of each of a pipeline's meetings another text.
+
+        Raises:
+            RankFailed: a rank has failed, or has ended its pipeline and will not come.
+        """
+        if self._store is None:
+            return [says]
+        keys = [f"met {where}/{rank}" for rank in range(self._world)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(says))
+            self._wait_for_all(keys, where)
+            return [json.loads(word) for word in self._store.multi_get(keys)]
+        except RankFailed:
+            raise
+        except RuntimeError as error:
+            raise self._store_failed(error).error() from error
+
+    def part(self) -> None:
+        """The last meeting, and the end of this watch: nobody needs the others any more, who may end as they like.
+
+        Raises:
+            RankFailed: as at any meeting.
+        """
+        self.meet("at the end")
+        if self._store is not None:
+            # The store may be in the first rank's process, which stays until the others have seen that all are here.
+            with suppress(RuntimeError):
+                self._store.set(f"parted/{self.rank}", "")
+                if self.rank == 0:
+                    self._wait_for_all([f"parted/{rank}" for rank in range(self._world)], "at the end")
+        self.end()
+
     def end(self) -> None:
         """No signs are given, and none looked for, from now on."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         self._moved.set()
         if self._store is not None and threading.current_thread() is not self._thread:
             with suppress(RuntimeError):  # whoever holds the store may have ended already
                 self._store.set(f"alive/{self.rank}", "ended")
-            self._thread.join(timeout=self._patience)
+            self._thread.join(timeout=self.patience)
 
     def _run(self) -> None:
         count = 0
@@ -145,12 +200,41 @@ class Watch:
                     self._look()
             except RuntimeError as error:
                 if not self._ended.is_set():
-                    self.fail(Failure(0, "", f"the store of torch.distributed does not answer: {_short(error)}"))
+                    self._store_failed(error)
                 return
             count += 1
             self._ended.wait(_PAUSE)
             self._moved.wait(_PERIOD)
             self._moved.clear()
+
+    def _store_failed(self, error: BaseException) -> Failure:
+        return self.fail(Failure(0, "", f"the store of torch.distributed does not answer: {_short(error)}"))
+
+    def _wait_for_all(self, keys: Sequence[str], where: str) -> None:
+        """Until the store has a rank's key of each rank."""
+        start = time.monotonic()
+        next_look, warn_at, pause = start, start + _LONG_MEETING, _SHORTEST_LOOK
+        while not self._store.check(keys):
+            self.check()
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + _PERIOD
+                missing = self._missing(keys, where)
+                if missing and now >= warn_at:
+                    warn_at = float("inf")
+                    logger.warning("waiting %s for rank %s since %.0f s", where, ", ".join(missing), now - start)
+            with self.changed:
+                self.changed.wait(pause)
+            pause = min(2 * pause, _LONGEST_LOOK)
+
+    def _missing(self, keys: Sequence[str], where: str) -> list[str]:
+        """Who has not come yet, and where it is."""
+        ended = {rank for rank in range(self._world) if self._seen.get(rank, ("", 0.0))[0] == "ended"}
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]  # after its last sign
+        for rank in ended.intersection(missing):
+            self.fail(Failure(rank, "", f"it has ended its pipeline, and this rank waits for it {where}"))
+            self.check()
+        return [f"{rank} ({self._seen.get(rank, ('', 0.0))[0].partition(' ')[2]})" for rank in missing]
 
     def _look(self) -> None:
         if self._store.check(["failure"]):
@@ -172,7 +256,7 @@ class Watch:
 
     def _silent(self, rank: int, sign: str, seconds: float) -> None:
         where = sign.partition(" ")[2]
-        if seconds > self._patience:
+        if seconds > self.patience:
             self.fail(
                 Failure(
                     rank,

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support import pipeline_failures, ranks
-from support.pipeline_failures import Failing
+from support import pipeline_failures
+from support.pipeline_failures import LIMIT_SECONDS, Failing, run_to_the_end, seconds_after_the_failure
 
-LIMIT_SECONDS = 30.0  # from the failure to the end of every rank
 _random = random.Random(11)
 _PLACES = [
     (stage, _random.randrange(1, 4), _random.randrange(4), _random.random() < 0.5, _random.choice(["2bw", "1f1b"]))
@@ -24,28 +20,9 @@ _PLACES = [
 
 def run(failing: Failing, folder: Path) -> dict[int, dict[str, Any]]:
     """What each rank ended with, but for one that was killed or stopped."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hydra_ext"])
-    processes = [
-        context.Process(
-            target=ranks._run,
-            args=(pipeline_failures.train, (failing, folder), rank, failing.stages, folder),
-            daemon=True,
-        )
-        for rank in range(failing.stages)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + LIMIT_SECONDS + 30.0  # starting takes some of it
-    others = [process for rank, process in enumerate(processes) if failing.how != "stop" or rank != failing.stage]
-    for process in others:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hanging = [process.pid for process in others if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
-    assert not hanging
-    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.ended")}
+    without = [failing.stage] if failing.how == "stop" else []
+    train = pipeline_failures.train
+    return run_to_the_end(train, failing, folder, folder=folder, size=failing.stages, without=without)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
@@ -73,13 +50,13 @@ def test_a_rank_that_fails_ends_all_of_them(how: str, place: tuple[int, int, int
         assert ended[stage]["kind"] == "ValueError"
     else:
         assert "its process has ended" in message
-    times = [ended[rank]["at"] for rank in others]
-    assert max(times) - min(times) < LIMIT_SECONDS
+    assert seconds_after_the_failure(ended, tmp_path, others) < LIMIT_SECONDS
 
 
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
     ended = run(Failing("stop", 1, 2, 3, patience=8.0), tmp_path)
     assert set(ended) == {0, 2}
+    assert seconds_after_the_failure(ended, tmp_path, {0, 2}) < LIMIT_SECONDS
     for record in ended.values():
         assert "rank 1 has failed (last seen " in record["error"]
         assert "no sign of life" in record["error"]
@@ -89,6 +66,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
 def test_an_interrupt_and_an_early_end_reach_all(how: str, tmp_path: Path) -> None:
     ended = run(Failing(how, 1, 2, 1), tmp_path)
     assert {0, 2} <= set(ended)
+    assert seconds_after_the_failure(ended, tmp_path, {0, 2}) < LIMIT_SECONDS
     for rank in (0, 2):
         assert ended[rank]["kind"] == "RankFailed"
         assert "rank 1 has failed" in ended[rank]["error"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from typing import Any
 from torch import nn
 
 from hydra_ext.pipeline import Pipeline
-from support import pipelines
+from support import pipelines, ranks
+
+LIMIT_SECONDS = 30.0  # from the failure to the end of every rank
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,11 @@ class Failing:
 class Trap(nn.Module):
     """Counts calls, and fails at one of them."""
 
-    def __init__(self, module: nn.Module, failing: Failing, microbatches: int) -> None:
+    def __init__(self, module: nn.Module, failing: Failing, microbatches: int, folder: Path) -> None:
         super().__init__()
         self.module = module
         self._failing = failing
+        self._folder = folder
         self._at = failing.step * microbatches + failing.microbatch
         self._calls = 0
 
@@ -49,21 +54,23 @@ class Trap(nn.Module):
         here = self._calls == self._at
         self._calls += 1
         if here and not self._failing.backward:
-            fail(self._failing)
+            fail(self._failing.how, self._folder)
         y = self.module(x)
         if here:
-            y.register_hook(lambda _: fail(self._failing))
+            y.register_hook(lambda _: fail(self._failing.how, self._folder))
         return y
 
 
-def fail(failing: Failing) -> None:
-    if failing.how == "kill":
+def fail(how: str, folder: Path) -> None:
+    """Leaves behind when it was."""
+    (folder / "failed").write_text(repr(time.time()))
+    if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if failing.how == "stop":
+    if how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if failing.how == "interrupt":
+    if how == "interrupt":
         raise KeyboardInterrupt
-    if failing.how == "leave":
+    if how == "leave":
         os._exit(0)
     raise ValueError("the data are wrong")
 
@@ -71,9 +78,9 @@ def fail(failing: Failing) -> None:
 def train(rank: int, failing: Failing, folder: Path) -> None:
     """Writes the error it ended with, and when."""
     stages = pipelines.make_stages(failing.stages)
-    stages[failing.stage] = Trap(stages[failing.stage], failing, 4)
-    record: dict[str, Any] = {"error": "", "kind": ""}
-    try:
+    stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
+
+    def body(record: dict[str, Any]) -> None:
         pipe = Pipeline(
             None,
             pipelines.adamw,
@@ -87,8 +94,46 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
             for step in range(6):
                 data = [pipelines.make_microbatch(step, index) for index in range(4)]
                 record["loss"] = pipe.step(data, pipelines.loss_of).loss.item()
+
+    leave_record(rank, folder, body)
+    os._exit(0)
+
+
+def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]) -> None:
+    """Of the error that a rank ended with, and when."""
+    record: dict[str, Any] = {"error": "", "kind": ""}
+    try:
+        body(record)
     except BaseException as error:  # noqa: BLE001 - what it is, is the test's subject
         record["error"], record["kind"] = str(error), type(error).__name__
     record["at"] = time.time()
     (folder / f"{rank}.ended").write_text(json.dumps(record))
-    os._exit(0)
+
+
+def run_to_the_end(
+    body: Callable[..., None], *arguments: Any, folder: Path, size: int, without: Collection[int] = ()
+) -> dict[int, dict[str, Any]]:
+    """The records that ``body(rank, *arguments)`` left in each rank; of some of them the end is not waited for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "hydra_ext"])
+    processes = [
+        context.Process(target=ranks._run, args=(body, arguments, rank, size, folder), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_SECONDS + 30.0  # starting takes some of it
+    others = [process for rank, process in enumerate(processes) if rank not in without]
+    for process in others:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hanging = [process.pid for process in others if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hanging
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.ended")}
+
+
+def seconds_after_the_failure(ended: dict[int, dict[str, Any]], folder: Path, survivors: Collection[int]) -> float:
+    """Until the last of the survivors had ended."""
+    return max(ended[rank]["at"] for rank in survivors) - float((folder / "failed").read_text())

@@ -1,0 +1,88 @@
+"""The process groups of a pipeline. Who makes one with a rank that has just ended hears of it soon, as a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext.pipeline import messages
+from hydra_ext.pipeline.channel import FOREVER
+from hydra_ext.pipeline.watch import Watch
+
+_PIECE = 2**26  # bytes
+
+
+class Groups:
+    """Of one rank. All ranks make the same ones in the same order, whether they are in them or not, after they have
+    met: torch.distributed hears of no failure while it connects, and who is not there by then has ended."""
+
+    def __init__(self, rank: int, watch: Watch) -> None:
+        self._rank = rank
+        self._watch = watch
+        self._soon = timedelta(seconds=watch.patience)
+        self._made: list[dist.ProcessGroup] = []
+
+    def make(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
+        """A new group of these ranks; None where this rank is not in it.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+        try:
+            made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=self._soon, backend=backend)
+        except RuntimeError:
+            self._watch.wait_for_cause()
+            raise
+        if self._rank not in ranks:
+            return None
+        dist.distributed_c10d._set_pg_timeout(FOREVER, made)
+        self._made.append(made)
+        return made
+
+    def broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """The first rank's contiguous tensor; in pieces, each of which has to arrive soon.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, self._soon
+        self._in_pieces(tensor, lambda piece: group.broadcast([piece], options))
+
+    def send(self, tensor: Tensor, target: int, group: dist.ProcessGroup) -> None:
+        """A contiguous tensor, to this rank of the group, which receives it now; in pieces likewise.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+        self._in_pieces(tensor, lambda piece: group.send([piece], target, 0))
+
+    def receive(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
+        """Into a contiguous tensor.
+
+        Raises:
+            RankFailed: a rank has ended.
+        """
+        self._in_pieces(tensor, lambda piece: group.recv([piece], source, 0))
+
+    def _in_pieces(self, tensor: Tensor, begin: Callable[[Tensor], dist.Work]) -> None:
+        memory = messages.memory(tensor)
+        try:
+            for start in range(0, memory.numel(), _PIECE):
+                begin(memory[start : start + _PIECE]).wait(self._soon)
+        except RuntimeError:
+            self._watch.wait_for_cause()
+            raise
+
+    def destroy(self) -> None:
+        """All ranks have to."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+
+    def forget(self) -> None:
+        """After a failure: nobody waits for the others."""
+        self._made.clear()

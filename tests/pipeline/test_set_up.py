@@ -1,0 +1,29 @@
+"""A rank that fails before the first step ends all of them, wherever they wait for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support import pipeline_set_up
+from support.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
+from support.pipeline_set_up import FAILING, FailingSetUp
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize("where", ["optimizer", "builder", "rehearsal", "connecting", "copying"])
+def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, where: str, tmp_path: Path) -> None:
+    # Who is killed is missed after the patience, and who raises while others wait inside torch.distributed.
+    missed = how == "kill" or where in ("connecting", "copying")
+    failing = FailingSetUp(how, where, patience=4.0 if missed else 20.0)
+    without = [FAILING] if how == "raise" else []
+    ended = run_to_the_end(pipeline_set_up.set_up, failing, tmp_path, folder=tmp_path, size=2, without=without)
+    assert ended[0]["kind"] == "RankFailed"
+    assert f"rank {FAILING} has failed" in ended[0]["error"]
+    if how == "raise":
+        assert "at the start: ValueError: the data are wrong" in ended[0]["error"]
+        assert ended[FAILING]["kind"] == "ValueError"
+    else:
+        assert "no sign of life" in ended[0]["error"]
+    assert seconds_after_the_failure(ended, tmp_path, [0]) < LIMIT_SECONDS

@@ -1,0 +1,85 @@
+"""Ranks of which one fails while the pipeline is set up, and what the others make of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.groups import Groups
+from support import pipelines
+from support.pipeline_failures import fail, leave_record
+
+FAILING = 1  # of two ranks
+
+
+@dataclass(frozen=True)
+class FailingSetUp:
+    """What goes wrong where.
+
+    Attributes:
+        how: "kill" or "raise".
+        where: "optimizer" and "builder", functions of the user's for a stage; "rehearsal", his fn; "connecting", as
+            some process groups are made and others not; "copying", as replicas get the first one's weights.
+    """
+
+    how: str
+    where: str
+    patience: float
+
+
+def set_up(rank: int, failing: FailingSetUp, folder: Path) -> None:
+    """Writes the error it ended with, and when; the rank that failed stays as it is then, as in a notebook."""
+
+    def trap(where: str) -> None:
+        if rank == FAILING and failing.where == where:
+            fail(failing.how, folder)
+
+    if rank == FAILING:
+        dist.new_group = _at_second_call(dist.new_group, lambda: trap("connecting"))
+        Groups.broadcast = _at_second_call(Groups.broadcast, lambda: trap("copying"))  # type: ignore[method-assign]
+    leave_record(rank, folder, lambda _: _begin(failing, trap))
+    if rank == FAILING:
+        signal.pause()
+    os._exit(0)
+
+
+def _at_second_call(function: Callable[..., Any], trap: Callable[[], None]) -> Callable[..., Any]:
+    calls = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            trap()
+        return function(*arguments, **options)
+
+    return call
+
+
+def _begin(failing: FailingSetUp, trap: Callable[[str], None]) -> None:
+    def optimizer(parameters: Any) -> Any:
+        trap("optimizer")
+        return pipelines.sgd(parameters)
+
+    def build(stage: int) -> nn.Module:
+        trap("builder")
+        return pipelines.make_stages(count)[stage]
+
+    def fn(microbatch: Any) -> Any:
+        trap("rehearsal")
+        return pipelines.loss_of(model(microbatch), microbatch)
+
+    count = 1 if failing.where == "copying" else 2
+    options: dict[str, Any] = {"microbatches": 4, "seed": 5, "patience": failing.patience, "replicas": 3 - count}
+    if failing.where == "rehearsal":
+        model = nn.Sequential(*pipelines.make_stages(2))
+        Pipeline(model, optimizer, **options).prepare(pipelines.make_microbatch(0, 0), fn)
+    else:
+        Pipeline(None, optimizer, stages=[lambda stage=stage: build(stage) for stage in range(count)], **options)
