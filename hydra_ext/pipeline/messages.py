@@ -99,7 +99,11 @@ def fingerprint(structure: str) -> int:
 
 def dense(tensor: Tensor) -> Tensor:
     """The tensor without a graph; a contiguous copy where its memory has gaps or overlaps."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        return tensor
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:
