@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.errors import StateError
+from hydra_ext.errors import RankFailed, StateError
 from hydra_ext.pipeline import Pipeline
 from support import pipelines
 
@@ -81,7 +81,7 @@ def gradients(rank: int, write: bool) -> tuple[list[bool], str]:
             with torch.no_grad():
                 data[-1]["x"].add_(1)
         pipe.drain()
-    except StateError as raised:
+        pipe.close()
+    except (StateError, RankFailed) as raised:  # the one that fails, and the others, at the latest in close()
         error = str(raised)
-    pipe.close()
     return [each["x"].grad is not None for each in data], error
