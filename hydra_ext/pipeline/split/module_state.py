@@ -18,7 +18,9 @@ Place = tuple[nn.Module, str, str]  # of which module, ATTRIBUTE or BUFFER, and 
 ATTRIBUTE, BUFFER = "attribute", "buffer"
 
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"}
+# Forward hooks too: who hooks himself in at the first forward marks that in an attribute.
+_HOOKS = {name for name in nn.Module().__dict__ if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} - _HOOKS
 
 
 @dataclass(frozen=True)
