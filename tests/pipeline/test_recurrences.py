@@ -20,10 +20,12 @@ def check(cases: Sequence[Case], folder: Path, *, delay: int | Sequence[int], si
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_2bw_is_the_recurrence_with_a_delay_of_one(stages: int, whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", [0, *(pytest.param(to, marks=pytest.mark.full) for to in (6, 10, 13, 16))])
+def test_2bw_is_the_recurrence_with_a_delay_of_one(stages: int, to: int, tmp_path: Path) -> None:
+    """Two counts of microbatches, or all of them in four parts."""
     fewest = max(1, stages - 1)
-    counts = range(fewest, 17) if whole else (fewest, stages + 1)
+    after = {6: 0, 10: 6, 13: 10, 16: 13}
+    counts = range(max(fewest, after[to] + 1), to + 1) if to else (fewest, stages + 1)
     cases = [
         Case(stages=stages, microbatches=count, optimizer=optimizer)
         for count in counts
