@@ -1,11 +1,14 @@
 """Schedules in several processes: python benchmarks/pipeline.py [--part timed] [--depth 4] [--rounds 9]
 
-2bw, 1f1b and gpipe of hydra_ext, and torch.distributed.pipelining's Schedule1F1B and ScheduleGPipe, with the same
-stages on the same ranks, by turns in one run.
+2bw, 1f1b and gpipe of hydra_ext, 2bw with one more microbatch in flight a hop where there are enough of them, and
+torch.distributed.pipelining's Schedule1F1B and ScheduleGPipe, with the same stages on the same ranks, by turns in one
+run.
 
 (timed) Stages are waits of known length that need no core, so that four ranks are measurable on two cores: the time of
-a batch against the formulas, and against the simulator's with calibrated costs. The ranks run before other processes
-of the machine where that is allowed (SCHED_RR): a wait that ends while others compute would else end late.
+a batch against the formulas, and against the simulator's with calibrated costs. Those of a forward and a backward are
+calibrated outside of a pipeline; that of a hop is what a batch of a single microbatch takes beyond them, by its hops.
+The ranks run before other processes of the machine where that is allowed (SCHED_RR): a wait that ends while others
+compute would else end late.
 (compute) A small transformer in two stages on two ranks of one thread each.
 
 A batch's time is the mean over the ranks of the time from the end of their first step to that of their last one, by
@@ -16,6 +19,7 @@ runs of a round. A figure is void where the spread exceeds half the margin of it
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import statistics
@@ -41,10 +45,9 @@ FORWARD, BACKWARD = 0.020, 0.040  # seconds of a waiting stage
 STEPS = {4: 4, 8: 3, 16: 2}  # of one run, by microbatches
 LAYERS, TOKEN_WIDTH, LENGTH, TOKEN_ROWS = 8, 256, 64, 2
 
-OURS = ("2bw", "1f1b", "gpipe")
+OURS = ("2bw", "2bw, 1 ahead", "1f1b", "gpipe")
 TORCHS = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
 TWIN = "2bw, again"
-NAMES = (*OURS, *TORCHS, TWIN)
 
 GOAL = 0.05
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -66,6 +69,18 @@ class Problem:
     @property
     def steps(self) -> int:
         return STEPS[self.count]
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return tuple(name for name in OURS if "ahead" not in name or self.count >= 2 * (len(self.stages) - 1))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.ours, *TORCHS, TWIN)
+
+    def schedule(self, name: str) -> schedule.Schedule:
+        kind, _, ahead = name.partition(", ")
+        return schedule.make(kind, stages=len(self.stages), microbatches=self.count, ahead=1 if ahead else 0)
 
 
 @dataclass
@@ -104,8 +119,9 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return hydra_ext.optim.AdamW(parameters, lr=1e-4)
 
 
-def our_contender(problem: Problem, kind: str) -> tuple[Contender, Pipeline]:
-    pipe = Pipeline(None, make_optimizer, stages=problem.stages, schedule=kind, microbatches=problem.count)
+def our_contender(problem: Problem, name: str) -> tuple[Contender, Pipeline]:
+    made = problem.schedule(name)
+    pipe = Pipeline(None, make_optimizer, stages=problem.stages, schedule=made, microbatches=problem.count)
     works = [problem.microbatch] * problem.count
     contender = Contender(
         step=lambda: void(pipe.step(works, problem.loss)),
@@ -138,15 +154,15 @@ def void(_: Any) -> None:
 
 def run_by_turns(problem: Problem, rank: int, rounds: int) -> dict[str, list[Run]]:
     contenders, pipes = {}, []
-    for kind in OURS:
-        contenders[kind], pipe = our_contender(problem, kind)
+    for name in problem.ours:
+        contenders[name], pipe = our_contender(problem, name)
         pipes.append(pipe)
     for name, kind in TORCHS.items():
         contenders[name] = torch_contender(problem, kind, rank)
     contenders[TWIN] = contenders["2bw"]
-    runs: dict[str, list[Run]] = {name: [] for name in NAMES}
+    runs: dict[str, list[Run]] = {name: [] for name in problem.names}
     for number in range(-1, rounds):
-        for name in NAMES:
+        for name in problem.names:
             run = contenders[name].run(problem.steps)
             if number >= 0:
                 runs[name].append(run)
@@ -165,6 +181,14 @@ class Figures:
     bubbles: dict[str, list[float]]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.batch)
+
+    @property
+    def ours(self) -> tuple[str, ...]:
+        return tuple(name for name in self.batch if name in OURS)
+
+    @property
     def spread(self) -> float:
         pairs = zip(self.batch["2bw"], self.batch[TWIN], strict=True)
         low, _, high = statistics.quantiles((a / b for a, b in pairs), n=4)
@@ -181,7 +205,7 @@ class Figures:
 
 def figures_of(ranks: Sequence[dict[str, list[Run]]]) -> Figures:
     batch, makespan, bubbles = {}, {}, {}
-    for name in NAMES:
+    for name in ranks[0]:
         rounds = list(zip(*(runs[name] for runs in ranks), strict=True))
         batch[name] = [
             statistics.fmean((run.marks[-1] - run.marks[0]) / (len(run.marks) - 1) for run in runs) for runs in rounds
@@ -203,9 +227,27 @@ def timed_rank(rank: int, depth: int, rounds: int) -> dict[str, Any]:
     first = go_first()
     x = torch.ones(ROWS, WIDTH)
     costs = calibrated(WaitingStage(FORWARD, BACKWARD), x)
+    problems = {count: waiting_problem(depth, count) for count in STEPS}
+    single = single_microbatch(waiting_problem(depth, 1))
+    runs = {count: run_by_turns(problem, rank, rounds) for count, problem in problems.items()}
+    return {"costs": costs, "single": single, "runs": runs, "first": first}
+
+
+def waiting_problem(depth: int, count: int) -> Problem:
     stages = [lambda: WaitingStage(FORWARD, BACKWARD)] * depth
-    runs = {count: run_by_turns(Problem(stages, x, mean_loss, count), rank, rounds) for count in STEPS}
-    return {"costs": costs, "runs": runs, "first": first}
+    return Problem(stages, torch.ones(ROWS, WIDTH), mean_loss, count)
+
+
+def single_microbatch(problem: Problem, *, steps: int = 25) -> float:
+    """Median seconds of a batch of one, in which nothing runs beside anything else."""
+    contender, pipe = our_contender(problem, "1f1b")
+    dist.barrier()
+    marks = []
+    for _ in range(steps + 1):
+        contender.step()
+        marks.append(time.perf_counter())
+    pipe.close()
+    return statistics.median(end - start for start, end in itertools.pairwise(marks))
 
 
 def timed_part(depth: int, rounds: int) -> None:
@@ -217,13 +259,20 @@ def timed_part(depth: int, rounds: int) -> None:
         + ("before other processes" if all(each["first"] for each in ranks) else "NOT before other processes")
         + "; calibrated:"
     )
-    print("  " + ", ".join(f"{f * 1e3:.2f} + {b * 1e3:.2f} ms" for f, b in zip(forward, backward, strict=True)))
+    single = statistics.fmean(each["single"] for each in ranks)
+    hop = (single - sum(forward) - sum(backward)) / (2 * (depth - 1))
+    print(
+        "  "
+        + ", ".join(f"{f * 1e3:.2f} + {b * 1e3:.2f} ms" for f, b in zip(forward, backward, strict=True))
+        + f"; a hop {hop * 1e3:.2f} ms, by a batch of one in {single * 1e3:.2f} ms"
+    )
+    costs = {"forward": forward, "backward": backward, "latency": hop}
     for count in STEPS:
         figures = figures_of([each["runs"][count] for each in ranks])
         ideal = count * slowest
         flush = (count + depth - 1) / count
         print(f"(timed) {depth} ranks, {count} microbatches; spread of identical runs {figures.spread:.2%}")
-        for name in NAMES:
+        for name in figures.names:
             formula = 1.0 if name.startswith("2bw") else flush
             time_of = figures.median(name) / ideal
             seen = ", ".join(f"{bubble:.1%}" for bubble in figures.bubbles[name])
@@ -232,31 +281,24 @@ def timed_part(depth: int, rounds: int) -> None:
                 f"{formula:.4f}; bubble {1.0 - 1.0 / time_of:.1%}, formula {1.0 - 1.0 / formula:.1%}"
                 + (f", by the ranks' own times {seen}" if name in OURS else "")
             )
-        judge_timed(figures, count, depth, forward, backward, ideal, flush)
+        judge_timed(figures, waiting_problem(depth, count), costs, ideal, flush)
 
 
-def judge_timed(
-    figures: Figures,
-    count: int,
-    depth: int,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    ideal: float,
-    flush: float,
-) -> None:
+def judge_timed(figures: Figures, problem: Problem, costs: dict[str, Any], ideal: float, flush: float) -> None:
     spread = figures.spread
-    share = ideal / figures.median("2bw")
-    say("2bw at least 95% of the ideal", f"{share:.1%}", spread, margin=GOAL, holds=share >= 1.0 - GOAL)
+    for name in figures.ours:
+        if name.startswith("2bw"):
+            share = ideal / figures.median(name)
+            say(f"{name} at least 95% of the ideal", f"{share:.1%}", spread, margin=GOAL, holds=share >= 1.0 - GOAL)
     for kind in ("1f1b", "gpipe"):
         off = figures.median(kind) / (ideal * flush) - 1.0
         say(f"{kind} within 5% of (m+d-1)/m", f"{off:+.1%}", spread, margin=GOAL, holds=abs(off) <= GOAL)
-    for kind in OURS:
-        made = schedule.make(kind, stages=depth, microbatches=count)
-        simulated = made.simulate(batches=STEPS[count], forward=forward, backward=backward).makespan
-        measured = statistics.median(figures.makespan[kind])
+    for name in figures.ours:
+        simulated = problem.schedule(name).simulate(batches=problem.steps, **costs).makespan
+        measured = statistics.median(figures.makespan[name])
         off = simulated / measured - 1.0
         text = f"{simulated:.4f} s, measured {measured:.4f} s, {off:+.1%}"
-        say(f"{kind} makespan simulated within 5%", text, spread, margin=GOAL, holds=abs(off) <= GOAL)
+        say(f"{name} makespan simulated within 5%", text, spread, margin=GOAL, holds=abs(off) <= GOAL)
     judge_speeds(figures)
 
 
@@ -293,7 +335,7 @@ def compute_part(rounds: int) -> None:
             f"(compute) transformer of {size / 1e6:.1f} M parameters on 2 ranks, {count} microbatches of "
             f"({TOKEN_ROWS}, {LENGTH}); spread of identical runs {figures.spread:.2%}"
         )
-        for name in NAMES:
+        for name in figures.names:
             seen = ", ".join(f"{bubble:.1%}" for bubble in figures.bubbles[name])
             tail = f"; bubble by the ranks' own times {seen}" if name in (*OURS, TWIN) else ""
             print(f"  {name:<12} {figures.median(name) * 1e3:8.2f} ms a batch{tail}")

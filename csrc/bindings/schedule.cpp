@@ -84,11 +84,11 @@ void bind_schedule(py::module_& module) {
       .def("__hash__", [](const Schedule& schedule) { return py::hash(py::str(text(schedule))); });
   module.def(
       "make_schedule",
-      [](const std::string& kind, int stages, int ranks, int microbatches, bool vertical_sync) {
-        return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, vertical_sync));
+      [](const std::string& kind, int stages, int ranks, int microbatches, bool vertical_sync, int ahead) {
+        return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, vertical_sync, ahead));
       },
       py::arg("kind"), py::kw_only(), py::arg("stages"), py::arg("ranks"), py::arg("microbatches"),
-      py::arg("vertical_sync"));
+      py::arg("vertical_sync"), py::arg("ahead"));
   module.def("parse_schedule", &parse, py::arg("text"));
   bind_simulation(module, schedule_class);
 }

@@ -49,8 +49,8 @@ RankOrder grouped(const Recipe& recipe, int rank, int microbatches, int group) {
 
 }  // namespace
 
-Recipe Recipe::named(std::string_view kind, int stages, int ranks, int microbatches, bool vertical_sync) {
-  const Recipe recipe{kind_named(kind), stages, ranks, microbatches, vertical_sync};
+Recipe Recipe::named(std::string_view kind, int stages, int ranks, int microbatches, bool vertical_sync, int ahead) {
+  const Recipe recipe{kind_named(kind), stages, ranks, microbatches, vertical_sync, ahead};
   recipe.check();
   return recipe;
 }
@@ -62,7 +62,7 @@ const char* Recipe::name() const noexcept {
 void Recipe::check() const {
   const std::string asked = std::string(name()) + " with stages=" + std::to_string(stages) +
                             ", ranks=" + std::to_string(ranks) + ", microbatches=" + std::to_string(microbatches) +
-                            ": ";
+                            (ahead == 0 ? "" : ", ahead=" + std::to_string(ahead)) + ": ";
   const auto expect = [&](bool condition, const std::string& problem) {
     HYDRA_EXPECT(condition, InvalidSchedule, asked + problem);
   };
@@ -72,6 +72,10 @@ void Recipe::check() const {
       "at most " + std::to_string(kMostStages) + " stages and " + std::to_string(kMostMicrobatches) + " microbatches");
   expect(stages % ranks == 0, "stages must be a multiple of ranks, so that every rank has as many");
   expect(!vertical_sync || kind == RecipeKind::kPipedream, "vertical_sync is an option of 'pipedream' only");
+  expect(ahead >= 0 && ahead <= kMostMicrobatches, "ahead must be 0 to " + std::to_string(kMostMicrobatches));
+  const bool can_be_ahead = kind == RecipeKind::kOneForwardOneBackward || kind == RecipeKind::kTwoBufferedWeights;
+  expect(ahead == 0 || (can_be_ahead && stages == ranks),
+         "ahead is an option of '1f1b' and '2bw' with one stage a rank only");
   switch (kind) {
     case RecipeKind::kGpipe:
       return;
@@ -80,9 +84,10 @@ void Recipe::check() const {
     case RecipeKind::kInterleaved:
       return expect(stages > ranks, "it has two or more stages a rank; '1f1b' is its form with one");
     case RecipeKind::kTwoBufferedWeights:
-      return expect(microbatches >= ranks - 1,
-                    "two versions of the weights are enough only for ranks - 1 microbatches or more: give at least " +
-                        std::to_string(ranks - 1) + ", or use fewer ranks, or '1f1b'");
+      return expect(microbatches >= sent_on(0),
+                    "two versions of the weights are enough only for (ranks - 1) * (1 + ahead) microbatches or more: "
+                    "give at least " +
+                        std::to_string(sent_on(0)) + ", or use fewer ranks, or '1f1b'");
     case RecipeKind::kPipedream:
       expect(stages == ranks, "it has one stage a rank");
       return expect(microbatches == 1, "it updates after every microbatch, so a batch is one: microbatches=1");
@@ -111,18 +116,19 @@ void Recipe::check_batch(int batch_microbatches) const {
                    std::to_string(microbatches) + ", as the schedule was made for");
 }
 
+int Recipe::sent_on(int rank) const noexcept { return (ranks - 1 - rank) * (1 + ahead); }
+
 RankOrder Recipe::order(int rank, int batch_microbatches) const {
   const int chunks = stages_per_rank();
-  const int behind = ranks - 1 - rank;  // ranks that a microbatch meets after this one
   if (kind == RecipeKind::kInterleaved) {
     // What is missing from the last group is left out of the order of a full one. Leaving out all turns of a microbatch
     // takes waits away and adds none.
     RankOrder order = grouped(*this, rank, batch_microbatches, ranks);
-    order.in_flight = (chunks - 1) * ranks + 2 * behind;
+    order.in_flight = (chunks - 1) * ranks + 2 * sent_on(rank);
     return order;
   }
   RankOrder order = grouped(*this, rank, batch_microbatches, batch_microbatches);
-  order.in_flight = kind == RecipeKind::kGpipe ? kUnlimited : (chunks - 1) * batch_microbatches + behind;
+  order.in_flight = kind == RecipeKind::kGpipe ? kUnlimited : (chunks - 1) * batch_microbatches + sent_on(rank);
   return order;
 }
 

@@ -8,6 +8,11 @@
 //   2bw          1f1b that is not emptied; two versions (PipeDream-2BW). With more stages than ranks, stage by stage as
 //                gpipe, the next batch's forwards between the backwards.
 //   pipedream    1f1b that is not emptied, an update after every microbatch, which is a batch (PipeDream, SOSP'19).
+//
+// With S - s in flight, what a microbatch takes from stage to stage is on the critical path: a microbatch costs
+// tF + tB + 2 * latency * (S - 1) / S. With `ahead` more for every hop from here to the last stage, 1f1b and 2bw hide
+// that as long as 2 * latency <= ahead * (tF + tB): between any two stages, k hops apart, k + 1 + k * ahead
+// microbatches then share the (k + 1) * (tF + tB) + 2 * k * latency of a round. They are stashed.
 #pragma once
 
 #include <cstdint>
@@ -40,9 +45,10 @@ struct Recipe {
   int ranks = 1;
   int microbatches = 1;  // of every batch, unless next_batch() says otherwise
   bool vertical_sync = false;
+  int ahead = 0;  // per hop: microbatches in flight beyond those that keep all stages at work if hops take no time
 
   /// Throws InvalidSchedule for a name that is none, and for numbers that the kind cannot do.
-  static Recipe named(std::string_view kind, int stages, int ranks, int microbatches, bool vertical_sync);
+  static Recipe named(std::string_view kind, int stages, int ranks, int microbatches, bool vertical_sync, int ahead);
 
   const char* name() const noexcept;
   VersionRule rule() const noexcept;
@@ -54,6 +60,8 @@ struct Recipe {
 
  private:
   void check() const;
+  /// Microbatches that a rank may have sent on, for each of which nothing has come back.
+  int sent_on(int rank) const noexcept;
 };
 
 }  // namespace hydra::schedule

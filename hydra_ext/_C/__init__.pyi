@@ -1013,6 +1013,7 @@ def make_schedule(
     ranks: typing.SupportsInt | typing.SupportsIndex,
     microbatches: typing.SupportsInt | typing.SupportsIndex,
     vertical_sync: bool,
+    ahead: typing.SupportsInt | typing.SupportsIndex,
 ) -> Schedule: ...
 def norm_of_sums(sums: collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex]) -> float: ...
 def on_simulated_device(tensor: torch.Tensor) -> bool:

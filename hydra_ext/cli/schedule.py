@@ -16,9 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, help="ranks that share them (one a stage)")
     parser.add_argument("--microbatches", type=int, help="of a batch (8; 1 for pipedream)")
     parser.add_argument("--vertical-sync", action="store_true", help="pipedream: one version on all stages")
+    parser.add_argument("--ahead", type=int, default=0, help="1f1b, 2bw: more in flight, by which hops are hidden (0)")
     parser.add_argument("--batches", type=int, default=3, help="steps that are drawn (3)")
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of a microbatch's forward on a stage (1)")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of its backward (2)")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds from a stage to the next (0)")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--text", action="store_true", help="print the schedule's text instead of drawing it")
     output.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
@@ -40,7 +42,9 @@ def _show(options: argparse.Namespace) -> None:
     if options.text:
         print(schedule.text, end="")
         return
-    simulation = schedule.simulate(batches=options.batches, forward=options.forward, backward=options.backward)
+    simulation = schedule.simulate(
+        batches=options.batches, forward=options.forward, backward=options.backward, latency=options.latency
+    )
     if options.png:
         simulation.save_png(options.png)
     elif options.perfetto:
@@ -60,8 +64,10 @@ def _read(options: argparse.Namespace) -> Schedule:
             ranks=options.ranks,
             microbatches=usual if options.microbatches is None else options.microbatches,
             vertical_sync=options.vertical_sync,
+            ahead=options.ahead,
         )
-    if (options.stages, options.ranks, options.microbatches, options.vertical_sync) != (None, None, None, False):
+    given = (options.stages, options.ranks, options.microbatches, options.vertical_sync, options.ahead)
+    if given != (None, None, None, False, 0):
         raise InvalidSchedule(f"'{options.kind}' is taken for a file, which says itself how many stages there are")
     try:
         return Schedule.parse(Path(options.kind).read_text(encoding="utf-8"))

@@ -235,7 +235,13 @@ class Schedule:
 
 
 def make(
-    kind: str, *, stages: int, microbatches: int, ranks: int | None = None, vertical_sync: bool = False
+    kind: str,
+    *,
+    stages: int,
+    microbatches: int,
+    ranks: int | None = None,
+    vertical_sync: bool = False,
+    ahead: int = 0,
 ) -> Schedule:
     """A built-in schedule. Stage s lives on rank s % ranks.
 
@@ -245,7 +251,7 @@ def make(
       (PipeDream-Flush). Same numbers and same time as ``gpipe``, less memory.
     - ``interleaved``: ``1f1b`` with several stages a rank and a shorter bubble (Narayanan et al., SC'21).
     - ``2bw``: never empties; batch t uses W(max(t - 1, 0)), two versions on every stage (PipeDream-2BW, ICML'21).
-      Needs at least ``ranks - 1`` microbatches a batch.
+      Needs at least ``(ranks - 1) * (1 + ahead)`` microbatches a batch.
     - ``pipedream``: never empties; one microbatch is a batch and makes an update; stage s keeps ``stages - s`` versions
       (weight stashing, SOSP'19), or all ``stages`` with ``vertical_sync``.
 
@@ -253,6 +259,9 @@ def make(
         microbatches: a batch.
         ranks: as many as stages unless given; a divisor of ``stages``.
         vertical_sync: ``pipedream`` only: every stage uses the version that stage 0 uses.
+        ahead: ``1f1b`` and ``2bw`` with one stage a rank: stage s has up to ``ahead * (stages - 1 - s)`` microbatches
+            more in flight. They hide what values take from stage to stage, up to ``ahead * (forward + backward) / 2``,
+            and keep their activations. Same numbers.
 
     Raises:
         InvalidSchedule: unknown kind, or numbers that the kind cannot do.
@@ -263,5 +272,6 @@ def make(
         ranks=stages if ranks is None else ranks,
         microbatches=microbatches,
         vertical_sync=vertical_sync,
+        ahead=ahead,
     )
     return Schedule(core)

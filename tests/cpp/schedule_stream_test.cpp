@@ -107,8 +107,8 @@ TEST(Recipe, RefusesWhatItCannotDo) {
     return message_of<InvalidSchedule>([&] { made(kind, stages, ranks, microbatches); });
   };
   EXPECT_EQ(refused("2bw", 4, 4, 2),
-            "2bw with stages=4, ranks=4, microbatches=2: two versions of the weights are enough only for ranks - 1 "
-            "microbatches or more: give at least 3, or use fewer ranks, or '1f1b'");
+            "2bw with stages=4, ranks=4, microbatches=2: two versions of the weights are enough only for (ranks - "
+            "1) * (1 + ahead) microbatches or more: give at least 3, or use fewer ranks, or '1f1b'");
   EXPECT_EQ(refused("2bw", 4, 4, 3), "");
   EXPECT_NE(refused("gpipe", 3, 2, 1), "");
   EXPECT_NE(refused("interleaved", 2, 2, 4), "");

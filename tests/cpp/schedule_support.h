@@ -10,7 +10,7 @@
 namespace hydra::schedule::test {
 
 inline Schedule made(const char* kind, int stages, int ranks, int microbatches) {
-  return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, false));
+  return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, false, 0));
 }
 
 /// The words of one rank's body.

@@ -65,6 +65,21 @@ def test_a_schedule_in_a_text_of_the_users_own_is_run_as_it_says(kind: str, tmp_
     check([Case(schedule=f"{kind}-text", stages=3, microbatches=4)], tmp_path, delay=1 if kind == "2bw" else 0)
 
 
+@pytest.mark.parametrize("kind", ["2bw", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_more_in_flight_gives_the_same(kind: str, stages: int, tmp_path: Path) -> None:
+    fewest = 2 * (stages - 1)
+    cases = [
+        Case(schedule=f"{kind}-ahead", stages=stages, microbatches=fewest, counts=counts, optimizer=name, max_norm=norm)
+        for counts, name, norm in (
+            ((), "adamw", None),
+            ((fewest + 3,), "native-adamw", 0.5),
+            ((fewest, 1, 1, 7, 2), "sgd", 0.5),
+        )
+    ]
+    check(cases, tmp_path, delay=1 if kind == "2bw" else 0)
+
+
 @pytest.mark.parametrize("optimizer", ["native-adamw", "native-sgd", "adamw"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_clipping_is_that_of_the_whole_model(optimizer: str, stages: int, tmp_path: Path) -> None:

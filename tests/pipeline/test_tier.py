@@ -52,14 +52,19 @@ def test_numbers_are_those_of_the_recurrence_with_poisoned_hosts(
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize(("schedule", "stages"), [("2bw", 2), ("2bw", 3), ("1f1b", 3), ("gpipe", 2)])
-def test_the_device_holds_what_the_formulas_say(schedule: str, stages: int, recompute: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ahead"), [("2bw", 2, 0), ("2bw", 3, 0), ("2bw", 3, 1), ("1f1b", 3, 0), ("gpipe", 2, 0)]
+)
+def test_the_device_holds_what_the_formulas_say(
+    schedule: str, stages: int, ahead: int, recompute: bool, tmp_path: Path
+) -> None:
     """PipeDream-2BW, section 3.3: versions * W/d + in flight * (A/d + Ain), or A/d + in flight * Ain recomputed."""
     microbatches = 4
-    held = run_ranks(pipeline_memory.hold, stages, schedule, microbatches, recompute, folder=tmp_path, size=stages)
+    of = (stages, schedule, ahead, microbatches, recompute)
+    held = run_ranks(pipeline_memory.hold, *of, folder=tmp_path, size=stages)
     for stage, bytes_of in enumerate(held):
         versions = 2 if schedule == "2bw" else 1
-        in_flight = microbatches if schedule == "gpipe" else stages - stage
+        in_flight = microbatches if schedule == "gpipe" else 1 + (stages - 1 - stage) * (1 + ahead)
         if recompute:
             # The first stage's inputs are the caller's. A forward works on a copy of what it keeps.
             kept = in_flight * INPUT_BYTES if stage else 0
@@ -74,7 +79,7 @@ def test_the_device_holds_what_the_formulas_say(schedule: str, stages: int, reco
 
 def test_each_version_is_loaded_once_where_there_is_room(tmp_path: Path) -> None:
     steps = 5
-    for bytes_of in run_ranks(pipeline_memory.hold, 2, "2bw", 4, False, folder=tmp_path):
+    for bytes_of in run_ranks(pipeline_memory.hold, 2, "2bw", 0, 4, False, folder=tmp_path):
         # The last step's version is made by the drain, and nothing runs with it; nor with the one before.
         assert bytes_of["loads"] == pipeline_memory.LAYERS * (steps - 1)
 

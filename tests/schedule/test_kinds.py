@@ -57,6 +57,22 @@ def test_of_one_forward_one_backward_at_most_depth_less_stage_are_in_flight(dept
     assert [peak.in_flight for peak in peaks] == [microbatches] * depth
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "2bw"])
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_ahead_means_so_many_more_in_flight_for_every_hop_to_come(kind: str, depth: int, ahead: int) -> None:
+    fewest = max((depth - 1) * (1 + ahead), 1)
+    for microbatches in (fewest, fewest + 1, 3 * fewest + 2):
+        schedule = make(kind, stages=depth, microbatches=microbatches, ahead=ahead)
+        bound = microbatches if kind == "1f1b" else microbatches + 1
+        in_flight = [min(1 + (depth - 1 - stage) * (1 + ahead), bound) for stage in range(depth)]
+        verified = schedule.verify(versions=2, gradients=2)
+        assert [peak.in_flight for peak in verified.stages] == in_flight
+        ran = Transport(schedule, schedule.unroll(4)).run()
+        assert ran.most_in_flight == in_flight
+        assert sum(action.kind == F for action in ran.log) == depth * microbatches * 4
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("extra", [-1, 0, 1, 9])
 def test_two_versions_are_used_as_the_paper_says(depth: int, extra: int) -> None:
@@ -161,6 +177,10 @@ def test_a_wrapped_rank_gets_to_a_stage_once_each_way_a_batch(kind: str, ranks: 
         ({"kind": "pipedream", "stages": 4, "microbatches": 2}, "microbatches=1"),
         ({"kind": "pipedream", "stages": 4, "microbatches": 1, "ranks": 2}, "one stage a rank"),
         ({"kind": "2bw", "stages": 2, "microbatches": 2, "vertical_sync": True}, "option of 'pipedream' only"),
+        ({"kind": "2bw", "stages": 4, "microbatches": 5, "ahead": 1}, "ahead=1: .*give at least 6"),
+        ({"kind": "2bw", "stages": 4, "microbatches": 8, "ahead": -1}, "ahead must be 0 to"),
+        ({"kind": "gpipe", "stages": 4, "microbatches": 8, "ahead": 1}, "option of '1f1b' and '2bw' with one stage"),
+        ({"kind": "2bw", "stages": 4, "ranks": 2, "microbatches": 8, "ahead": 1}, "with one stage a rank only"),
     ],
 )
 def test_what_a_kind_cannot_do_is_said(arguments: dict[str, object], message: str) -> None:

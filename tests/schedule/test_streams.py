@@ -56,9 +56,10 @@ def test_a_text_streams_as_the_kind_it_was_written_from(shape: Shape) -> None:
     st.sampled_from(["gpipe", "1f1b", "2bw"]),
     st.integers(1, 8),
     st.lists(st.integers(DRAIN, 12), min_size=1, max_size=10),
+    st.integers(0, 2),
 )
-def test_any_sequence_of_batch_sizes_and_drains_runs(kind: str, depth: int, sizes: list[int]) -> None:
-    verified(make(kind, stages=depth, microbatches=8), sizes)
+def test_any_sequence_of_batch_sizes_and_drains_runs(kind: str, depth: int, sizes: list[int], ahead: int) -> None:
+    verified(make(kind, stages=depth, microbatches=21, ahead=0 if kind == "gpipe" else ahead), sizes)
 
 
 @settings(max_examples=60, deadline=None)

@@ -14,6 +14,7 @@ from hydra_ext.pipeline.links import Outbox
 from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.stage_program import StagePass, StageProgram
 from hydra_ext.pipeline.tier import Tier
+from hydra_ext.schedule import make
 
 ROWS, WIDTH, LAYERS = 64, 128, 3
 INPUT_BYTES = ROWS * WIDTH * 4  # what arrives at a stage for one microbatch
@@ -47,7 +48,7 @@ class Measured:
         return done
 
 
-def hold(rank: int, stages: int, schedule: str, microbatches: int, recompute: bool) -> dict[str, int]:
+def hold(rank: int, stages: int, schedule: str, ahead: int, microbatches: int, recompute: bool) -> dict[str, int]:
     """Bytes of one rank, whose device has room for all."""
     torch.manual_seed(0)
     modules = [nn.Sequential(*(Layer() for _ in range(LAYERS))) for _ in range(stages)]
@@ -55,7 +56,7 @@ def hold(rank: int, stages: int, schedule: str, microbatches: int, recompute: bo
         None,
         lambda parameters: hydra_ext.optim.SGD(parameters, lr=0.01),
         stages=modules,
-        schedule=schedule,
+        schedule=make(schedule, stages=stages, microbatches=microbatches, ahead=ahead),
         microbatches=microbatches,
         recompute=recompute,
         budget="64MiB",

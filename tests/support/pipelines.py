@@ -129,10 +129,12 @@ class Case:
 
 
 def schedule_of(case: Case) -> str | schedule.Schedule:
-    """The built-in one by name; "pipedream-sync" with vertical sync; a name with "text" as a user would write it."""
+    """The built-in one by name; "-sync" with vertical sync, "-ahead" with one ahead, "-text" as users write it."""
     options = {"stages": case.stages, "microbatches": case.microbatches}
     if case.schedule == "pipedream-sync":
         return schedule.make("pipedream", vertical_sync=True, **options)
+    if case.schedule.endswith("-ahead"):
+        return schedule.make(case.schedule.removesuffix("-ahead"), ahead=1, **options)
     if case.schedule.endswith("text"):
         return schedule.Schedule.parse(schedule.make(case.schedule.removesuffix("-text"), **options).text)
     return case.schedule
