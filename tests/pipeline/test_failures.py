@@ -22,7 +22,8 @@ def run(failing: Failing, folder: Path) -> dict[int, dict[str, Any]]:
     """What each rank ended with, but for one that was killed or stopped."""
     without = [failing.stage] if failing.how == "stop" else []
     train = pipeline_failures.train
-    return run_to_the_end(train, failing, folder, folder=folder, size=failing.stages, without=without)
+    size = failing.stages * failing.replicas
+    return run_to_the_end(train, failing, folder, folder=folder, size=size, without=without)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
@@ -60,6 +61,14 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
     for record in ended.values():
         assert "rank 1 has failed (last seen " in record["error"]
         assert "no sign of life" in record["error"]
+
+
+def test_a_replica_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
+    """Nothing but the gradients' reduction connects them: its error says no rank."""
+    ended = run(Failing("kill", 0, 2, 1, schedule="1f1b", stages=1, replicas=2, patience=4.0), tmp_path)
+    assert "rank 1 has failed (last seen " in ended[0]["error"]
+    assert "no sign of life" in ended[0]["error"]
+    assert seconds_after_the_failure(ended, tmp_path, {0}) < LIMIT_SECONDS
 
 
 @pytest.mark.parametrize("how", ["interrupt", "leave"])

@@ -27,6 +27,7 @@ class Failing:
     Attributes:
         how: "kill", "raise", "stop", "interrupt" or "leave".
         backward: in the backward, else in the forward.
+        replicas: it is the last one's stage.
     """
 
     how: str
@@ -37,6 +38,7 @@ class Failing:
     schedule: str = "2bw"
     stages: int = 3
     patience: float = 20.0
+    replicas: int = 1
 
 
 class Trap(nn.Module):
@@ -78,7 +80,8 @@ def fail(how: str, folder: Path) -> None:
 def train(rank: int, failing: Failing, folder: Path) -> None:
     """Writes the error it ended with, and when."""
     stages = pipelines.make_stages(failing.stages)
-    stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
+    if rank % failing.replicas == failing.replicas - 1:
+        stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
 
     def body(record: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -89,6 +92,7 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
             microbatches=4,
             seed=5,
             patience=failing.patience,
+            replicas=failing.replicas,
         )
         with pipe:
             for step in range(6):
