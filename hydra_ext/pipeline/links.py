@@ -29,10 +29,11 @@ from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.channel import FOREVER, Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
 from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
+from hydra_ext.pipeline.transport import TransportError
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class Outbox:
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
-            except RuntimeError as error:
+            except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
         with self._watch.changed:
@@ -145,7 +146,7 @@ class Outbox:
                     if not entry.sends:
                         self._send(entry)
                     for send in entry.sends:
-                        send.wait(FOREVER)
+                        self._channel.wait(send)
                 if write_counts(entry.tensors) != entry.counts:
                     self._watch.fail(_written(self._watch.rank, entry, self._log.link))
                 self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
@@ -153,9 +154,11 @@ class Outbox:
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
-            self._channel.send_words(messages.end_of_messages()).wait(FOREVER)
-        except RuntimeError as error:
+            self._channel.wait(self._channel.send_words(messages.end_of_messages()))
+        except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"sending {self._log.link}", describe_error(error)))
 
 
 class Inbox:
@@ -199,7 +202,7 @@ class Inbox:
             ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
             try:
                 self._posted.append(self._post() if ahead else None)
-            except RuntimeError as error:
+            except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
         self._expected.release()
@@ -219,7 +222,8 @@ class Inbox:
         self._watch.wait_for(lambda: bool(self._arrived) or self._over)
         if not self._arrived:
             self._watch.check()
-            raise Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it").error()
+            ended = Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it")
+            raise self._watch.fail(ended).error()
         message = self._arrived.pop(0)
         for tensor in message.tensors:
             if tensor is not None and tensor.is_cuda:
@@ -252,16 +256,18 @@ class Inbox:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
                 del message
-        except (RuntimeError, ValueError) as error:
+        except TransportError as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"receiving {self._log.link}", describe_error(error)))
         finally:
             with self._watch.changed:
                 self._over = True
                 self._watch.changed.notify_all()
 
     def _header(self, first: Tensor, arriving: dist.Work) -> Header:
-        arriving.wait(FOREVER)
+        self._channel.wait(arriving)
         left = messages.words_left(first)
         words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
         header = messages.decode(words)
@@ -284,7 +290,7 @@ class Inbox:
                     posted = self._post()
                 self._posted.popleft()
             for work in posted.works:
-                work.wait(FOREVER)
+                self._channel.wait(work)
             found = iter([buffer.to(self._device) for buffer in posted.tensors])
         return Message(
             header.batch,
@@ -361,11 +367,10 @@ def _backend_of(device: torch.device) -> str:
     return backends.get(device.type, "gloo")
 
 
-def _peer_ended(watch: Watch, peer: int, error: BaseException) -> None:
+def _peer_ended(watch: Watch, peer: int, error: TransportError) -> None:
     logger.info("the connection with rank %d has ended: %s", peer, error)
-    watch.fail(
-        Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({describe_error(error)})")
-    )
+    if watch.failure is None:
+        watch.fail(Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({error})"))
 
 
 def _written(rank: int, entry: _Outgoing, link: str) -> Failure:
