@@ -21,7 +21,6 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
 from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
+from hydra_ext.pipeline.outgoing import Outgoing, when_computed, written
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.transport import TransportError
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
@@ -39,41 +39,17 @@ from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Outgoing:
-    """Words of the header, then tensors.
-
-    Attributes:
-        counts: of writes to the tensors, when they were handed over.
-        computed: when the tensors may be read.
-        sends: of the words, and of the tensors, where they have begun.
-    """
-
-    batch: int
-    microbatch: int
-    start: float
-    words: list[Tensor]
-    tensors: list[Tensor]
-    counts: list[int]
-    layout: int
-    computed: torch.cuda.Event | None
-    sends: list[dist.Work]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
 class Outbox:
     """The sending end of a link.
 
     Attributes:
         sent_bytes: of tensors, so far.
+        log: of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.sent_bytes = 0
-        self._log = log
+        self.log = log
         self._device = device
         self._channel = channel
         self._peer = peer
@@ -81,7 +57,7 @@ class Outbox:
         self._structures = Structures()
         self._layouts = Layouts()
         self._waiting = 0  # messages that have been put and not been sent
-        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
@@ -105,9 +81,9 @@ class Outbox:
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
         self._layouts.note([Announced.of(tensor) for tensor in there])
-        number, computed = self._layouts.number, _computed(self._device)
+        number, computed = self._layouts.number, when_computed(self._device)
         counts = write_counts(there)
-        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
+        outgoing = Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
@@ -118,7 +94,7 @@ class Outbox:
             self._waiting += 1
         self._queue.put(outgoing)
 
-    def _send(self, outgoing: _Outgoing) -> None:
+    def _send(self, outgoing: Outgoing) -> None:
         outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
         if outgoing.computed is not None:
             outgoing.computed.synchronize()
@@ -133,10 +109,11 @@ class Outbox:
         """
         self._watch.wait_for(lambda: self._waiting == 0)
 
-    def close(self, timeout: float) -> None:
-        """What was put is sent first, for as long as that may take."""
+    def close(self, timeout: float) -> bool:
+        """What was put is sent first, for as long as that may take; whether nothing is under way any more."""
         self._queue.put(None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         stream = LinkStream(self._device)
@@ -148,8 +125,8 @@ class Outbox:
                     for send in entry.sends:
                         self._channel.wait(send)
                 if write_counts(entry.tensors) != entry.counts:
-                    self._watch.fail(_written(self._watch.rank, entry, self._log.link))
-                self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
+                    self._watch.fail(written(self._watch.rank, entry, self.log.link))
+                self.log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
                 del entry, send  # and with them the tensors
                 with self._watch.changed:
                     self._waiting -= 1
@@ -158,7 +135,7 @@ class Outbox:
         except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
         except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
-            self._watch.fail(Failure(self._watch.rank, f"sending {self._log.link}", describe_error(error)))
+            self._watch.fail(Failure(self._watch.rank, f"sending {self.log.link}", describe_error(error)))
 
 
 class Inbox:
@@ -167,12 +144,13 @@ class Inbox:
     Attributes:
         received_bytes: of tensors, so far.
         received_ahead: messages whose receives had been posted before their headers came.
+        log: of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.received_bytes = 0
         self.received_ahead = 0
-        self._log = log
+        self.log = log
         self._channel = channel
         self._peer = peer
         self._device = device
@@ -234,11 +212,13 @@ class Inbox:
     def arrived(self) -> bool:
         return bool(self._arrived)
 
-    def close(self, timeout: float) -> None:
-        """What has been expected still comes; for anything else there is no room any more."""
+    def close(self, timeout: float) -> bool:
+        """What has been expected still comes; for anything else there is no room any more. Whether nothing is under
+        way any more."""
         self._ended = True
         self._expected.release()
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -251,7 +231,7 @@ class Inbox:
                 start = time.perf_counter()
                 message = self._fetch(header)
                 self.received_bytes += message.nbytes
-                self._log.note(message.batch, message.microbatch, message.nbytes, start)
+                self.log.note(message.batch, message.microbatch, message.nbytes, start)
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
@@ -260,7 +240,7 @@ class Inbox:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
         except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
-            self._watch.fail(Failure(self._watch.rank, f"receiving {self._log.link}", describe_error(error)))
+            self._watch.fail(Failure(self._watch.rank, f"receiving {self.log.link}", describe_error(error)))
         finally:
             with self._watch.changed:
                 self._over = True
@@ -351,14 +331,19 @@ class Links:
                 end.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to; messages under way arrive. After a failure nobody waits."""
+        """All ranks have to; messages under way arrive. After a failure nobody waits for another rank."""
         if self._watch.failure is None:
             for kind in (Outbox, Inbox):
                 for end in self._ends:
                     if isinstance(end, kind):
                         end.close(timeout)
             self.groups.destroy()
-        self.groups.forget()
+        else:
+            self.groups.abort()
+            deadline = time.perf_counter() + timeout
+            left = [end.log.link for end in self._ends if not end.close(max(0.0, deadline - time.perf_counter()))]
+            if left:
+                logger.warning("links of a failed pipeline stay until the process ends: %s", ", ".join(left))
         self._ends.clear()
 
 
@@ -371,22 +356,3 @@ def _peer_ended(watch: Watch, peer: int, error: TransportError) -> None:
     logger.info("the connection with rank %d has ended: %s", peer, error)
     if watch.failure is None:
         watch.fail(Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({error})"))
-
-
-def _written(rank: int, entry: _Outgoing, link: str) -> Failure:
-    where = f"on the way of microbatch {entry.microbatch} of batch {entry.batch} ({link})"
-    return Failure(
-        rank,
-        where,
-        "a tensor that a stage has handed on was written to before it was sent: return a clone() of what the model "
-        "keeps and writes to again",
-    )
-
-
-def _computed(device: torch.device) -> torch.cuda.Event | None:
-    """Has happened when what was enqueued so far has been computed."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -20,7 +20,7 @@ from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
-from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
+from hydra_ext.pipeline.engine import TO_END, Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
@@ -257,7 +257,7 @@ class Pipeline:
             if self._watch.failure is None:
                 self._finish()
         finally:
-            self._end(_LAST_MESSAGES if self._watch.failure is None else 0.0)
+            self._end(_LAST_MESSAGES if self._watch.failure is None else TO_END)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -270,7 +270,7 @@ class Pipeline:
             return
         if self._watch.failure is None:
             self._watch.fail_with(error)
-        self._end(0.0)
+        self._end(TO_END)
 
     @property
     def rank(self) -> int:

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from support import pipeline_failures
-from support.pipeline_failures import LIMIT_SECONDS, Failing, run_to_the_end, seconds_after_the_failure
+from support.pipeline_failures import (
+    LIMIT_SECONDS,
+    Failing,
+    run_to_the_end,
+    seconds_after_the_failure,
+    train_after_failures,
+)
+from support.ranks import run_ranks
 
 _random = random.Random(11)
 _PLACES = [
@@ -82,3 +89,13 @@ def test_an_interrupt_and_an_early_end_reach_all(how: str, tmp_path: Path) -> No
     if how == "interrupt":
         assert ended[1]["kind"] == "KeyboardInterrupt"
         assert "KeyboardInterrupt" in ended[0]["error"]
+
+
+def test_a_failed_pipeline_leaves_neither_threads_nor_process_groups_and_the_next_one_trains(tmp_path: Path) -> None:
+    nothing = {"threads": [], "groups": 0}
+    (left, errors, losses), (left_too, errors_too, losses_too) = run_ranks(train_after_failures, folder=tmp_path)
+    assert left == left_too == [nothing] * 3
+    assert all("rank 1 has failed in the forward of microbatch 1 of batch 1" in error for error in errors)
+    assert errors_too == ["the data are wrong"] * 2
+    assert losses == losses_too
+    assert len(losses) == 3

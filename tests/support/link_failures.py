@@ -77,7 +77,7 @@ def _no_entry(of: type[Outbox] | type[Inbox]) -> Callable[[Links, Outbox | Inbox
     def case(links: Links, end: Outbox | Inbox | None) -> None:
         assert end is not None
         if isinstance(end, of):
-            end._log._transfers = Full()
+            end.log._transfers = Full()
         if isinstance(end, Outbox):
             end.put(_message(0))
             end.flush()
