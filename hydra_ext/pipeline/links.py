@@ -8,7 +8,8 @@ A receiver listens for the next header at all times, and so notices when the oth
 are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
 Where the last two messages were laid out alike, the receives of the next one's tensors are posted as soon as it is
 expected, without its header: it takes one way instead of three. Both ends count how often the layout has changed, and
-tag tensors with that number, so that what was posted for another layout meets no message.
+tag tensors with that number, so that what was posted for another layout meets no message. gloo keeps such receives
+until the link ends: where they have become many no more are posted ahead, which concerns the receiver alone.
 
 gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
 takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
@@ -37,6 +38,8 @@ from hydra_ext.pipeline.transport import TransportError
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
+
+_MOST_ABANDONED = 1000  # receives of a link that meet no message, of about 1 KB each
 
 
 class Outbox:
@@ -144,12 +147,14 @@ class Inbox:
     Attributes:
         received_bytes: of tensors, so far.
         received_ahead: messages whose receives had been posted before their headers came.
+        abandoned: receives that were posted for another layout than came.
         log: of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.received_bytes = 0
         self.received_ahead = 0
+        self.abandoned = 0
         self.log = log
         self._channel = channel
         self._peer = peer
@@ -178,6 +183,7 @@ class Inbox:
             # Receives of one tag are served in their order: none before those of the messages that come first.
             ahead = all(posted is not None and posted.layout == number for posted in self._posted)
             ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
+            ahead = ahead and self.abandoned < _MOST_ABANDONED
             try:
                 self._posted.append(self._post() if ahead else None)
             except TransportError as error:
@@ -267,6 +273,7 @@ class Inbox:
                 if posted is not None and posted.layout == self._layouts.number:
                     self.received_ahead += 1
                 else:
+                    self.abandoned += len(posted.works) if posted is not None else 0
                     posted = self._post()
                 self._posted.popleft()
             for work in posted.works:
