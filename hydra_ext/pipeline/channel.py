@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.messages import Announced
+from hydra_ext.pipeline.transport import carrying
 
 # A user may do other things between two steps; who does not answer is the watch's affair. Of sends and receives gloo
 # takes it only where they are waited for: without it the time counts that their group was made with.
@@ -26,7 +27,10 @@ _WORDS, _TENSORS = 0, 1  # tags; that of tensors grows with every new layout
 
 
 class Channel:
-    """The process groups of one link, as one of its two ranks sees them."""
+    """The process groups of one link, as one of its two ranks sees them.
+
+    Everything here raises :class:`~hydra_ext.pipeline.transport.TransportError` where the link is broken.
+    """
 
     def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._headers = headers
@@ -41,23 +45,31 @@ class Channel:
         return not self._direct
 
     def send_words(self, words: Tensor) -> dist.Work:
-        return self._headers.send([words], self._peer, _WORDS)
+        with carrying():
+            return self._headers.send([words], self._peer, _WORDS)
 
     def post_words(self, count: int) -> tuple[Tensor, dist.Work]:
         words = torch.empty(count, dtype=torch.int64)
-        return words, self._headers.recv([words], self._peer, _WORDS)
+        with carrying():
+            return words, self._headers.recv([words], self._peer, _WORDS)
 
     def receive_words(self, count: int) -> Tensor:
         words, arriving = self.post_words(count)
-        arriving.wait(FOREVER)
+        self.wait(arriving)
         return words
+
+    def wait(self, work: dist.Work) -> None:
+        """For what was begun here."""
+        with carrying():
+            work.wait(FOREVER)
 
     def send(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
         works = []
         for tensor in tensors:
             if tensor.numel():
-                with _issuing:
-                    works.append(self._payload.send([messages.memory(tensor)], self._peer, _TENSORS + layout))
+                memory = messages.memory(tensor)
+                with _issuing, carrying():
+                    works.append(self._payload.send([memory], self._peer, _TENSORS + layout))
         return works
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
@@ -65,8 +77,9 @@ class Channel:
         works = []
         for tensor in tensors:
             if tensor.numel():
-                with _issuing:
-                    works.append(self._payload.recv([messages.memory(tensor)], self._peer, _TENSORS + layout))
+                memory = messages.memory(tensor)
+                with _issuing, carrying():
+                    works.append(self._payload.recv([memory], self._peer, _TENSORS + layout))
         return works
 
 

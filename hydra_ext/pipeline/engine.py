@@ -32,6 +32,8 @@ from hydra_ext.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
+TO_END = 1.0  # seconds that threads have to end after a failure, when nothing should keep them
+
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _Count = tuple[int, int, list[int]]
@@ -67,18 +69,25 @@ class Engine:
         self._topology = topology
         self._watch = watch
         self._device = device
-        self._links = Links(topology.rank, device, watch)
-        self._stream = schedule.stream(topology.place)
-        self.stages = [self._own_stage(part, make_optimizer, recompute, tier is not None) for part in parts.own]
-        self._trained = Trained(parts.own, schedule)
-        self.tier: Tier | None = None
-        if tier is not None:
-            self.tier = self._make_tier(tier)
-        counts = watch.meet("before the ranks connect", self._counts())
-        self._connect()
-        self.announcements, self._announcers = self._connect_announcements()
         self._seed = seed
-        self._partners = self._meet(counts)
+        self._links = Links(topology.rank, device, watch)
+        self.tier: Tier | None = None
+        try:
+            self._stream = schedule.stream(topology.place)
+            self.stages = [self._own_stage(part, make_optimizer, recompute, tier is not None) for part in parts.own]
+            self._trained = Trained(parts.own, schedule)
+            if tier is not None:
+                self.tier = self._make_tier(tier)
+            counts = watch.meet("before the ranks connect", self._counts())
+            self._connect()
+            self.announcements, self._announcers = self._connect_announcements()
+            self._partners = self._meet(counts)
+        except BaseException as error:  # re-raised: nobody calls close() after this
+            watch.fail_with(error)  # before the others miss this rank's connections
+            self._links.close(TO_END)
+            if self.tier is not None:
+                self.tier.close()
+            raise
         self._reducer = Reducer(self._partners, watch, topology.rank)
         self._executor = Executor(schedule, self.stages, self._reducer, watch, device, self.tier)
 
@@ -181,8 +190,8 @@ class Engine:
 
     def close(self, timeout: float) -> None:
         """All ranks have to."""
-        self._reducer.close(timeout)
         self._links.close(timeout)
+        self._reducer.close(timeout)  # after the links: what it waits for after a failure ends with their groups
         if self.tier is not None:
             self.tier.close()
 

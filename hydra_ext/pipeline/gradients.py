@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext import _C
+from hydra_ext.errors import RankFailed
 from hydra_ext.optim import threads
 from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
 from hydra_ext.pipeline.transfers import ROOM, Reduction
+from hydra_ext.pipeline.transport import TransportError, carrying
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,14 +151,22 @@ class Reducer:
             start = time.perf_counter()
             try:
                 self._reduce(batch)
-            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it: another rank may have ended
-                self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", describe_error(error)))
+            except TransportError as error:
+                with suppress(RankFailed):  # it is entered: who waits hears of it
+                    self._watch.wait_for_cause()
+                self._fail(batch, str(error))
+                return
+            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it
+                self._fail(batch, describe_error(error))
                 return
             self.reductions.append(Reduction(batch.batch, start, time.perf_counter()))
             with self._watch.changed:
                 batch.done = True
                 self._watch.changed.notify_all()
             del batch
+
+    def _fail(self, batch: BatchGradients, what: str) -> None:
+        self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", what))
 
     def _reduce(self, batch: BatchGradients) -> None:
         for weight in self._partners.shared:
@@ -174,7 +185,8 @@ class Reducer:
             longest = max(len(order) for order in orders)
             sent = torch.tensor(own + [_ABSENT] * (longest - len(own)), dtype=torch.float64)
             received = [torch.empty_like(sent) for _ in orders]
-            dist.all_gather(received, sent, group=self._partners.line)
+            with carrying():
+                dist.all_gather(received, sent, group=self._partners.line)
             gathered = [values.tolist() for values in received]
         counted = sorted(
             (place, value)
@@ -214,19 +226,22 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     sent = torch.zeros(part * size, dtype=flat.dtype, device=flat.device)
     sent[: flat.numel()] = flat
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    with carrying():
+        dist.all_to_all_single(received, sent, group=group)
     total, *others = received.view(size, part).unbind()
     for other in others:
         total += other
     total /= size
     means = [torch.empty_like(total) for _ in range(size)]
-    dist.all_gather(means, total, group=group)
+    with carrying():
+        dist.all_gather(means, total, group=group)
     return torch.cat(means)[: flat.numel()].view_as(tensor)
 
 
 def _average(stage: StageGradients, group: dist.ProcessGroup) -> None:
     marks = torch.tensor([gradient is not None for gradient in stage.gradients], dtype=torch.uint8)
-    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+    with carrying():
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
     for index, there in enumerate(marks.tolist()):
         if there:
             gradient = stage.gradients[index]
@@ -240,7 +255,8 @@ def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
     held = {stage: batch.of(stage).gradients[index] for stage, index in own.items()}
     marks = torch.tensor([held.get(holder.stage) is not None for holder in weight.holders], dtype=torch.uint8)
     if weight.group is not None:
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=weight.group)
+        with carrying():
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=weight.group)
     like = next(batch.of(stage).parameters[index] for stage, index in own.items())
     total: Tensor | None = None
     for holder, there in zip(weight.holders, marks.tolist(), strict=True):
@@ -249,7 +265,8 @@ def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
         gradient = held.get(holder.stage)
         part = torch.empty_like(like) if gradient is None else gradient.clone()
         if weight.group is not None:
-            dist.broadcast(part, group_src=holder.rank, group=weight.group)
+            with carrying():
+                dist.broadcast(part, group_src=holder.rank, group=weight.group)
         total = part if total is None else total.add_(part)
     for stage, index in own.items():
         batch.of(stage).gradients[index] = None if total is None else total.clone()

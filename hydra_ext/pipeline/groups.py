@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +17,9 @@ from hydra_ext.pipeline.channel import FOREVER
 from hydra_ext.pipeline.watch import Watch
 
 _PIECE = 2**26  # bytes
+_UNUSED_TAG = 2**31 - 1  # nobody sends with it
+
+logger = logging.getLogger(__name__)
 
 
 class Groups:
@@ -83,6 +90,26 @@ class Groups:
             dist.destroy_process_group(group)
         self._made.clear()
 
-    def forget(self) -> None:
-        """After a failure: nobody waits for the others."""
+    def abort(self) -> None:
+        """After a failure has been entered, and without the others: whoever waits in a group of gloo's, here or there,
+        gets an error, and it is gone. Others stay until the process ends."""
+        for group in self._made:
+            try:
+                backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+                if backends.get("cpu") == "gloo":
+                    _disconnect(group)
+                if set(backends.values()) == {"gloo"}:
+                    dist.destroy_process_group(group)
+            except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed has been ended before
+                logger.info("a process group was not ended: %s", error)
         self._made.clear()
+
+
+def _disconnect(group: dist.ProcessGroup) -> None:
+    """gloo cannot end what waits, but closes all connections of a group as soon as one wait takes too long."""
+    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has connections of its own, in turn by tag
+    for peer in range(group.size()):
+        for tag in range(_UNUSED_TAG, _UNUSED_TAG - devices, -1):
+            if peer != group.rank():
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))

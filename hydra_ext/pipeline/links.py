@@ -8,7 +8,8 @@ A receiver listens for the next header at all times, and so notices when the oth
 are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
 Where the last two messages were laid out alike, the receives of the next one's tensors are posted as soon as it is
 expected, without its header: it takes one way instead of three. Both ends count how often the layout has changed, and
-tag tensors with that number, so that what was posted for another layout meets no message.
+tag tensors with that number, so that what was posted for another layout meets no message. gloo keeps such receives
+until the link ends: where they have become many no more are posted ahead, which concerns the receiver alone.
 
 gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
 takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
@@ -21,7 +22,6 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -29,38 +29,17 @@ from torch import Tensor
 
 from hydra_ext import _C
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.channel import FOREVER, Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
 from hydra_ext.pipeline.groups import Groups
 from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
+from hydra_ext.pipeline.outgoing import Outgoing, when_computed, written
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
+from hydra_ext.pipeline.transport import TransportError
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class _Outgoing:
-    """Words of the header, then tensors.
-
-    Attributes:
-        counts: of writes to the tensors, when they were handed over.
-        computed: when the tensors may be read.
-        sends: of the words, and of the tensors, where they have begun.
-    """
-
-    batch: int
-    microbatch: int
-    start: float
-    words: list[Tensor]
-    tensors: list[Tensor]
-    counts: list[int]
-    layout: int
-    computed: torch.cuda.Event | None
-    sends: list[dist.Work]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+_MOST_ABANDONED = 1000  # receives of a link that meet no message, of about 1 KB each
 
 
 class Outbox:
@@ -68,11 +47,12 @@ class Outbox:
 
     Attributes:
         sent_bytes: of tensors, so far.
+        log: of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.sent_bytes = 0
-        self._log = log
+        self.log = log
         self._device = device
         self._channel = channel
         self._peer = peer
@@ -80,7 +60,7 @@ class Outbox:
         self._structures = Structures()
         self._layouts = Layouts()
         self._waiting = 0  # messages that have been put and not been sent
-        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
@@ -104,20 +84,20 @@ class Outbox:
         there = [tensor for tensor in tensors if tensor is not None]
         self.sent_bytes += sum(tensor.nbytes for tensor in there)
         self._layouts.note([Announced.of(tensor) for tensor in there])
-        number, computed = self._layouts.number, _computed(self._device)
+        number, computed = self._layouts.number, when_computed(self._device)
         counts = write_counts(there)
-        outgoing = _Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
+        outgoing = Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
-            except RuntimeError as error:
+            except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
         with self._watch.changed:
             self._waiting += 1
         self._queue.put(outgoing)
 
-    def _send(self, outgoing: _Outgoing) -> None:
+    def _send(self, outgoing: Outgoing) -> None:
         outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
         if outgoing.computed is not None:
             outgoing.computed.synchronize()
@@ -132,10 +112,11 @@ class Outbox:
         """
         self._watch.wait_for(lambda: self._waiting == 0)
 
-    def close(self, timeout: float) -> None:
-        """What was put is sent first, for as long as that may take."""
+    def close(self, timeout: float) -> bool:
+        """What was put is sent first, for as long as that may take; whether nothing is under way any more."""
         self._queue.put(None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         stream = LinkStream(self._device)
@@ -145,17 +126,19 @@ class Outbox:
                     if not entry.sends:
                         self._send(entry)
                     for send in entry.sends:
-                        send.wait(FOREVER)
+                        self._channel.wait(send)
                 if write_counts(entry.tensors) != entry.counts:
-                    self._watch.fail(_written(self._watch.rank, entry, self._log.link))
-                self._log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
+                    self._watch.fail(written(self._watch.rank, entry, self.log.link))
+                self.log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
                 del entry, send  # and with them the tensors
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
-            self._channel.send_words(messages.end_of_messages()).wait(FOREVER)
-        except RuntimeError as error:
+            self._channel.wait(self._channel.send_words(messages.end_of_messages()))
+        except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"sending {self.log.link}", describe_error(error)))
 
 
 class Inbox:
@@ -164,12 +147,15 @@ class Inbox:
     Attributes:
         received_bytes: of tensors, so far.
         received_ahead: messages whose receives had been posted before their headers came.
+        abandoned: receives that were posted for another layout than came.
+        log: of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
         self.received_bytes = 0
         self.received_ahead = 0
-        self._log = log
+        self.abandoned = 0
+        self.log = log
         self._channel = channel
         self._peer = peer
         self._device = device
@@ -197,9 +183,10 @@ class Inbox:
             # Receives of one tag are served in their order: none before those of the messages that come first.
             ahead = all(posted is not None and posted.layout == number for posted in self._posted)
             ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
+            ahead = ahead and self.abandoned < _MOST_ABANDONED
             try:
                 self._posted.append(self._post() if ahead else None)
-            except RuntimeError as error:
+            except TransportError as error:
                 _peer_ended(self._watch, self._peer, error)
                 self._watch.check()
         self._expected.release()
@@ -219,7 +206,8 @@ class Inbox:
         self._watch.wait_for(lambda: bool(self._arrived) or self._over)
         if not self._arrived:
             self._watch.check()
-            raise Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it").error()
+            ended = Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it")
+            raise self._watch.fail(ended).error()
         message = self._arrived.pop(0)
         for tensor in message.tensors:
             if tensor is not None and tensor.is_cuda:
@@ -230,11 +218,13 @@ class Inbox:
     def arrived(self) -> bool:
         return bool(self._arrived)
 
-    def close(self, timeout: float) -> None:
-        """What has been expected still comes; for anything else there is no room any more."""
+    def close(self, timeout: float) -> bool:
+        """What has been expected still comes; for anything else there is no room any more. Whether nothing is under
+        way any more."""
         self._ended = True
         self._expected.release()
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
@@ -247,21 +237,23 @@ class Inbox:
                 start = time.perf_counter()
                 message = self._fetch(header)
                 self.received_bytes += message.nbytes
-                self._log.note(message.batch, message.microbatch, message.nbytes, start)
+                self.log.note(message.batch, message.microbatch, message.nbytes, start)
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
                 del message
-        except (RuntimeError, ValueError) as error:
+        except TransportError as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"receiving {self.log.link}", describe_error(error)))
         finally:
             with self._watch.changed:
                 self._over = True
                 self._watch.changed.notify_all()
 
     def _header(self, first: Tensor, arriving: dist.Work) -> Header:
-        arriving.wait(FOREVER)
+        self._channel.wait(arriving)
         left = messages.words_left(first)
         words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
         header = messages.decode(words)
@@ -281,10 +273,11 @@ class Inbox:
                 if posted is not None and posted.layout == self._layouts.number:
                     self.received_ahead += 1
                 else:
+                    self.abandoned += len(posted.works) if posted is not None else 0
                     posted = self._post()
                 self._posted.popleft()
             for work in posted.works:
-                work.wait(FOREVER)
+                self._channel.wait(work)
             found = iter([buffer.to(self._device) for buffer in posted.tensors])
         return Message(
             header.batch,
@@ -345,14 +338,19 @@ class Links:
                 end.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to; messages under way arrive. After a failure nobody waits."""
+        """All ranks have to; messages under way arrive. After a failure nobody waits for another rank."""
         if self._watch.failure is None:
             for kind in (Outbox, Inbox):
                 for end in self._ends:
                     if isinstance(end, kind):
                         end.close(timeout)
             self.groups.destroy()
-        self.groups.forget()
+        else:
+            self.groups.abort()
+            deadline = time.perf_counter() + timeout
+            left = [end.log.link for end in self._ends if not end.close(max(0.0, deadline - time.perf_counter()))]
+            if left:
+                logger.warning("links of a failed pipeline stay until the process ends: %s", ", ".join(left))
         self._ends.clear()
 
 
@@ -361,27 +359,7 @@ def _backend_of(device: torch.device) -> str:
     return backends.get(device.type, "gloo")
 
 
-def _peer_ended(watch: Watch, peer: int, error: BaseException) -> None:
+def _peer_ended(watch: Watch, peer: int, error: TransportError) -> None:
     logger.info("the connection with rank %d has ended: %s", peer, error)
-    watch.fail(
-        Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({describe_error(error)})")
-    )
-
-
-def _written(rank: int, entry: _Outgoing, link: str) -> Failure:
-    where = f"on the way of microbatch {entry.microbatch} of batch {entry.batch} ({link})"
-    return Failure(
-        rank,
-        where,
-        "a tensor that a stage has handed on was written to before it was sent: return a clone() of what the model "
-        "keeps and writes to again",
-    )
-
-
-def _computed(device: torch.device) -> torch.cuda.Event | None:
-    """Has happened when what was enqueued so far has been computed."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+    if watch.failure is None:
+        watch.fail(Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({error})"))

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_ext.errors import InvalidArgument, RankFailed, StateError
+from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
-from hydra_ext.pipeline.engine import Engine, MakeOptimizer, common_seed
+from hydra_ext.pipeline.engine import TO_END, Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
@@ -30,7 +30,7 @@ from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.splitting import split_parts
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
-from hydra_ext.pipeline.watch import Failure, Watch, describe_error
+from hydra_ext.pipeline.watch import Watch
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.schedule import Schedule, make
 
@@ -257,7 +257,7 @@ class Pipeline:
             if self._watch.failure is None:
                 self._finish()
         finally:
-            self._end(_LAST_MESSAGES if self._watch.failure is None else 0.0)
+            self._end(_LAST_MESSAGES if self._watch.failure is None else TO_END)
 
     def __enter__(self) -> Pipeline:
         return self
@@ -269,8 +269,8 @@ class Pipeline:
             self.close()
             return
         if self._watch.failure is None:
-            self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
-        self._end(0.0)
+            self._watch.fail_with(error)
+        self._end(TO_END)
 
     @property
     def rank(self) -> int:
@@ -308,8 +308,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:  # re-raised
-            if not (isinstance(error, RankFailed) and self._watch.failure is not None):
-                self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
+            self._watch.fail_with(error)
             raise
 
     def _begun(self, microbatch: Any, fn: Callable[..., Any]) -> tuple[Engine, Announcements]:

@@ -62,7 +62,7 @@ class Watch:
 
     Args:
         patience: a rank that gives no sign of life for so many seconds has failed.
-        describe: where this rank is; called from the watch's thread.
+        describe: where this rank is; called from any thread.
     """
 
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
@@ -99,6 +99,11 @@ class Watch:
                 self.failure = first
             self.changed.notify_all()
             return self.failure
+
+    def fail_with(self, error: BaseException) -> None:
+        """Enters an error of this rank's, unless it is another rank's failure that has come here."""
+        if not (isinstance(error, RankFailed) and self.failure is not None):
+            self.fail(Failure(self.rank, self._describe(), describe_error(error)))
 
     def check(self) -> None:
         """

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from support import pipeline_failures
-from support.pipeline_failures import LIMIT_SECONDS, Failing, run_to_the_end, seconds_after_the_failure
+from support.pipeline_failures import (
+    LIMIT_SECONDS,
+    Failing,
+    run_to_the_end,
+    seconds_after_the_failure,
+    train_after_failures,
+)
+from support.ranks import run_ranks
 
 _random = random.Random(11)
 _PLACES = [
@@ -22,7 +29,8 @@ def run(failing: Failing, folder: Path) -> dict[int, dict[str, Any]]:
     """What each rank ended with, but for one that was killed or stopped."""
     without = [failing.stage] if failing.how == "stop" else []
     train = pipeline_failures.train
-    return run_to_the_end(train, failing, folder, folder=folder, size=failing.stages, without=without)
+    size = failing.stages * failing.replicas
+    return run_to_the_end(train, failing, folder, folder=folder, size=size, without=without)
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
@@ -62,6 +70,14 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path) -> None:
         assert "no sign of life" in record["error"]
 
 
+def test_a_replica_that_is_killed_is_named_by_the_others(tmp_path: Path) -> None:
+    """Nothing but the gradients' reduction connects them: its error says no rank."""
+    ended = run(Failing("kill", 0, 2, 1, schedule="1f1b", stages=1, replicas=2, patience=4.0), tmp_path)
+    assert "rank 1 has failed (last seen " in ended[0]["error"]
+    assert "no sign of life" in ended[0]["error"]
+    assert seconds_after_the_failure(ended, tmp_path, {0}) < LIMIT_SECONDS
+
+
 @pytest.mark.parametrize("how", ["interrupt", "leave"])
 def test_an_interrupt_and_an_early_end_reach_all(how: str, tmp_path: Path) -> None:
     ended = run(Failing(how, 1, 2, 1), tmp_path)
@@ -73,3 +89,13 @@ def test_an_interrupt_and_an_early_end_reach_all(how: str, tmp_path: Path) -> No
     if how == "interrupt":
         assert ended[1]["kind"] == "KeyboardInterrupt"
         assert "KeyboardInterrupt" in ended[0]["error"]
+
+
+def test_a_failed_pipeline_leaves_neither_threads_nor_process_groups_and_the_next_one_trains(tmp_path: Path) -> None:
+    nothing = {"threads": [], "groups": 0}
+    (left, errors, losses), (left_too, errors_too, losses_too) = run_ranks(train_after_failures, folder=tmp_path)
+    assert left == left_too == [nothing] * 3
+    assert all("rank 1 has failed in the forward of microbatch 1 of batch 1" in error for error in errors)
+    assert errors_too == ["the data are wrong"] * 2
+    assert losses == losses_too
+    assert len(losses) == 3

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import pipeline_links
+from support import link_failures, pipeline_links
 from support.pipeline_links import ALIKE, LAYOUTS, WORDY, tensors
 from support.ranks import run_ranks
 
@@ -37,3 +37,31 @@ def test_what_repeats_is_received_ahead(tmp_path: Path) -> None:
     _, (result,) = run_ranks(pipeline_links.exchange, [([LAYOUTS.index(ALIKE)] * 12, [0] * 12)], folder=tmp_path)
     assert result["wrong"] == []
     assert result["ahead"] >= 10
+
+
+def test_receives_that_meet_no_message_stay_few(tmp_path: Path) -> None:
+    """Each is kept until the link ends."""
+    alike = [LAYOUTS.index(ALIKE)] * 2
+    layouts = [layout for other in (1, 2, 1, 2, 1) * 4 for layout in (*alike, other)]
+    program = (layouts, [0] * len(layouts))
+    _, (result,) = run_ranks(pipeline_links.exchange, [program], 5, folder=tmp_path)
+    assert result["wrong"] == []
+    assert 0 < result["abandoned"] <= 5  # of about 18
+
+
+def test_who_fails_on_a_link_by_itself_is_named_and_not_its_peer(tmp_path: Path) -> None:
+    sending, receiving = run_ranks(link_failures.whom_ranks_name, folder=tmp_path)
+    named = {case: heard for case, (_, heard) in receiving.items()}
+    assert named == {case: heard for case, (_, heard) in sending.items()}
+    no_memory = f"RuntimeError: {link_failures.NO_MEMORY}"
+    for case, beginning in {
+        "no memory for what arrives": f"rank 1 has failed receiving test from rank 0: {no_memory}",
+        "no memory for what is expected": f"rank 1 has failed: {no_memory}",
+        "no entry of what was sent": "rank 0 has failed sending test to rank 1: MemoryError: no room",
+        "no entry of what has arrived": "rank 1 has failed receiving test from rank 0: MemoryError: no room",
+        "the sender leaves": "rank 0 has failed: it has closed its pipeline, and this rank still waits for it",
+    }.items():
+        assert named.pop(case).startswith(beginning), case
+    assert not named
+    assert receiving["no memory for what is expected"][0] == no_memory
+    assert sending["no entry of what was sent"][0].startswith("RankFailed: rank 0")  # flush() has not waited in vain

@@ -26,4 +26,6 @@ def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, wher
         assert ended[FAILING]["kind"] == "ValueError"
     else:
         assert "no sign of life" in ended[0]["error"]
+    assert all(record["left"] == {"threads": [], "groups": 0} for record in ended.values())
+    assert ended[0].get("as built", True)
     assert seconds_after_the_failure(ended, tmp_path, [0]) < LIMIT_SECONDS

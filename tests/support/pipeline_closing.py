@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,9 @@ def end_of_a_link(rank: int, expected: int) -> list[str]:
         except RankFailed as error:
             taken.append(str(error))
     elif end is not None:
-        for number in range(2):
-            end.put(Message(0, number, 2, (torch.tensor(float(number)),)))
+        with suppress(RankFailed):  # the other rank may have said by now that it misses the second
+            for number in range(2):
+                end.put(Message(0, number, 2, (torch.tensor(float(number)),)))
     dist.barrier()
     watch.end()
     return taken

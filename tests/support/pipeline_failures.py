@@ -6,14 +6,17 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from hydra_ext.errors import RankFailed
 from hydra_ext.pipeline import Pipeline
 from support import pipelines, ranks
 
@@ -27,6 +30,7 @@ class Failing:
     Attributes:
         how: "kill", "raise", "stop", "interrupt" or "leave".
         backward: in the backward, else in the forward.
+        replicas: it is the last one's stage.
     """
 
     how: str
@@ -37,6 +41,7 @@ class Failing:
     schedule: str = "2bw"
     stages: int = 3
     patience: float = 20.0
+    replicas: int = 1
 
 
 class Trap(nn.Module):
@@ -78,7 +83,8 @@ def fail(how: str, folder: Path) -> None:
 def train(rank: int, failing: Failing, folder: Path) -> None:
     """Writes the error it ended with, and when."""
     stages = pipelines.make_stages(failing.stages)
-    stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
+    if rank % failing.replicas == failing.replicas - 1:
+        stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
 
     def body(record: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -89,6 +95,7 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
             microbatches=4,
             seed=5,
             patience=failing.patience,
+            replicas=failing.replicas,
         )
         with pipe:
             for step in range(6):
@@ -99,6 +106,39 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
     os._exit(0)
 
 
+def left_behind() -> dict[str, Any]:
+    """What this process has of pipelines: threads, but for watches, which end by themselves, and process groups."""
+    names = [thread.name for thread in threading.enumerate()]
+    threads = [name for name in names if name.startswith("hydra_ext") and name != "hydra_ext watch"]
+    return {"threads": threads, "groups": len(dist.distributed_c10d._world.pg_map) - 1}
+
+
+def train_after_failures(rank: int) -> tuple[list[dict[str, Any]], list[str], list[float]]:
+    """Pipelines that fail on the last rank; what each leaves, and raises; and the losses of one that does not."""
+    left, errors = [], []
+    for failing in (True, True, False):
+        calls = []
+
+        def fn(value: Any, microbatch: Any, failing: bool = failing, calls: list[Any] = calls) -> Any:
+            calls.append(microbatch)
+            if failing and len(calls) == 6:
+                raise ValueError("the data are wrong")
+            return pipelines.loss_of(value, microbatch)
+
+        losses = []
+        stages = pipelines.make_stages(2)
+        try:
+            with Pipeline(None, pipelines.sgd, stages=stages, schedule="1f1b", microbatches=4, seed=5) as pipe:
+                for step in range(3):
+                    data = [pipelines.make_microbatch(step, index) for index in range(4)]
+                    losses.append(pipe.step(data, fn, max_norm=1.0).loss.item())
+        except (RankFailed, ValueError) as error:
+            errors.append(str(error))
+        left.append(left_behind())
+        dist.barrier()
+    return left, errors, losses
+
+
 def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]) -> None:
     """Of the error that a rank ended with, and when."""
     record: dict[str, Any] = {"error": "", "kind": ""}
@@ -107,6 +147,7 @@ def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]
     except BaseException as error:  # noqa: BLE001 - what it is, is the test's subject
         record["error"], record["kind"] = str(error), type(error).__name__
     record["at"] = time.time()
+    record["left"] = left_behind()
     (folder / f"{rank}.ended").write_text(json.dumps(record))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_ext.pipeline import links as pipeline_links
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.watch import Watch
@@ -39,11 +40,14 @@ def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
     return tuple(found)
 
 
-def exchange(rank: int, programs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[dict[str, Any]]:
+def exchange(
+    rank: int, programs: Sequence[tuple[Sequence[int], Sequence[int]]], most_abandoned: int = 1000
+) -> list[dict[str, Any]]:
     """For each program what arrived wrong, and what was received ahead.
 
     A program is a layout for each message, and for each how many messages are expected ahead of it when it is taken.
     """
+    pipeline_links._MOST_ABANDONED = most_abandoned
     results = []
     for number, (layouts, ahead) in enumerate(programs):
         watch = Watch(rank, 2, f"links {number}", patience=20.0, describe=lambda: "")
@@ -87,4 +91,5 @@ def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int]) -> dict
             wrong.append(f"message {index}: requires_grad {message.requires_grad}")
         if message.structure != f"of {len(wanted)}":
             wrong.append(f"message {index}: structure {message.structure}")
-    return {"wrong": wrong, "ahead": inbox.received_ahead, "bytes": inbox.received_bytes}
+    counts = {"ahead": inbox.received_ahead, "abandoned": inbox.abandoned, "bytes": inbox.received_bytes}
+    return {"wrong": wrong, **counts}

@@ -45,7 +45,7 @@ def set_up(rank: int, failing: FailingSetUp, folder: Path) -> None:
     if rank == FAILING:
         dist.new_group = _at_second_call(dist.new_group, lambda: trap("connecting"))
         Groups.broadcast = _at_second_call(Groups.broadcast, lambda: trap("copying"))  # type: ignore[method-assign]
-    leave_record(rank, folder, lambda _: _begin(failing, trap))
+    leave_record(rank, folder, lambda record: _begin(failing, trap, record))
     if rank == FAILING:
         signal.pause()
     os._exit(0)
@@ -63,23 +63,30 @@ def _at_second_call(function: Callable[..., Any], trap: Callable[[], None]) -> C
     return call
 
 
-def _begin(failing: FailingSetUp, trap: Callable[[str], None]) -> None:
+def _begin(failing: FailingSetUp, trap: Callable[[str], None], record: dict[str, Any]) -> None:
     def optimizer(parameters: Any) -> Any:
         trap("optimizer")
         return pipelines.sgd(parameters)
 
     def build(stage: int) -> nn.Module:
         trap("builder")
-        return pipelines.make_stages(count)[stage]
+        built.append(pipelines.make_stages(count)[stage])
+        return built[-1]
 
     def fn(microbatch: Any) -> Any:
         trap("rehearsal")
         return pipelines.loss_of(model(microbatch), microbatch)
 
+    built: list[nn.Module] = []
     count = 1 if failing.where == "copying" else 2
     options: dict[str, Any] = {"microbatches": 4, "seed": 5, "patience": failing.patience, "replicas": 3 - count}
     if failing.where == "rehearsal":
         model = nn.Sequential(*pipelines.make_stages(2))
         Pipeline(model, optimizer, **options).prepare(pipelines.make_microbatch(0, 0), fn)
-    else:
+        return
+    if failing.where == "optimizer":
+        options["budget"] = "1 MiB"  # the other rank has a device by then
+    try:
         Pipeline(None, optimizer, stages=[lambda stage=stage: build(stage) for stage in range(count)], **options)
+    finally:
+        record["as built"] = all(type(module) is nn.Sequential for module in built)
