@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.messages import Announced
+from hydra_ext.pipeline.layout import Layout
 
 # A user may do other things between two steps; who does not answer is the watch's affair. Of sends and receives gloo
 # takes it only where they are waited for: without it the time counts that their group was made with.
@@ -56,8 +56,9 @@ class Channel:
         works = []
         for tensor in tensors:
             if tensor.numel():
+                data = messages.as_bytes(tensor).to(self.device)
                 with _issuing:
-                    works.append(self._payload.send([messages.memory(tensor)], self._peer, _TENSORS + layout))
+                    works.append(self._payload.send([data], self._peer, _TENSORS + layout))
         return works
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
@@ -66,7 +67,7 @@ class Channel:
         for tensor in tensors:
             if tensor.numel():
                 with _issuing:
-                    works.append(self._payload.recv([messages.memory(tensor)], self._peer, _TENSORS + layout))
+                    works.append(self._payload.recv([messages.as_bytes(tensor)], self._peer, _TENSORS + layout))
         return works
 
 
@@ -81,9 +82,9 @@ class Layouts:
     def __init__(self) -> None:
         self.number = 0
         self.repeats = False
-        self.last: list[Announced] = []
+        self.last: list[Layout] = []
 
-    def note(self, layout: list[Announced]) -> None:
+    def note(self, layout: list[Layout]) -> None:
         self.repeats = layout == self.last
         self.number += not self.repeats
         self.last = layout
