@@ -162,8 +162,8 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
         reason = str(error)
     if reason:
         raise UnsupportedModel(
-            f"{owner} has something in it that cannot be put together on another rank ({reason}): return tensors in "
-            "tuples, lists and dictionaries, whose keys are texts or numbers"
+            f"{owner}: something in it cannot be put together on another rank ({reason}): return tensors in tuples, "
+            "lists and dictionaries, whose keys are texts or numbers"
         )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([text, constants])
 
@@ -183,8 +183,8 @@ def _constant(leaf: Any, owner: str) -> Any:
     if isinstance(leaf, np.float64):  # what numpy's means are
         return ["float64", float(leaf)]
     raise UnsupportedModel(
-        f"{owner} has a {type(leaf).__name__} in it: only tensors, None, bool, int, float and str (none derived from "
-        "them), in tuples, lists and dictionaries, can go to another rank"
+        f"{owner}: a {type(leaf).__name__} cannot go to another rank: only tensors, None, bool, int, float and str "
+        "can (none derived from them), in tuples, lists and dictionaries"
     )
 
 
