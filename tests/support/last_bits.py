@@ -144,7 +144,9 @@ def plainly(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any) -> tup
     return loss.detach(), [[parameter.detach() for parameter in part.parameters()] for part in parts]
 
 
-def differing(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int], **options: Any) -> Any:
+def differing(
+    parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int], **options: Any
+) -> list[str]:
     """What one step of a pipeline gives otherwise on this rank, which holds these of the parts."""
     loss, weights = plainly(parts, microbatch, loss_of)
     with Pipeline(None, sgd, stages=list(parts), microbatches=1, **options) as pipe:
@@ -152,7 +154,7 @@ def differing(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held
     return found + _differing(parts, weights, held)
 
 
-def differing_plain(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int]) -> Any:
+def differing_plain(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int]) -> list[str]:
     """The same, of a plain model that is cut between the two."""
     loss, weights = plainly(parts, microbatch, loss_of)
     model = Whole(*parts)
@@ -170,5 +172,10 @@ def _differing(parts: Sequence[nn.Module], weights: list[list[Tensor]], held: Se
 
 def across_ranks(rank: int) -> dict[str, Any]:
     """What differs, by case."""
-    found = {name: differing([*each[:2]], *each[2:], [rank], schedule="1f1b") for name, each in cases().items()}
-    return found | {f"{name}, plain": differing_plain([*e[:2]], *e[2:], [rank]) for name, e in cases().items()}
+    found = {}
+    for name, (first, second, x, loss_of) in cases().items():
+        found[name] = differing([first, second], x, loss_of, [rank], schedule="1f1b")
+    for name in ("gaps", "expanded gradient"):
+        first, second, x, loss_of = cases()[name]
+        found[f"{name}, plain"] = differing_plain([first, second], x, loss_of, [rank])
+    return found
