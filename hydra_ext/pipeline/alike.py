@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hydra_ext.errors import UnsupportedModel
+from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.groups import Groups
-from hydra_ext.pipeline.parts import Parts
+from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.schedule import Schedule
@@ -35,18 +37,37 @@ def begin_alike(
 
     Raises:
         RankFailed: a rank has ended.
+        UnsupportedModel: what would have to get other numbers cannot be written to.
     """
     if line is not None and topology.replica == 0:
         for held in parts.common:
             _take_first(held, schedule, topology, line, groups)
     if copies is not None:
         for part in parts.own:
-            buffers = [buffer for module in part.modules for buffer in module.buffers() if not is_absent(buffer)]
-            others = [tensor for held in parts.common if (tensor := held.get(part.stage)) is not None]
-            for tensor in dict.fromkeys([*(parameter for _, parameter in part.parameters), *buffers, *others]):
-                value = tensor.contiguous()
+            for tensor, name in _held(part, parts).items():
+                here = tensor.contiguous()
+                value = here if topology.replica == 0 else torch.empty_like(here)
                 groups.broadcast(value, copies)
-                tensor.copy_(value)
+                _set(tensor, here, value, name)
+
+
+def _held(part: Part, parts: Parts) -> dict[Tensor, str]:
+    """What the stage holds, by itself or in common with others: what to call it."""
+    named: list[tuple[Tensor, str]] = [(parameter, name) for name, parameter in part.parameters]
+    for module in part.modules:
+        named += [(buffer, name) for name, buffer in module.named_buffers() if not is_absent(buffer)]
+    names: dict[Tensor, str] = {}
+    for tensor, name in named:
+        names.setdefault(tensor, f"'{name}' of stage {part.stage}")
+    for held in parts.common:
+        common = held.get(part.stage)
+        if common is not None:
+            names.setdefault(common, _several(common, held))
+    return names
+
+
+def _several(tensor: Tensor, stages: Collection[int]) -> str:
+    return f"a tensor of shape {tuple(tensor.shape)}, that stages {sorted(stages)} hold,"
 
 
 def _take_first(
@@ -57,21 +78,37 @@ def _take_first(
     own = next((tensor for _, tensor in sorted(held.items()) if tensor is not None), None)
     if own is None or own.numel() == 0:
         return
+    here = own.detach().cpu().contiguous()
     if topology.place == places[0]:
         for place in places[1:]:
-            groups.send(_bytes_of(own), place, line)
+            groups.send(here, place, line)
         return
-    here = _bytes_of(own)
     first = torch.empty_like(here)
     groups.receive(first, places[0], line)
-    if not torch.equal(here, first):  # also where they are no numbers; writing to no purpose may not be possible
-        logger.info("a tensor of shape %s, that stages %s hold, is as in the first", tuple(own.shape), sorted(held))
-        own.copy_(first.view(own.dtype).view(own.shape))
+    if _set(own, here, first, _several(own, held)):
+        logger.info("%s is as in the first", _several(own, held))
+
+
+def _set(tensor: Tensor, here: Tensor, value: Tensor, name: str) -> bool:
+    """Writes the value where it differs, and tells whether it did: writing to no purpose may not be possible.
+
+    Args:
+        here: the tensor, contiguous.
+
+    Raises:
+        UnsupportedModel: the tensor cannot be written to.
+    """
+    if torch.equal(messages.as_bytes(here), messages.as_bytes(value)):  # also where they are no numbers
+        return False
+    try:
+        tensor.copy_(value)
+    except RuntimeError as error:
+        raise UnsupportedModel(
+            f"{name} has other numbers here than on the first rank that holds it, and cannot be written to ({error}): "
+            "make it the same on all ranks, or a tensor with memory of its own (clone(), contiguous())"
+        ) from error
+    return True
 
 
 def _places(stages: Sequence[int], schedule: Schedule) -> list[int]:
     return list(dict.fromkeys(schedule.stage_rank(stage) for stage in stages))
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -77,9 +78,8 @@ class ChainStage:
         reseed(event_seed(seed, self._index, after=True))
         if not self._last:
             lent = Lent(self._module, microbatch if box is None else None)
-            return ChainPass(box, leaving=value, lent=lent, stage=self._index)
-        loss, metrics = split(fn(value, microbatch))
-        return ChainPass(box, loss=loss, divisor=divisor, metrics=metrics)
+            return ChainPass.handing_on(box, value, lent, f"stage {self._index}")
+        return ChainPass.ending(box, fn(value, microbatch), divisor)
 
 
 class ChainPass:
@@ -88,29 +88,31 @@ class ChainPass:
     def __init__(
         self,
         box: ArrivalBox | None,
+        roots: list[Tensor],
         *,
-        leaving: Any = None,
-        lent: Lent | None = None,
-        stage: int = 0,
+        leaving: Crossing | None = None,
         loss: Tensor | None = None,
-        divisor: int = 1,
         metrics: Any = None,
     ) -> None:
         self._box = box
-        self._roots: list[Tensor] | None = None
-        self.leaving: Crossing | None = None
-        self.loss: Tensor | None = None
-        self.metrics = pytree.tree_map_only(Tensor, Tensor.detach, metrics)
-        if loss is None and lent is not None:
-            tensors, structure = take_apart(leaving, f"stage {stage}")
-            self._roots = tensors
-            self.leaving = Crossing(
-                tuple(lent.own(tensor) for tensor in tensors), tuple(t.requires_grad for t in tensors), structure
-            )
-        elif loss is not None:
-            root = loss_root(loss, divisor)
-            self._roots = [root]
-            self.loss = loss.detach()
+        self._roots: list[Tensor] | None = roots
+        self.leaving = leaving
+        self.loss = loss
+        self.metrics = metrics
+
+    @classmethod
+    def handing_on(cls, box: ArrivalBox | None, value: Any, lent: Lent, owner: str) -> ChainPass:
+        """The module of a stage before the last has returned this value."""
+        tensors, structure = take_apart(value, owner)
+        own = tuple(lent.own(tensor) for tensor in tensors)
+        return cls(box, tensors, leaving=Crossing(own, tuple(t.requires_grad for t in tensors), structure))
+
+    @classmethod
+    def ending(cls, box: ArrivalBox | None, output: Any, divisor: int) -> ChainPass:
+        """``fn`` has returned this."""
+        loss, metrics = split(output)
+        metrics = pytree.tree_map_only(Tensor, Tensor.detach, metrics)
+        return cls(box, [loss_root(loss, divisor)], loss=loss.detach(), metrics=metrics)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         roots, self._roots = self._roots, None
@@ -152,21 +154,17 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
         UnsupportedModel: there is something in it that cannot go to another rank.
     """
     leaves, spec = pytree.tree_flatten(value)
-    constants: list[Any] = []
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) and not isinstance(leaf, _CONSTANTS):
-            raise UnsupportedModel(
-                f"{owner} has a {type(leaf).__name__} in it: only tensors, numbers, texts and None, in tuples, lists "
-                "and dictionaries, can go to another rank"
-            )
-        constants.append(["tensor"] if isinstance(leaf, Tensor) else leaf)
+    constants = [["tensor"] if isinstance(leaf, Tensor) else _constant(leaf, owner) for leaf in leaves]
     try:
         text = pytree.treespec_dumps(spec)
+        reason = "" if pytree.treespec_loads(text) == spec else "a key of a dictionary would arrive as another one"
     except (NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error)
+    if reason:
         raise UnsupportedModel(
-            f"{owner} has something in it that cannot be put together on another rank ({error}): return tensors in "
-            "tuples, lists and dictionaries"
-        ) from error
+            f"{owner}: something in it cannot be put together on another rank ({reason}): return tensors in tuples, "
+            "lists and dictionaries, whose keys are texts or numbers"
+        )
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([text, constants])
 
 
@@ -174,5 +172,23 @@ def assemble(tensors: list[Tensor], structure: str) -> Any:
     """The value that :func:`take_apart` has taken apart."""
     text, constants = json.loads(structure)
     rest = iter(tensors)
-    leaves = [next(rest) if constant == ["tensor"] else constant for constant in constants]
+    leaves = [_leaf(constant, rest) for constant in constants]
     return pytree.tree_unflatten(leaves, pytree.treespec_loads(text))
+
+
+def _constant(leaf: Any, owner: str) -> Any:
+    """As JSON has it, which knows no types that are derived from others."""
+    if type(leaf) in _CONSTANTS:
+        return leaf
+    if isinstance(leaf, np.float64):  # what numpy's means are
+        return ["float64", float(leaf)]
+    raise UnsupportedModel(
+        f"{owner}: a {type(leaf).__name__} cannot go to another rank: only tensors, None, bool, int, float and str "
+        "can (none derived from them), in tuples, lists and dictionaries"
+    )
+
+
+def _leaf(constant: Any, tensors: Iterator[Tensor]) -> Any:
+    if constant == ["tensor"]:
+        return next(tensors)
+    return np.float64(constant[1]) if isinstance(constant, list) else constant

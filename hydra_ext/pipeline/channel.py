@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import messages
-from hydra_ext.pipeline.messages import Announced
+from hydra_ext.pipeline.layout import Layout
 from hydra_ext.pipeline.transport import carrying
 
 # A user may do other things between two steps; who does not answer is the watch's affair. Of sends and receives gloo
@@ -67,9 +67,9 @@ class Channel:
         works = []
         for tensor in tensors:
             if tensor.numel():
-                memory = messages.memory(tensor)
+                data = messages.as_bytes(tensor).to(self.device)
                 with _issuing, carrying():
-                    works.append(self._payload.send([memory], self._peer, _TENSORS + layout))
+                    works.append(self._payload.send([data], self._peer, _TENSORS + layout))
         return works
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
@@ -77,9 +77,9 @@ class Channel:
         works = []
         for tensor in tensors:
             if tensor.numel():
-                memory = messages.memory(tensor)
+                data = messages.as_bytes(tensor)
                 with _issuing, carrying():
-                    works.append(self._payload.recv([memory], self._peer, _TENSORS + layout))
+                    works.append(self._payload.recv([data], self._peer, _TENSORS + layout))
         return works
 
 
@@ -94,9 +94,9 @@ class Layouts:
     def __init__(self) -> None:
         self.number = 0
         self.repeats = False
-        self.last: list[Announced] = []
+        self.last: list[Layout] = []
 
-    def note(self, layout: list[Announced]) -> None:
+    def note(self, layout: list[Layout]) -> None:
         self.repeats = layout == self.last
         self.number += not self.repeats
         self.last = layout

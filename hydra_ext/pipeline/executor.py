@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.modes import Flags, Modes
@@ -285,7 +286,7 @@ class Executor:
             raise StateError(f"stage {stage.index} has neither a loss nor anything to hand on")
         tensors = leaving.tensors
         if stage.outbox is None:  # the next stage is here, and may write to what it gets
-            tensors = tuple(tensor.clone() for tensor in tensors)
+            tensors = tuple(copied(tensor) for tensor in tensors)
         self._leaving[stage.index + 1, action.batch, action.microbatch] = Message(
             action.batch, action.microbatch, self._count(action), tensors, leaving.requires_grad, leaving.structure
         )

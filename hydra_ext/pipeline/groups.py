@@ -76,7 +76,7 @@ class Groups:
         self._in_pieces(tensor, lambda piece: group.recv([piece], source, 0))
 
     def _in_pieces(self, tensor: Tensor, begin: Callable[[Tensor], dist.Work]) -> None:
-        memory = messages.memory(tensor)
+        memory = messages.as_bytes(tensor)
         try:
             for start in range(0, memory.numel(), _PIECE):
                 begin(memory[start : start + _PIECE]).wait(self._soon)

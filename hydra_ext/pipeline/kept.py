@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.channel import write_counts
+from hydra_ext.pipeline.layout import copied
 
 
 def twice(microbatch: Any) -> Iterator[Any]:
@@ -56,7 +57,7 @@ class _Copy:
             self._counts += write_counts([tensor])
             return tensor
         if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, tensor.clone()
+            self._made[id(tensor)] = tensor, copied(tensor)
         return self._made[id(tensor)][1]
 
     def check(self) -> None:

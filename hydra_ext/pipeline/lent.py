@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of
 
 _NOT_TENSORS = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers"}
@@ -24,7 +25,7 @@ class Lent:
 
     def own(self, tensor: Tensor) -> Tensor:
         """The tensor without a graph; a copy where its memory is lent."""
-        return tensor.detach().clone() if storage_key(tensor) in self._keys else tensor.detach()
+        return copied(tensor) if storage_key(tensor) in self._keys else tensor.detach()
 
 
 def _held(root: nn.Module) -> Iterator[Tensor]:

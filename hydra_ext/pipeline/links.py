@@ -31,7 +31,7 @@ from hydra_ext import _C
 from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
 from hydra_ext.pipeline.groups import Groups
-from hydra_ext.pipeline.messages import END, HEADER_WORDS, Announced, Header, Message, fingerprint
+from hydra_ext.pipeline.messages import END, HEADER_WORDS, Header, Message, fingerprint
 from hydra_ext.pipeline.outgoing import Outgoing, when_computed, written
 from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.transport import TransportError
@@ -74,19 +74,24 @@ class Outbox:
         """
         self._watch.check()
         start = time.perf_counter()
-        tensors = [None if tensor is None else messages.dense(tensor) for tensor in message.tensors]
+        layouts = [None if tensor is None else messages.layout_of(tensor) for tensor in message.tensors]
         kind = fingerprint(message.structure)
         new = bool(message.structure) and kind not in self._structures
         self._structures.note(kind, "")
-        first = messages.encode(message, tensors, with_structure=new)
+        first = messages.encode(message, layouts, with_structure=new)
         if new:
             first.append(messages.as_words(message.structure))
-        there = [tensor for tensor in tensors if tensor is not None]
-        self.sent_bytes += sum(tensor.nbytes for tensor in there)
-        self._layouts.note([Announced.of(tensor) for tensor in there])
+        laid_out = [layout for layout in layouts if layout is not None]
+        self._layouts.note(laid_out)
+        present = (tensor for tensor in message.tensors if tensor is not None)
+        there = [messages.packed(tensor, layout) for tensor, layout in zip(present, laid_out, strict=True)]
+        nbytes = sum(layout.packed.nbytes for layout in laid_out)
+        self.sent_bytes += nbytes
         number, computed = self._layouts.number, when_computed(self._device)
         counts = write_counts(there)
-        outgoing = Outgoing(message.batch, message.microbatch, start, first, there, counts, number, computed, [])
+        outgoing = Outgoing(
+            message.batch, message.microbatch, nbytes, start, first, there, counts, number, computed, []
+        )
         if self._device.type == "cpu":
             try:
                 self._send(outgoing)
@@ -101,8 +106,7 @@ class Outbox:
         outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
         if outgoing.computed is not None:
             outgoing.computed.synchronize()
-        tensors = [tensor.to(self._channel.device) for tensor in outgoing.tensors]
-        outgoing.sends.extend(self._channel.send(tensors, outgoing.layout))
+        outgoing.sends.extend(self._channel.send(outgoing.tensors, outgoing.layout))
 
     def flush(self) -> None:
         """Returns when nothing that was put is held here any more.
@@ -194,7 +198,7 @@ class Inbox:
     def _post(self) -> Posted:
         """Receives of tensors as the last message had them; with the lock held."""
         with _C.Uncharged():  # a device under a budget gets copies
-            tensors = [each.empty(self._channel.device) for each in self._layouts.last]
+            tensors = [each.packed.empty(self._channel.device) for each in self._layouts.last]
         return Posted(self._layouts.number, tensors, self._channel.post(tensors, self._layouts.number))
 
     def take(self) -> Message:
@@ -236,8 +240,8 @@ class Inbox:
                     return
                 start = time.perf_counter()
                 message = self._fetch(header)
-                self.received_bytes += message.nbytes
-                self.log.note(message.batch, message.microbatch, message.nbytes, start)
+                self.received_bytes += header.nbytes
+                self.log.note(message.batch, message.microbatch, header.nbytes, start)
                 with self._watch.changed:
                     self._arrived.append(message)
                     self._watch.changed.notify_all()
@@ -278,12 +282,17 @@ class Inbox:
                 self._posted.popleft()
             for work in posted.works:
                 self._channel.wait(work)
-            found = iter([buffer.to(self._device) for buffer in posted.tensors])
+            found = iter(posted.tensors)
+            with _C.Uncharged():
+                tensors = tuple(
+                    None if layout is None else messages.laid_out(next(found), layout, self._device)
+                    for layout in header.tensors
+                )
         return Message(
             header.batch,
             header.microbatch,
             header.count,
-            tuple(None if each is None else next(found) for each in header.tensors),
+            tensors,
             header.requires_grad,
             self._structures[header.fingerprint],
         )

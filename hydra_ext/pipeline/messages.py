@@ -1,14 +1,14 @@
 """Messages between ranks: a header that says what comes, then the tensors' memory.
 
 A header is one tensor of ``HEADER_WORDS`` int64, with a second one of the length that the first names where that is
-not enough. A tensor travels as the bytes of its memory, in its order there, and arrives with the same strides: a
-convolution's result may depend on them to the last bit. One with gaps or overlaps is made contiguous first.
+not enough. A tensor travels as the bytes of its memory, in its order there, and is laid out where it arrives as it was
+where it came from: results may depend on that to the last bit. Gaps do not travel, and what is one element in several
+places (an expanded gradient) travels once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.pipeline.layout import Layout, memory
 
 HEADER_WORDS = 64
 _MAGIC = 0x68796472615F3100  # "hydra_1", then the kind
@@ -23,7 +24,7 @@ _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
-_PRESENT, _REQUIRES_GRAD = 1, 2
+_PRESENT, _REQUIRES_GRAD, _LEAD = 1, 2, 4
 _PREFIX = 8  # words before those of the tensors
 
 
@@ -47,30 +48,6 @@ class Message:
     requires_grad: tuple[bool, ...] = ()
     structure: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
-
-
-@dataclass(frozen=True)
-class Announced:
-    """What a header says of one tensor."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: Tensor) -> Announced:
-        return Announced(tensor.dtype, tuple(tensor.size()), tensor.stride())
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.size)
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
-
 
 @dataclass(frozen=True)
 class Header:
@@ -81,12 +58,13 @@ class Header:
     count: int
     fingerprint: int  # of the structure's text
     structure_bytes: int  # of the text, if it follows; else both sides have it from before
-    tensors: tuple[Announced | None, ...]
+    tensors: tuple[Layout | None, ...]
     requires_grad: tuple[bool, ...]
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.tensors if each is not None)
+        """That cross, of tensors."""
+        return sum(each.packed.nbytes for each in self.tensors if each is not None)
 
 
 END = Header(-1, -1, 0, 0, 0, (), ())  # nothing comes after it
@@ -97,49 +75,54 @@ def fingerprint(structure: str) -> int:
     return int.from_bytes(hashlib.blake2b(structure.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor without a graph; a contiguous copy where its memory has gaps or overlaps."""
-    tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_contiguous():
-        return tensor
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return tensor.contiguous()
-        expected *= size
-    return tensor
-
-
-def memory(tensor: Tensor) -> Tensor:
-    """The bytes of a :func:`dense` tensor, in their order; no copy."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def encode(message: Message, tensors: Sequence[Tensor | None], *, with_structure: bool) -> list[Tensor]:
-    """The header of a message whose tensors have been made :func:`dense`: one int64 tensor, or two.
+def layout_of(tensor: Tensor) -> Layout:
+    """How a tensor is laid out where it arrives.
 
     Raises:
-        UnsupportedModel: a tensor is of a dtype that cannot be sent.
+        UnsupportedModel: it is of a layout or dtype that cannot be sent.
     """
+    if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+        raise UnsupportedModel(
+            f"a {tensor.layout} tensor of {tensor.dtype} would have to cross from one stage to another: only dense "
+            "tensors of torch's usual dtypes can"
+        )
+    return Layout.of(tensor)
+
+
+def packed(tensor: Tensor, layout: Layout) -> Tensor:
+    """The tensor without a graph; a copy where its memory has gaps.
+
+    Args:
+        layout: its own.
+    """
+    if tensor.is_conj() or tensor.is_neg() or layout.packed.stride != tensor.stride():
+        return layout.packed.copy(tensor)
+    return tensor.detach()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous or :func:`packed` tensor; no copy."""
+    return memory(tensor).view(torch.uint8)
+
+
+def laid_out(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:
+    """A :func:`packed` tensor that has arrived, as the sender's was."""
+    is_so = layout.packed is layout and tensor.device.type == device.type
+    return tensor if is_so else layout.copy(tensor, device)
+
+
+def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure: bool) -> list[Tensor]:
+    """The header of a message whose tensors are laid out so: one int64 tensor, or two."""
     text = message.structure.encode() if with_structure else b""
     words = [_MAGIC, message.batch, message.microbatch, message.count, fingerprint(message.structure)]
-    words += [len(text), len(tensors), 0]
-    flags = message.requires_grad or (False,) * len(tensors)
-    for tensor, requires_grad in zip(tensors, flags, strict=True):
-        if tensor is None:
+    words += [len(text), len(layouts), 0]
+    flags = message.requires_grad or (False,) * len(layouts)
+    for layout, requires_grad in zip(layouts, flags, strict=True):
+        if layout is None:
             words.append(0)
             continue
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
-            raise UnsupportedModel(
-                f"a {tensor.layout} tensor of {tensor.dtype} would have to cross from one stage to another: only dense "
-                "tensors of torch's usual dtypes can"
-            )
-        words += [_PRESENT + _REQUIRES_GRAD * requires_grad, _DTYPES.index(tensor.dtype), tensor.dim()]
-        words += [*tensor.size(), *tensor.stride()]
+        words.append(_PRESENT + _REQUIRES_GRAD * requires_grad + _LEAD * layout.lead)
+        words += [_DTYPES.index(layout.dtype), len(layout.size), *layout.size, *layout.stride]
     words[_PREFIX - 1] = len(words)
     first, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
     first += [0] * (HEADER_WORDS - len(first))
@@ -166,7 +149,7 @@ def decode(words: Sequence[int]) -> Header:
     """What a whole header says."""
     batch, microbatch, of_batch, known, structure_bytes, count = words[1:7]
     place = _PREFIX
-    tensors: list[Announced | None] = []
+    tensors: list[Layout | None] = []
     requires_grad = []
     for _ in range(count):
         flags = words[place]
@@ -179,7 +162,7 @@ def decode(words: Sequence[int]) -> Header:
         place += 2
         size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
         place += 2 * dims
-        tensors.append(Announced(_DTYPES[dtype], size, stride))
+        tensors.append(Layout(_DTYPES[dtype], size, stride, flags // _LEAD))
     return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors), tuple(requires_grad))
 
 

@@ -16,6 +16,7 @@ class Outgoing:
     """Words of the header, then tensors.
 
     Attributes:
+        nbytes: of the tensors' memory.
         counts: of writes to the tensors, when they were handed over.
         computed: when the tensors may be read.
         sends: of the words, and of the tensors, where they have begun.
@@ -23,6 +24,7 @@ class Outgoing:
 
     batch: int
     microbatch: int
+    nbytes: int
     start: float
     words: list[Tensor]
     tensors: list[Tensor]
@@ -30,10 +32,6 @@ class Outgoing:
     layout: int
     computed: torch.cuda.Event | None
     sends: list[dist.Work]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def written(rank: int, entry: Outgoing, link: str) -> Failure:

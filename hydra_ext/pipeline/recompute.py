@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.kept import twice
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.module_state import ModuleState
 from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
@@ -84,7 +85,7 @@ def _copied(arriving: Crossing | None) -> Crossing | None:
     """The receiver may write to what it gets, and these are needed once more."""
     if arriving is None:
         return None
-    tensors = tuple(tensor.clone() for tensor in arriving.tensors)
+    tensors = tuple(copied(tensor) for tensor in arriving.tensors)
     return Crossing(tensors, arriving.requires_grad, arriving.structure)
 
 

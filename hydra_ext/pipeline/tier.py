@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Block, Layout, Site, discover
 from hydra_ext.errors import BudgetTooSmall
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split import is_absent
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.policy import Checks
@@ -100,7 +101,7 @@ class Tier:
         if self.run.device.type != "cpu" or not tensors:
             return tensors  # torch's allocator counts it
         with torch.no_grad(), self.run.window(_C.PassKind.INFERENCE):
-            return tuple(tensor.clone() for tensor in tensors)
+            return tuple(copied(tensor) for tensor in tensors)
 
     def report(self) -> Report:
         return self.run.report()

@@ -32,3 +32,15 @@ def test_numbers_in_metrics_are_not_kept(tmp_path: Path) -> None:
     for metrics, kept in run_ranks(handed_on.steps_with_numbers, folder=tmp_path):
         assert metrics == [[step, step] for step in range(100)]
         assert max(kept) == 64
+
+
+def test_what_cannot_be_sent_is_told_and_the_next_message_arrives(tmp_path: Path) -> None:
+    told, arrived = run_ranks(handed_on.what_cannot_be_sent, folder=tmp_path)
+    kinds = (
+        "a torch.sparse_coo tensor of torch.float32",
+        "a torch.strided tensor of torch.qint8",
+        "a torch.sparse_csr",
+    )
+    for error, kind in zip(told, kinds, strict=True):
+        assert error.startswith(kind)
+    assert arrived == ["of one: [[1.0, 1.0]]"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -181,6 +183,60 @@ def test_stages_of_one_rank_may_have_in_common_what_nobody_writes_to() -> None:
     with make_pipe(stages=stages) as pipe:
         expected = pipelines.forward(stages, data()[0], 1).detach()
         assert torch.equal(pipe.step(data(), pipelines.loss_of).losses[0], expected)
+
+
+class Hands(nn.Linear):
+    """A stage that hands on something beside its result, or under another name."""
+
+    def __init__(self, hand: Any) -> None:
+        super().__init__(4, 4)
+        self.hand = hand
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.hand(super().forward(x))
+
+
+class Takes(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.found: Any = None
+
+    def forward(self, arrived: Any) -> torch.Tensor:
+        x, self.found = arrived
+        return super().forward(x)
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Name(str):
+    __slots__ = ()
+
+
+def hand_on(hand: Any) -> Any:
+    """What the next stage gets beside the tensor."""
+    last = Takes()
+    with make_pipe(stages=[Hands(hand), last], schedule="interleaved") as pipe:
+        pipe.step([torch.ones(2, 4)] * 2, lambda value, _: value.square().mean())
+    return last.found
+
+
+def test_what_would_arrive_as_something_else_is_refused() -> None:
+    for hand, reason in (
+        (lambda x: (x, Number.ONE), "stage 0: a Number cannot go to another rank: only tensors, None, bool, int"),
+        (lambda x: (x, [Name("one")]), "stage 0: a Name cannot go"),
+        (lambda x: (x, {("h", 0): x}), "would arrive as another one.* whose keys are texts or numbers"),
+        (lambda x: (x, {frozenset("h"): x}), "whose keys are texts or numbers"),
+    ):
+        with pytest.raises(UnsupportedModel, match=reason):
+            hand_on(hand)
+
+
+def test_numbers_and_texts_arrive_as_what_they_are() -> None:
+    for value in (True, 7, -0.0, "one", None, {2: 1, "b": [(), 1.5]}, np.float64(0.1), {"mean": np.float64("inf")}):
+        found = hand_on(lambda x, value=value: (x, value))
+        assert repr(found) == repr(value)
 
 
 def plain_model() -> tuple[nn.Module, Any]:

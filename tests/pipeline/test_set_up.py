@@ -9,6 +9,7 @@ import pytest
 from support import pipeline_set_up
 from support.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
 from support.pipeline_set_up import FAILING, FailingSetUp
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
@@ -29,3 +30,11 @@ def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, wher
     assert all(record["left"] == {"threads": [], "groups": 0} for record in ended.values())
     assert ended[0].get("as built", True)
     assert seconds_after_the_failure(ended, tmp_path, [0]) < LIMIT_SECONDS
+
+
+def test_replicas_write_only_to_what_differs(tmp_path: Path) -> None:
+    first, other = run_ranks(pipeline_set_up.replicas_with_expanded_buffers, folder=tmp_path)
+    assert first[0] == other[0]
+    assert float(first[0]) > 0
+    assert other[1].startswith("UnsupportedModel: 'mask' of stage 0 has other numbers here")
+    assert first[-1].startswith("RankFailed: rank 1 has failed")

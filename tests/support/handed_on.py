@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hydra_ext.errors import RankFailed
+from hydra_ext.errors import RankFailed, UnsupportedModel
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.messages import Message
@@ -128,3 +128,24 @@ def steps_with_numbers(rank: int) -> tuple[list[Any], list[int]]:
             found.append([metric["of"] for metric in output.metrics])
         ends = pipe._engine._links._ends  # type: ignore[union-attr]
         return found, [len(end._structures) for end in ends]
+
+
+def what_cannot_be_sent(rank: int) -> list[str]:
+    """What the sender is told of each, or what arrives of the message after them."""
+    found = []
+    sparse, quantized = torch.eye(4).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
+    with _link(rank, "cannot") as (_, end):
+        if isinstance(end, Outbox):
+            for tensor in (sparse, quantized, torch.eye(4).to_sparse_csr()):
+                try:
+                    end.put(Message(0, 0, 1, (torch.ones(2), tensor), structure="of two"))
+                except UnsupportedModel as error:
+                    found.append(str(error))
+            end.put(Message(0, 0, 1, (torch.ones(2),), structure="of one"))
+        elif isinstance(end, Inbox):
+            end.expect()
+            message = end.take()
+            found.append(
+                f"{message.structure}: {[tensor.tolist() for tensor in message.tensors if tensor is not None]}"
+            )
+    return found

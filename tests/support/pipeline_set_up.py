@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.groups import Groups
 from support import pipelines
@@ -90,3 +92,29 @@ def _begin(failing: FailingSetUp, trap: Callable[[str], None], record: dict[str,
         Pipeline(None, optimizer, stages=[lambda stage=stage: build(stage) for stage in range(count)], **options)
     finally:
         record["as built"] = all(type(module) is nn.Sequential for module in built)
+
+
+class Masked(nn.Module):
+    """With a buffer whose rows are one."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((1, 8), value).expand(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.mask
+
+
+def replicas_with_expanded_buffers(rank: int) -> list[str]:
+    """The loss of two replicas with the same buffer; then the error of two with others."""
+    told = []
+    for value in (0.5, 0.5 + rank):
+        try:
+            with Pipeline(
+                None, pipelines.sgd, stages=[Masked(value)], microbatches=1, replicas=2, patience=4.0
+            ) as pipe:
+                told.append(str(pipe.step([torch.ones(3, 8)], lambda value, _: value.square().mean()).loss.item()))
+        except HydraError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitPass,
@@ -72,7 +73,7 @@ class Stages:
         gradients: tuple[Tensor | None, ...] = ()
         for run in reversed(passes):
             gradients = run.backward(gradients)
-            gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
+            gradients = tuple(None if gradient is None else _arrived(gradient) for gradient in gradients)
 
     def outcome(self, runs: Sequence[Sequence[SplitPass]]) -> Outcome:
         gradients: dict[str, Tensor] = {}
@@ -92,11 +93,17 @@ def bound(fn: Fn, model: nn.Module) -> Callable[[Any], Any]:
 
 
 def sent(crossing: Crossing | None) -> Crossing | None:
-    """As after a way between processes: other memory, laid out without gaps."""
+    """As after a way between processes: in other memory."""
     if crossing is None:
         return None
-    tensors = tuple(tensor.contiguous().clone() for tensor in crossing.tensors)
-    return Crossing(tensors, crossing.requires_grad, crossing.structure)
+    return Crossing(tuple(map(_arrived, crossing.tensors)), crossing.requires_grad, crossing.structure)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    layout = messages.layout_of(tensor)
+    arriving = layout.packed.empty(tensor.device)
+    messages.as_bytes(arriving).copy_(messages.as_bytes(messages.packed(tensor, layout)))
+    return messages.laid_out(arriving, layout, tensor.device)
 
 
 def rehearsed(model: nn.Module, fn: Fn, batch: Any, *, blocks: Sequence[str] | None = None) -> Rehearsal:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.stand_ins import is_absent
 
 Place = tuple[nn.Module, str, str]  # of which module, ATTRIBUTE or BUFFER, and its name
@@ -116,7 +117,7 @@ class Copies:
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_absent(value):
             return value
         if id(value) not in self._made:
-            made = value.detach().clone() if value.grad_fn is None else _Computed(value)
+            made = copied(value) if value.grad_fn is None else _Computed(value)
             if isinstance(made, Tensor):
                 made.requires_grad_(value.requires_grad)
             self._made[id(value)] = value, made

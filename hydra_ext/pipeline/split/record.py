@@ -112,7 +112,6 @@ class Value:
         made: step of the forward at which it was made. Calls of blocks and of glue are numbered as steps.
         last_use: the last step that read it; ``made`` where nothing did.
         everywhere: Python code has read it (an ``if``), which every later stage runs too.
-        stride: of the tensor in the rehearsal, in elements.
         attached_later: its graph was given to it after the call that made it had returned.
     """
 
@@ -121,7 +120,6 @@ class Value:
     last_use: int
     everywhere: bool
     shape: torch.Size
-    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     attached_later: bool = False

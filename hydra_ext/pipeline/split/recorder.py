@@ -95,9 +95,7 @@ class Recorder:
 
     def make_value(self, key: Key, tensor: Tensor) -> Key:
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
-        self.values[key] = Value(
-            key, self.step, self.step, False, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
-        )
+        self.values[key] = Value(key, self.step, self.step, False, tensor.shape, tensor.dtype, tensor.requires_grad)
         self.note_of[key] = note
         note.values.append(key)
         note.tainted = True

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from hydra_ext.pipeline.layout import order_of
 from hydra_ext.pipeline.split.opened import opened
 from hydra_ext.pipeline.split.record import PLAIN
 from hydra_ext.pipeline.split.tensors import Absent
 
 
 def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:
-    """Structure, shapes, dtypes and Python numbers of the microbatch, ``fn``'s code, and the modes that a forward sees.
+    """Structure, Python numbers and tensors' shapes, dtypes and order in memory of the microbatch, ``fn``'s code, and
+    the modes that a forward sees.
 
     Mappings and dataclasses count by what they hold; other objects that are neither tensors nor numbers by their type.
     """
@@ -42,7 +44,7 @@ def _is_trainable(parameter: nn.Parameter) -> bool:
 
 def _leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        return (tuple(leaf.shape), order_of(leaf), leaf.dtype, leaf.requires_grad)
     kind: Any = type(leaf)
     content = opened(leaf)
     if content is not None:

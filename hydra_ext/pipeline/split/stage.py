@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError, StateError
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.attempt import undone_on_another_way
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.generators import GeneratorStates
@@ -242,8 +243,7 @@ class SplitStage:
                     f"{key} arrived as {tensor.dtype} {tuple(tensor.shape)}; in the rehearsal it was "
                     f"{rehearsal.values[key].dtype} {tuple(rehearsal.values[key].shape)}"
                 )
-        tensors = [_laid_out(t, rehearsal.values[key].stride) for key, t in zip(keys, crossing.tensors, strict=True)]
-        arrival = Arrival(tensors, crossing.requires_grad)
+        arrival = Arrival(crossing.tensors, crossing.requires_grad)
         return arrival, dict(zip(keys, arrival.tensors, strict=True))
 
 
@@ -285,7 +285,7 @@ class SplitPass:
         self._roots = tensors
         self.leaving = Crossing(
             tuple(
-                tensor.detach().clone() if key in border.copied else tensor.detach()
+                copied(tensor) if key in border.copied else tensor.detach()
                 for key, tensor in zip(border.values, tensors, strict=True)
             ),
             tuple(tensor.requires_grad for tensor in tensors),
@@ -349,15 +349,3 @@ def _nothing() -> None:
 
 def _structure(rehearsal: Rehearsal, boundary: int) -> str:
     return f"{rehearsal.digest}/{boundary}"
-
-
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """With the strides of the rehearsal where they leave no gaps: kernels may round otherwise for others."""
-    if tensor.stride() == stride:
-        return tensor
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, tensor.shape, strict=True) if size != 1):
-        if step != expected:
-            return tensor
-        expected *= size
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

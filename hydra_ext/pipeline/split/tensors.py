@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_unflatten
 
+from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.opened import closed, opened
 
 
@@ -18,30 +19,31 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def own_copy(value: Any, noted: Callable[[Tensor, str], None] | None = None) -> Any:
-    """The same with memory of its own; what is one tensor in several places is one again.
+    """The same with memory of its own, laid out alike; what is one tensor in several places is one again.
 
     Args:
         noted: is told of each tensor and its place.
     """
     copies: dict[int, Tensor] = {}
 
-    def copied(value: Any, above: str) -> Any:
+    def own(value: Any, above: str) -> Any:
         leaves, tree = tree_flatten_with_path(value)
-        return tree_unflatten([copied_leaf(leaf, above + keystr(path)) for path, leaf in leaves], tree)
+        return tree_unflatten([own_leaf(leaf, above + keystr(path)) for path, leaf in leaves], tree)
 
-    def copied_leaf(leaf: Any, place: str) -> Any:
+    def own_leaf(leaf: Any, place: str) -> Any:
         content = None if isinstance(leaf, Tensor) else opened(leaf)
         if content is not None:
-            return closed(leaf, {key: copied(held, f"{place}[{key!r}]") for key, held in content.items()})
+            return closed(leaf, {key: own(held, f"{place}[{key!r}]") for key, held in content.items()})
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            # Unaligned memory would have more before it, and what is written to must be told as a whole.
+            copies[id(leaf)] = copied(leaf, aligned=False).requires_grad_(leaf.requires_grad)
         if noted is not None:
             noted(copies[id(leaf)], place)
         return copies[id(leaf)]
 
-    return copied(value, "")
+    return own(value, "")
 
 
 def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:

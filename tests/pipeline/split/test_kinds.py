@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from hydra_ext.pipeline.split.kinds import KINDS_KEPT
 from hydra_ext.pipeline.split.tensors import own_copy
 from support.split_models import Batch
-from support.split_models_own import Stack, text, text_loss
+from support.split_models_more import Dense
+from support.split_models_own import Stack, picture_loss, pictures, text, text_loss
 from support.split_side_effects import (
     Encoding,
     Example,
@@ -94,3 +95,15 @@ def test_a_mapping_within_the_microbatch_is_looked_into() -> None:
     several = [[encoded(one)], [encoded({name: tensor[:1] for name, tensor in other.items()})]]
     rehearsal = rehearsed(model, fn, several[0])
     assert_same(run(model, fn, several, [3], rehearsal), run_plainly(model, fn, several))
+
+
+def test_pictures_may_lie_in_another_order_than_those_before() -> None:
+    torch.manual_seed(0)
+    model = Dense()
+    generator = torch.Generator().manual_seed(1)
+    several = [pictures(generator) for _ in range(3)]
+    for batch in several[1:]:
+        batch["x"] = batch["x"].contiguous(memory_format=torch.channels_last)
+    rehearsal = rehearsed(model, picture_loss, several[0])
+    for cut_at in rehearsal.possible_cuts:
+        assert_same(run(model, picture_loss, several, [cut_at], rehearsal), run_plainly(model, picture_loss, several))
