@@ -25,7 +25,7 @@ from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity
 from hydra_ext.pipeline.trained import Trained
-from hydra_ext.pipeline.update import settings_of, writes_elsewhere
+from hydra_ext.pipeline.update import settings_of
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.schedule import Schedule
@@ -204,8 +204,7 @@ class Engine:
             raise UnsupportedModel(
                 f"the optimizer's factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
             )
-        native = writes_elsewhere(optimizer)
-        weights = StageWeights(part.trained, part.modules, alive=alive, native=native, at_once=offloaded)
+        weights = StageWeights(part.trained, part.modules, alive=alive, at_once=offloaded)
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
         if part.around is not None:
             program = part.around(program)
