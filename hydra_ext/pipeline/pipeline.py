@@ -249,15 +249,19 @@ class Pipeline:
         """Drains, and ends the pipeline on all ranks, which all have to call it; waits for those that still live.
 
         Raises:
-            RankFailed: another rank has failed, or has ended without this.
+            RankFailed: another rank has failed, or has ended without this. After an error that said so before only the
+                rest is ended.
         """
         if self._closed:
             return
+        failure = self._watch.failure
         try:
-            if self._watch.failure is None:
+            if failure is None:
                 self._finish()
         finally:
             self._end(_LAST_MESSAGES if self._watch.failure is None else 0.0)
+        if failure is not None and not self._watch.told:
+            raise failure.error()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -308,6 +312,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:  # re-raised
+            self._watch.told = True
             if not (isinstance(error, RankFailed) and self._watch.failure is not None):
                 self._watch.fail(Failure(self._topology.rank, self._describe(), describe_error(error)))
             raise

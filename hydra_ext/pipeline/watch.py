@@ -58,16 +58,23 @@ class Failure:
 
 
 class Watch:
-    """This rank's watch. ``failure`` is None until something has failed somewhere; ``rank`` is this one.
+    """This rank's watch.
 
     Args:
         patience: a rank that gives no sign of life for so many seconds has failed.
         describe: where this rank is; called from the watch's thread.
+
+    Attributes:
+        failure: None until something has failed somewhere.
+        told: the user of this rank has got an error that ends the pipeline.
+        changed: notified when something arrives, and when something has failed.
+        rank: this one.
     """
 
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
         self.failure: Failure | None = None
-        self.changed = threading.Condition()  # notified when something arrives, and when something has failed
+        self.told = False
+        self.changed = threading.Condition()
         self.rank = rank
         self.patience = patience
         self._world = world
@@ -106,6 +113,7 @@ class Watch:
             RankFailed: a rank has failed.
         """
         if self.failure is not None:
+            self.told = True
             raise self.failure.error()
 
     def moved(self) -> None:
