@@ -12,7 +12,8 @@ from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.alike import begin_alike
-from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
+from hydra_ext.pipeline.batch import Batch
+from hydra_ext.pipeline.executor import Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.modes import Modes

@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.batch import Batch
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
@@ -22,7 +22,7 @@ from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
 from hydra_ext.pipeline.transfers import ROOM, UpdateBehind
-from hydra_ext.pipeline.update import OptimizerStep, Settings, steps_behind
+from hydra_ext.pipeline.update import OptimizerStep, steps_behind
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
@@ -38,29 +38,6 @@ _NAMES = {
     ActionKind.SEND_GRADIENT: "after the backward of",
     ActionKind.RECEIVE_GRADIENT: "before the backward of",
 }
-
-
-@dataclass
-class Batch:
-    """One step's work.
-
-    Attributes:
-        number: counted from 0.
-        settings: of each of the rank's optimizers when the step was called, by stage: that of its update, which may
-            come later.
-        losses: by microbatch, where the last stage is this rank's; in whatever order they were computed.
-        metrics: likewise.
-    """
-
-    number: int
-    microbatches: Sequence[Any]
-    fn: Callable[..., Any]
-    seeds: Sequence[int]
-    divisor: int
-    max_norm: float | None
-    settings: dict[int, Settings]
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -286,12 +263,8 @@ class Executor:
         tensors = leaving.tensors
         if stage.outbox is None:  # the next stage is here, and may write to what it gets
             tensors = tuple(tensor.clone() for tensor in tensors)
-        self._leaving[stage.index + 1, action.batch, action.microbatch] = Message(
-            action.batch, action.microbatch, self._count(action), tensors, leaving.requires_grad, leaving.structure
-        )
-
-    def _count(self, action: Action) -> int:
-        return len(self._batches[action.batch].microbatches)
+        message = batch.message(action.microbatch, tensors, leaving.requires_grad, leaving.structure)
+        self._leaving[stage.index + 1, action.batch, action.microbatch] = message
 
     def _backward(self, action: Action, stage: OwnStage) -> None:
         gradients: tuple[Tensor | None, ...] = ()
@@ -302,7 +275,7 @@ class Executor:
         with stage.modes.as_at(modes):  # the caller may have called eval() since
             returning = done.backward(gradients)
         if stage.index > 0:
-            message = Message(action.batch, action.microbatch, self._count(action), returning)
+            message = self._batches[action.batch].message(action.microbatch, returning)
             self._returning[stage.index - 1, action.batch, action.microbatch] = message
 
     # ---- communication ----------------------------------------------------------------------------------------------
@@ -312,13 +285,7 @@ class Executor:
             return here.pop((action.stage, action.batch, action.microbatch))
         with self._waiting():
             message = inbox.take()
-        count = self._count(action)
-        if (message.batch, message.microbatch, message.count) != (action.batch, action.microbatch, count):
-            raise StateError(
-                f"the ranks do not make the same steps: stage {action.stage} is at microbatch {action.microbatch} of "
-                f"{count} in batch {action.batch}, and got number {message.microbatch} of {message.count} of batch "
-                f"{message.batch}. Give all ranks of a line the same microbatches"
-            )
+        self._batches[action.batch].check(message, action)
         return message
 
     def _expect_activation(self, _: Action, stage: OwnStage) -> None:

@@ -28,9 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext import _C
+from hydra_ext.errors import StateError
 from hydra_ext.optim import threads
 from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.pipeline.messages import norm_word
 from hydra_ext.pipeline.transfers import ROOM, Reduction
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
 
@@ -162,7 +164,7 @@ class Reducer:
             _add_up(weight, batch)
         if self._partners.copies is not None:
             for stage in batch.stages:
-                _average(stage, self._partners.copies)
+                _average(stage, batch.max_norm, self._partners.copies)
         if batch.max_norm is not None:
             batch.norm, batch.factor = self._norm(batch, batch.max_norm)
 
@@ -224,10 +226,21 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(means)[: flat.numel()].view_as(tensor)
 
 
-def _average(stage: StageGradients, group: dist.ProcessGroup) -> None:
-    marks = torch.tensor([gradient is not None for gradient in stage.gradients], dtype=torch.uint8)
+def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessGroup) -> None:
+    """
+    Raises:
+        StateError: the copies were not given the same ``max_norm``.
+    """
+    norm = norm_word(max_norm)
+    marks = torch.tensor([norm, ~norm, *(gradient is not None for gradient in stage.gradients)], dtype=torch.int64)
     dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-    for index, there in enumerate(marks.tolist()):
+    highest, lowest, *known = marks.tolist()
+    if highest != ~lowest:
+        raise StateError(
+            f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another one "
+            "something else. Give all ranks the same one"
+        )
+    for index, there in enumerate(known):
         if there:
             gradient = stage.gradients[index]
             parameter = stage.parameters[index]

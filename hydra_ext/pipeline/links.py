@@ -293,6 +293,7 @@ class Inbox:
             tuple(None if each is None else next(found) for each in header.tensors),
             header.requires_grad,
             self._structures[header.fingerprint],
+            header.max_norm,
         )
 
 

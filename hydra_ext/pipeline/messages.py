@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _PRESENT, _REQUIRES_GRAD = 1, 2
-_PREFIX = 8  # words before those of the tensors
+_NO_NORM = -1  # as a float64's bits it is no number that arithmetic gives
+_PREFIX = 9  # words before those of the tensors
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Message:
         tensors: None where there is none, as for a gradient that did not come.
         requires_grad: of each tensor.
         structure: text that says what the tensors are.
+        max_norm: that the sender was given for the batch.
     """
 
     batch: int
@@ -46,6 +49,7 @@ class Message:
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
     structure: str = ""
+    max_norm: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +87,7 @@ class Header:
     structure_bytes: int  # of the text, if it follows; else both sides have it from before
     tensors: tuple[Announced | None, ...]
     requires_grad: tuple[bool, ...]
+    max_norm: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -95,6 +100,19 @@ END = Header(-1, -1, 0, 0, 0, (), ())  # nothing comes after it
 def fingerprint(structure: str) -> int:
     """63 bits of it."""
     return int.from_bytes(hashlib.blake2b(structure.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def norm_word(max_norm: float | None) -> int:
+    """A ``max_norm`` as a word: others have other words."""
+    word: int = _NO_NORM if max_norm is None else struct.unpack("<q", struct.pack("<d", max_norm))[0]
+    return word
+
+
+def _norm_of(word: int) -> float | None:
+    if word == _NO_NORM:
+        return None
+    norm: float = struct.unpack("<d", struct.pack("<q", word))[0]
+    return norm
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -126,8 +144,8 @@ def encode(message: Message, tensors: Sequence[Tensor | None], *, with_structure
         UnsupportedModel: a tensor is of a dtype that cannot be sent.
     """
     text = message.structure.encode() if with_structure else b""
-    words = [_MAGIC, message.batch, message.microbatch, message.count, fingerprint(message.structure)]
-    words += [len(text), len(tensors), 0]
+    words = [_MAGIC, message.batch, message.microbatch, message.count, norm_word(message.max_norm)]
+    words += [fingerprint(message.structure), len(text), len(tensors), 0]
     flags = message.requires_grad or (False,) * len(tensors)
     for tensor, requires_grad in zip(tensors, flags, strict=True):
         if tensor is None:
@@ -148,7 +166,9 @@ def encode(message: Message, tensors: Sequence[Tensor | None], *, with_structure
 
 def end_of_messages() -> Tensor:
     """The header after which nothing comes."""
-    return torch.tensor([_MAGIC, -1, -1, 0, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64)
+    return torch.tensor(
+        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64
+    )
 
 
 def words_left(first: Tensor) -> int:
@@ -164,7 +184,7 @@ def words_left(first: Tensor) -> int:
 
 def decode(words: Sequence[int]) -> Header:
     """What a whole header says."""
-    batch, microbatch, of_batch, known, structure_bytes, count = words[1:7]
+    batch, microbatch, of_batch, norm, known, structure_bytes, count = words[1:8]
     place = _PREFIX
     tensors: list[Announced | None] = []
     requires_grad = []
@@ -180,7 +200,8 @@ def decode(words: Sequence[int]) -> Header:
         size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
         place += 2 * dims
         tensors.append(Announced(_DTYPES[dtype], size, stride))
-    return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors), tuple(requires_grad))
+    of_all = tuple(tensors), tuple(requires_grad)
+    return Header(batch, microbatch, of_batch, known, structure_bytes, *of_all, _norm_of(norm))
 
 
 def as_words(text: str) -> Tensor:

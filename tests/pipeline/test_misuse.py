@@ -232,6 +232,9 @@ def test_what_does_not_call_the_model_cannot_be_split() -> None:
     pipe.close()
 
 
-def test_ranks_with_different_numbers_of_microbatches_are_told(tmp_path: Path) -> None:
-    for errors in run_ranks(pipelines.train_unevenly, folder=tmp_path):
-        assert "the ranks do not make the same steps" in errors
+def test_ranks_that_do_not_make_the_same_steps_are_told(tmp_path: Path) -> None:
+    for uneven, *norms in run_ranks(pipelines.train_unevenly, folder=tmp_path):
+        assert "the ranks do not make the same steps: stage 1 is at microbatch 0 of 3" in uneven
+        for stages, replicas, other in zip(norms[:2], norms[2:], ("2.0", "None"), strict=True):
+            assert f"was given max_norm={other} for batch 0, and a stage beside it max_norm=1.0" in stages
+            assert "the replicas do not make the same steps: this one was given max_norm=" in replicas
