@@ -194,8 +194,6 @@ class Executor:
                 ahead += self._evaluation(ActionKind.FORWARD, index, batch, [number])
                 ahead += self._evaluation(ActionKind.SEND_ACTIVATION, index, batch, [number])
             self.run(ahead)
-        for key in [key for key in self._passes if key[1] == batch.number]:
-            del self._passes[key]
         del self._batches[batch.number]
 
     def _evaluation(self, kind: ActionKind, stage: int, batch: Batch, numbers: Iterable[int]) -> list[Action]:
@@ -252,7 +250,8 @@ class Executor:
             seed=batch.seeds[action.microbatch],
             divisor=batch.divisor,
         )
-        self._passes[stage.index, action.batch, action.microbatch] = done, stage.modes.now()
+        if action.batch >= 0:  # an evaluation's has no backward
+            self._passes[stage.index, action.batch, action.microbatch] = done, stage.modes.now()
         if done.loss is not None:
             batch.losses[action.microbatch] = done.loss
             batch.metrics[action.microbatch] = done.metrics
@@ -298,6 +297,10 @@ class Executor:
 
     def _send_activation(self, action: Action, stage: OwnStage) -> None:
         if stage.outbox is not None:
+            if action.batch < 0 and len(self._stages) == 1:
+                # No backward holds a fast stage back. A rank of several must not wait: the next stage's rank may be
+                # waiting for what a later stage of this one is to take.
+                stage.outbox.flush()
             stage.outbox.put(self._leaving.pop((stage.index + 1, action.batch, action.microbatch)))
 
     def _send_gradient(self, action: Action, stage: OwnStage) -> None:
