@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -181,11 +182,12 @@ class Engine:
         self._links.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to."""
-        self._reducer.close(timeout)
-        self._links.close(timeout)
-        if self.tier is not None:
-            self.tier.close()
+        """All ranks have to. Ends all of it, whatever fails on the way."""
+        with ExitStack() as stack:  # the last one first
+            if self.tier is not None:
+                stack.callback(self.tier.close)
+            stack.callback(self._links.close, timeout)
+            stack.callback(self._reducer.close, timeout)
 
     # ---- putting it together ----------------------------------------------------------------------------------------
 

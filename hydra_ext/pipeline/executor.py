@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {
     ActionKind.FORWARD: "in the forward of",
@@ -155,12 +158,14 @@ class Executor:
                     self._run_one(action)
             self._at = None
         finally:
-            for step in self._begun.values():
-                step.wait()  # so that between two steps nothing changes but by the user
-            caller.restore()
-            for stage in self._stages.values():
-                stage.weights.hide()
-            self.tally.count_step(time.perf_counter() - start)
+            try:
+                for step in self._begun.values():
+                    step.wait()  # so that between two steps nothing changes but by the user
+            finally:  # it may be interrupted
+                caller.restore()
+                for stage in self._stages.values():
+                    stage.weights.hide()
+                self.tally.count_step(time.perf_counter() - start)
 
     def _run_one(self, action: Action) -> None:
         self._at = action
@@ -230,6 +235,13 @@ class Executor:
         """Those made since the last call, by drains too."""
         made, self.updates = self.updates, []
         return made
+
+    def warn_of_skipped(self) -> None:
+        """Where no step will tell of updates any more."""
+        for update in self.take_updates():
+            if update.skipped:
+                norm = update.norm
+                logger.warning("the update of batch %d was skipped: its gradients' norm is %s", update.batch, norm)
 
     # ---- forward and backward ---------------------------------------------------------------------------------------
 
@@ -357,9 +369,11 @@ class Executor:
         span = step.wait() if step is not None else None
         if span is not None:
             self.behind.append(UpdateBehind(stage.index, action.batch, *span))
+        if step is not None:
+            gradients.behind.append(span is not None)
         gradients.stages.remove(gradients.of(stage.index))
         if not gradients.stages:  # all of this rank's stages have been updated
             del self._gradients[action.batch], self._batches[action.batch]
             self.updates.append(Update(action.batch, gradients.norm, gradients.skipped))
-            behind = bool(self.behind) and self.behind[-1].batch == action.batch
+            behind = bool(gradients.behind) and all(gradients.behind)
             self.tally.count_update(skipped=gradients.skipped, behind=behind)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,7 @@ class BatchGradients:
         max_norm: clip to it; None for no clipping, and no norm.
         norm: of the whole model's gradients, once ``done``.
         factor: what they are to be multiplied with, once ``done``.
+        behind: of each stage that has been updated with them, whether other actions ran meanwhile.
     """
 
     batch: int
@@ -65,6 +66,7 @@ class BatchGradients:
     norm: float | None = None
     factor: float = 1.0
     done: bool = False
+    behind: list[bool] = field(default_factory=list)
 
     @property
     def skipped(self) -> bool:

@@ -356,7 +356,7 @@ class Pipeline:
         """Until no rank needs anything of another's any more."""
         self.drain()
         if self._engine is not None:
-            _warn_of_skipped(self._engine.executor.take_updates())
+            self._engine.executor.warn_of_skipped()
         with self._guarded():
             if self._engine is not None and self._announcements is not None:
                 self._announcements.finish()
@@ -379,22 +379,17 @@ class Pipeline:
     def _end(self, timeout: float) -> None:
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._engine is not None:
-            self._engine.close(timeout)
-        self._watch.end()
+        try:
+            if self._engine is not None:
+                self._engine.close(timeout)
+        finally:
+            self._watch.end()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     bound = method()
     if bound is not None:
         bound()
-
-
-def _warn_of_skipped(updates: Sequence[Update]) -> None:
-    """Of those that no step will tell of."""
-    for update in updates:
-        if update.skipped:
-            logger.warning("the update of batch %d was skipped: its gradients' norm is %s", update.batch, update.norm)
 
 
 def _output(batch: int, updates: Sequence[Update]) -> PipelineOutput:
