@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.alike import begin_alike
@@ -22,6 +23,7 @@ from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.split.listed import refuse_in_tuples
 from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.pipeline.split.state_dicts import refuse_while_under_way
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
@@ -83,6 +85,9 @@ class Engine:
         self._partners = self._meet(counts)
         self._reducer = Reducer(self._partners, watch, topology.rank)
         self._executor = Executor(schedule, self.stages, self._reducer, watch, device, self.tier)
+        self._on_model: RemovableHandle | None = None
+        if parts.model is not None:
+            self._on_model = refuse_while_under_way(parts.model, self._executor.check_idle)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -184,6 +189,8 @@ class Engine:
     def close(self, timeout: float) -> None:
         """All ranks have to. Ends all of it, whatever fails on the way."""
         with ExitStack() as stack:  # the last one first
+            if self._on_model is not None:
+                stack.callback(self._on_model.remove)
             if self.tier is not None:
                 stack.callback(self.tier.close)
             stack.callback(self._links.close, timeout)

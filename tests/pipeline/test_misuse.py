@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +189,24 @@ def plain_model() -> tuple[nn.Module, Any]:
     return model, lambda microbatch: pipelines.loss_of(model(microbatch), microbatch)
 
 
-def test_the_state_of_a_part_is_asked_of_the_pipeline() -> None:
+@pytest.mark.parametrize("budget", [None, 80_000])
+def test_a_model_that_is_all_here_has_its_state_when_nothing_is_under_way(budget: int | None) -> None:
     model, fn = plain_model()
-    names = set(model.state_dict())
-    pipe = Pipeline(model, pipelines.adamw, stages=2, microbatches=2)
+    names = list(model.state_dict())
+    pipe = Pipeline(model, pipelines.native_adamw, stages=2, microbatches=2, budget=budget)
     with pytest.raises(StateError, match="before the first step"):
         pipe.state_dict()
     pipe.step(data(), fn)
-    with pytest.raises(StateError, match=r"pipe\.state_dict\(\)"):
+    with pytest.raises(StateError, match=r"model\.state_dict\(\) while batch 0 is under way: call drain\(\) before"):
         model.state_dict()
-    state = pipe.state_dict()  # one rank holds all stages
-    assert set(state) == names
-    assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
+    copied = copy.deepcopy(model).state_dict() if budget is None else {}
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    assert list(model.state_dict()) == names
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(not torch.equal(tensor, state[name]) for name, tensor in copied.items() if name.endswith("weight"))
+    pipe.step(data(), fn)
     pipe.close()
+    assert all(not torch.equal(model.state_dict()[name], state[name]) for name in names if name.endswith("weight"))
 
 
 def test_cuts_are_checked_against_the_blocks() -> None:
