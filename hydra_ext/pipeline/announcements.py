@@ -10,8 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from hydra_ext.pipeline.batch import Batch
 from hydra_ext.pipeline.chain import assemble, take_apart
-from hydra_ext.pipeline.executor import Batch
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.output import PipelineOutput

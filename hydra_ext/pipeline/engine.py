@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.alike import begin_alike
-from hydra_ext.pipeline.executor import Batch, Executor, OwnStage, Update
+from hydra_ext.pipeline.batch import Batch
+from hydra_ext.pipeline.executor import Executor, OwnStage, Update
 from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.modes import Modes
@@ -20,12 +23,13 @@ from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
 from hydra_ext.pipeline.split.listed import refuse_in_tuples
 from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.pipeline.split.state_dicts import refuse_while_under_way
 from hydra_ext.pipeline.stage_program import microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity
 from hydra_ext.pipeline.trained import Trained
-from hydra_ext.pipeline.update import settings_of, writes_elsewhere
+from hydra_ext.pipeline.update import settings_of
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.schedule import Schedule
@@ -90,6 +94,9 @@ class Engine:
             raise
         self._reducer = Reducer(self._partners, watch, topology.rank)
         self._executor = Executor(schedule, self.stages, self._reducer, watch, device, self.tier)
+        self._on_model: RemovableHandle | None = None
+        if parts.model is not None:
+            self._on_model = refuse_while_under_way(parts.model, self._executor.check_idle)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -189,11 +196,15 @@ class Engine:
         self._links.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to."""
-        self._links.close(timeout)
-        self._reducer.close(timeout)  # after the links: what it waits for after a failure ends with their groups
-        if self.tier is not None:
-            self.tier.close()
+        """All ranks have to. Ends all of it, whatever fails on the way."""
+        with ExitStack() as stack:  # the last one first
+            if self._on_model is not None:
+                stack.callback(self._on_model.remove)
+            if self.tier is not None:
+                stack.callback(self.tier.close)
+            # After the links: what it waits for after a failure ends with their groups.
+            stack.callback(self._reducer.close, timeout)
+            stack.callback(self._links.close, timeout)
 
     # ---- putting it together ----------------------------------------------------------------------------------------
 
@@ -213,8 +224,7 @@ class Engine:
             raise UnsupportedModel(
                 f"the optimizer's factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
             )
-        native = writes_elsewhere(optimizer)
-        weights = StageWeights(part.trained, part.modules, alive=alive, native=native, at_once=offloaded)
+        weights = StageWeights(part.trained, part.modules, alive=alive, at_once=offloaded)
         program = RecomputedStage(part.program, part.modules) if recompute else part.program
         if part.around is not None:
             program = part.around(program)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hydra_ext.errors import StateError
+from hydra_ext.pipeline.batch import Batch
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
 from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.links import Inbox, Outbox
@@ -23,11 +24,13 @@ from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
 from hydra_ext.pipeline.transfers import ROOM, UpdateBehind
-from hydra_ext.pipeline.update import OptimizerStep, Settings, steps_behind
+from hydra_ext.pipeline.update import OptimizerStep, steps_behind
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
+
+logger = logging.getLogger(__name__)
 
 _NAMES = {
     ActionKind.FORWARD: "in the forward of",
@@ -39,29 +42,6 @@ _NAMES = {
     ActionKind.SEND_GRADIENT: "after the backward of",
     ActionKind.RECEIVE_GRADIENT: "before the backward of",
 }
-
-
-@dataclass
-class Batch:
-    """One step's work.
-
-    Attributes:
-        number: counted from 0.
-        settings: of each of the rank's optimizers when the step was called, by stage: that of its update, which may
-            come later.
-        losses: by microbatch, where the last stage is this rank's; in whatever order they were computed.
-        metrics: likewise.
-    """
-
-    number: int
-    microbatches: Sequence[Any]
-    fn: Callable[..., Any]
-    seeds: Sequence[int]
-    divisor: int
-    max_norm: float | None
-    settings: dict[int, Settings]
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -179,12 +159,14 @@ class Executor:
                     self._run_one(action)
             self._at = None
         finally:
-            for step in self._begun.values():
-                step.wait()  # so that between two steps nothing changes but by the user
-            caller.restore()
-            for stage in self._stages.values():
-                stage.weights.hide()
-            self.tally.count_step(time.perf_counter() - start)
+            try:
+                for step in self._begun.values():
+                    step.wait()  # so that between two steps nothing changes but by the user
+            finally:  # it may be interrupted
+                caller.restore()
+                for stage in self._stages.values():
+                    stage.weights.hide()
+                self.tally.count_step(time.perf_counter() - start)
 
     def _run_one(self, action: Action) -> None:
         self._at = action
@@ -218,8 +200,6 @@ class Executor:
                 ahead += self._evaluation(ActionKind.FORWARD, index, batch, [number])
                 ahead += self._evaluation(ActionKind.SEND_ACTIVATION, index, batch, [number])
             self.run(ahead)
-        for key in [key for key in self._passes if key[1] == batch.number]:
-            del self._passes[key]
         del self._batches[batch.number]
 
     def _evaluation(self, kind: ActionKind, stage: int, batch: Batch, numbers: Iterable[int]) -> list[Action]:
@@ -257,6 +237,13 @@ class Executor:
         made, self.updates = self.updates, []
         return made
 
+    def warn_of_skipped(self) -> None:
+        """Where no step will tell of updates any more."""
+        for update in self.take_updates():
+            if update.skipped:
+                norm = update.norm
+                logger.warning("the update of batch %d was skipped: its gradients' norm is %s", update.batch, norm)
+
     # ---- forward and backward ---------------------------------------------------------------------------------------
 
     def _forward(self, action: Action, stage: OwnStage) -> None:
@@ -276,7 +263,8 @@ class Executor:
             seed=batch.seeds[action.microbatch],
             divisor=batch.divisor,
         )
-        self._passes[stage.index, action.batch, action.microbatch] = done, stage.modes.now()
+        if action.batch >= 0:  # an evaluation's has no backward
+            self._passes[stage.index, action.batch, action.microbatch] = done, stage.modes.now()
         if done.loss is not None:
             batch.losses[action.microbatch] = done.loss
             batch.metrics[action.microbatch] = done.metrics
@@ -287,12 +275,8 @@ class Executor:
         tensors = leaving.tensors
         if stage.outbox is None:  # the next stage is here, and may write to what it gets
             tensors = tuple(copied(tensor) for tensor in tensors)
-        self._leaving[stage.index + 1, action.batch, action.microbatch] = Message(
-            action.batch, action.microbatch, self._count(action), tensors, leaving.requires_grad, leaving.structure
-        )
-
-    def _count(self, action: Action) -> int:
-        return len(self._batches[action.batch].microbatches)
+        message = batch.message(action.microbatch, tensors, leaving.requires_grad, leaving.structure)
+        self._leaving[stage.index + 1, action.batch, action.microbatch] = message
 
     def _backward(self, action: Action, stage: OwnStage) -> None:
         gradients: tuple[Tensor | None, ...] = ()
@@ -303,7 +287,7 @@ class Executor:
         with stage.modes.as_at(modes):  # the caller may have called eval() since
             returning = done.backward(gradients)
         if stage.index > 0:
-            message = Message(action.batch, action.microbatch, self._count(action), returning)
+            message = self._batches[action.batch].message(action.microbatch, returning)
             self._returning[stage.index - 1, action.batch, action.microbatch] = message
 
     # ---- communication ----------------------------------------------------------------------------------------------
@@ -313,13 +297,7 @@ class Executor:
             return here.pop((action.stage, action.batch, action.microbatch))
         with self._waiting():
             message = inbox.take()
-        count = self._count(action)
-        if (message.batch, message.microbatch, message.count) != (action.batch, action.microbatch, count):
-            raise StateError(
-                f"the ranks do not make the same steps: stage {action.stage} is at microbatch {action.microbatch} of "
-                f"{count} in batch {action.batch}, and got number {message.microbatch} of {message.count} of batch "
-                f"{message.batch}. Give all ranks of a line the same microbatches"
-            )
+        self._batches[action.batch].check(message, action)
         return message
 
     def _expect_activation(self, _: Action, stage: OwnStage) -> None:
@@ -332,6 +310,10 @@ class Executor:
 
     def _send_activation(self, action: Action, stage: OwnStage) -> None:
         if stage.outbox is not None:
+            if action.batch < 0 and len(self._stages) == 1:
+                # No backward holds a fast stage back. A rank of several must not wait: the next stage's rank may be
+                # waiting for what a later stage of this one is to take.
+                stage.outbox.flush()
             stage.outbox.put(self._leaving.pop((stage.index + 1, action.batch, action.microbatch)))
 
     def _send_gradient(self, action: Action, stage: OwnStage) -> None:
@@ -388,9 +370,11 @@ class Executor:
         span = step.wait() if step is not None else None
         if span is not None:
             self.behind.append(UpdateBehind(stage.index, action.batch, *span))
+        if step is not None:
+            gradients.behind.append(span is not None)
         gradients.stages.remove(gradients.of(stage.index))
         if not gradients.stages:  # all of this rank's stages have been updated
             del self._gradients[action.batch], self._batches[action.batch]
             self.updates.append(Update(action.batch, gradients.norm, gradients.skipped))
-            behind = bool(self.behind) and self.behind[-1].batch == action.batch
+            behind = bool(gradients.behind) and all(gradients.behind)
             self.tally.count_update(skipped=gradients.skipped, behind=behind)

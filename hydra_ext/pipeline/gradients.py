@@ -22,17 +22,18 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext import _C
-from hydra_ext.errors import RankFailed
+from hydra_ext.errors import RankFailed, StateError
 from hydra_ext.optim import threads
 from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.pipeline.messages import norm_word
 from hydra_ext.pipeline.transfers import ROOM, Reduction
 from hydra_ext.pipeline.transport import TransportError, carrying
 from hydra_ext.pipeline.watch import Failure, Watch, describe_error
@@ -58,6 +59,7 @@ class BatchGradients:
         max_norm: clip to it; None for no clipping, and no norm.
         norm: of the whole model's gradients, once ``done``.
         factor: what they are to be multiplied with, once ``done``.
+        behind: of each stage that has been updated with them, whether other actions ran meanwhile.
     """
 
     batch: int
@@ -66,6 +68,7 @@ class BatchGradients:
     norm: float | None = None
     factor: float = 1.0
     done: bool = False
+    behind: list[bool] = field(default_factory=list)
 
     @property
     def skipped(self) -> bool:
@@ -173,7 +176,7 @@ class Reducer:
             _add_up(weight, batch)
         if self._partners.copies is not None:
             for stage in batch.stages:
-                _average(stage, self._partners.copies)
+                _average(stage, batch.max_norm, self._partners.copies)
         if batch.max_norm is not None:
             batch.norm, batch.factor = self._norm(batch, batch.max_norm)
 
@@ -238,11 +241,22 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(means)[: flat.numel()].view_as(tensor)
 
 
-def _average(stage: StageGradients, group: dist.ProcessGroup) -> None:
-    marks = torch.tensor([gradient is not None for gradient in stage.gradients], dtype=torch.uint8)
+def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessGroup) -> None:
+    """
+    Raises:
+        StateError: the copies were not given the same ``max_norm``.
+    """
+    norm = norm_word(max_norm)
+    marks = torch.tensor([norm, ~norm, *(gradient is not None for gradient in stage.gradients)], dtype=torch.int64)
     with carrying():
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-    for index, there in enumerate(marks.tolist()):
+    highest, lowest, *known = marks.tolist()
+    if highest != ~lowest:
+        raise StateError(
+            f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another one "
+            "something else. Give all ranks the same one"
+        )
+    for index, there in enumerate(known):
         if there:
             gradient = stage.gradients[index]
             parameter = stage.parameters[index]

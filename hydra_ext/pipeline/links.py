@@ -295,6 +295,7 @@ class Inbox:
             tensors,
             header.requires_grad,
             self._structures[header.fingerprint],
+            header.max_norm,
         )
 
 

@@ -9,6 +9,7 @@ places (an expanded gradient) travels once.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,8 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _PRESENT, _REQUIRES_GRAD, _LEAD = 1, 2, 4
-_PREFIX = 8  # words before those of the tensors
+_NO_NORM = -1  # as a float64's bits it is no number that arithmetic gives
+_PREFIX = 9  # words before those of the tensors
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Message:
         tensors: None where there is none, as for a gradient that did not come.
         requires_grad: of each tensor.
         structure: text that says what the tensors are.
+        max_norm: that the sender was given for the batch.
     """
 
     batch: int
@@ -47,6 +50,7 @@ class Message:
     tensors: tuple[Tensor | None, ...]
     requires_grad: tuple[bool, ...] = ()
     structure: str = ""
+    max_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Header:
     structure_bytes: int  # of the text, if it follows; else both sides have it from before
     tensors: tuple[Layout | None, ...]
     requires_grad: tuple[bool, ...]
+    max_norm: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +78,19 @@ END = Header(-1, -1, 0, 0, 0, (), ())  # nothing comes after it
 def fingerprint(structure: str) -> int:
     """63 bits of it."""
     return int.from_bytes(hashlib.blake2b(structure.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def norm_word(max_norm: float | None) -> int:
+    """A ``max_norm`` as a word: others have other words."""
+    word: int = _NO_NORM if max_norm is None else struct.unpack("<q", struct.pack("<d", max_norm))[0]
+    return word
+
+
+def _norm_of(word: int) -> float | None:
+    if word == _NO_NORM:
+        return None
+    norm: float = struct.unpack("<d", struct.pack("<q", word))[0]
+    return norm
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -114,8 +132,8 @@ def laid_out(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:
 def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure: bool) -> list[Tensor]:
     """The header of a message whose tensors are laid out so: one int64 tensor, or two."""
     text = message.structure.encode() if with_structure else b""
-    words = [_MAGIC, message.batch, message.microbatch, message.count, fingerprint(message.structure)]
-    words += [len(text), len(layouts), 0]
+    words = [_MAGIC, message.batch, message.microbatch, message.count, norm_word(message.max_norm)]
+    words += [fingerprint(message.structure), len(text), len(layouts), 0]
     flags = message.requires_grad or (False,) * len(layouts)
     for layout, requires_grad in zip(layouts, flags, strict=True):
         if layout is None:
@@ -131,7 +149,9 @@ def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure
 
 def end_of_messages() -> Tensor:
     """The header after which nothing comes."""
-    return torch.tensor([_MAGIC, -1, -1, 0, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64)
+    return torch.tensor(
+        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64
+    )
 
 
 def words_left(first: Tensor) -> int:
@@ -147,7 +167,7 @@ def words_left(first: Tensor) -> int:
 
 def decode(words: Sequence[int]) -> Header:
     """What a whole header says."""
-    batch, microbatch, of_batch, known, structure_bytes, count = words[1:7]
+    batch, microbatch, of_batch, norm, known, structure_bytes, count = words[1:8]
     place = _PREFIX
     tensors: list[Layout | None] = []
     requires_grad = []
@@ -163,7 +183,8 @@ def decode(words: Sequence[int]) -> Header:
         size, stride = tuple(words[place : place + dims]), tuple(words[place + dims : place + 2 * dims])
         place += 2 * dims
         tensors.append(Layout(_DTYPES[dtype], size, stride, flags // _LEAD))
-    return Header(batch, microbatch, of_batch, known, structure_bytes, tuple(tensors), tuple(requires_grad))
+    of_all = tuple(tensors), tuple(requires_grad)
+    return Header(batch, microbatch, of_batch, known, structure_bytes, *of_all, _norm_of(norm))
 
 
 def as_words(text: str) -> Tensor:

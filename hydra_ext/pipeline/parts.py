@@ -52,6 +52,7 @@ class Parts:
         common: parameters, trained or not, buffers and other tensors that several stages hold: of each, the stages
             with this rank's own tensors, None for other ranks' stages; in the same order on every rank.
         elsewhere: names of buffers that the forward changes, and that only another rank has as they should be.
+        model: that was cut.
     """
 
     own: tuple[Part, ...]
@@ -60,6 +61,7 @@ class Parts:
     rehearsal: Rehearsal | None = None
     common: tuple[dict[int, Tensor | None], ...] = field(default=())
     elsewhere: frozenset[str] = frozenset()
+    model: nn.Module | None = None
 
 
 def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:

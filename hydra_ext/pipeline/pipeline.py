@@ -249,15 +249,19 @@ class Pipeline:
         """Drains, and ends the pipeline on all ranks, which all have to call it; waits for those that still live.
 
         Raises:
-            RankFailed: another rank has failed, or has ended without this.
+            RankFailed: another rank has failed, or has ended without this. After an error that said so before only the
+                rest is ended.
         """
         if self._closed:
             return
+        failure = self._watch.failure
         try:
-            if self._watch.failure is None:
+            if failure is None:
                 self._finish()
         finally:
             self._end(_LAST_MESSAGES if self._watch.failure is None else TO_END)
+        if failure is not None and not self._watch.told:
+            raise failure.error()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -308,6 +312,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:  # re-raised
+            self._watch.told = True
             self._watch.fail_with(error)
             raise
 
@@ -350,7 +355,7 @@ class Pipeline:
         """Until no rank needs anything of another's any more."""
         self.drain()
         if self._engine is not None:
-            _warn_of_skipped(self._engine.executor.take_updates())
+            self._engine.executor.warn_of_skipped()
         with self._guarded():
             if self._engine is not None and self._announcements is not None:
                 self._announcements.finish()
@@ -373,22 +378,17 @@ class Pipeline:
     def _end(self, timeout: float) -> None:
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._engine is not None:
-            self._engine.close(timeout)
-        self._watch.end()
+        try:
+            if self._engine is not None:
+                self._engine.close(timeout)
+        finally:
+            self._watch.end()
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     bound = method()
     if bound is not None:
         bound()
-
-
-def _warn_of_skipped(updates: Sequence[Update]) -> None:
-    """Of those that no step will tell of."""
-    for update in updates:
-        if update.skipped:
-            logger.warning("the update of batch %d was skipped: its gradients' norm is %s", update.batch, update.norm)
 
 
 def _output(batch: int, updates: Sequence[Update]) -> PipelineOutput:

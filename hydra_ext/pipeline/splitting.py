@@ -93,14 +93,14 @@ def split_parts(
         fill(model, {name for stage in own for name in division.held[stage]})
     keep_own_part(model, rehearsal, [(borders[stage], borders[stage + 1]) for stage in own], device=device)
     model.to(home)
-    refuse_state_dicts(model)
+    refuse_state_dicts(model, whole=len(own) == schedule.stages)
     parts = _own_parts(model, rehearsal, borders, division, own, device)
     tensors = _named_tensors(model)
     common = tuple(
         {stage: tensors[name] if stage in own else None for stage in stages} for name, stages in several.items()
     )
     elsewhere = changed_elsewhere(rehearsal, borders[1:-1], model, own)
-    return Parts(parts, division.shared(), division.orders(), rehearsal, common, elsewhere)
+    return Parts(parts, division.shared(), division.orders(), rehearsal, common, elsewhere, model)
 
 
 def _held_by_several(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,7 +87,7 @@ class _StepBehind(_ScaledStep):
 
 
 class OptimizerStep:
-    """What :meth:`~hydra_ext.pipeline.versions.StageWeights.update` calls.
+    """A :class:`~hydra_ext.pipeline.versions.Step`.
 
     Args:
         settings: the optimizer's, at the time of the batch's step.
@@ -102,14 +103,19 @@ class OptimizerStep:
         self._settings = settings
         self._behind: _StepBehind | None = None
 
+    @property
+    def writes_elsewhere(self) -> bool:
+        """What has begun does, whoever has hooked himself in since."""
+        return self._behind is not None or _is_native(self._optimizer)
+
     @torch.no_grad()
     def __call__(self, destinations: Mapping[Tensor, Tensor] | None) -> None:
-        """``destinations``: where the new weights go; None for the parameters themselves. What has begun is ended."""
-        if isinstance(self._optimizer, HostOptimizer):
-            if self._behind is not None:
-                self._behind.finish(self._optimizer)
-            else:
-                self._step(_ScaledStep(self._factor, destinations))
+        """What has begun is ended."""
+        if self._behind is not None and isinstance(self._optimizer, HostOptimizer):
+            self._behind.finish(self._optimizer)
+            return
+        if self.writes_elsewhere:
+            self._step(_ScaledStep(self._factor, destinations))
             return
         if self._factor != 1.0:
             for gradient in self._gradients.gradients:
@@ -146,19 +152,34 @@ class OptimizerStep:
             parameter.grad = None
 
 
-def writes_elsewhere(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether its steps can write the new weights to other memory than that of the old ones."""
-    return isinstance(optimizer, HostOptimizer)
-
-
 def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether its steps can be made while something else runs: nobody's hooks are to see them, nor random numbers."""
+    """Whether its steps can be made while something else runs: nobody's code is to see them, nor random numbers."""
+    if optimizer is None or not _is_native(optimizer):
+        return False
+    return all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_native(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its steps are native ones with nobody else's code inside.
+
+    Hooks, and a ``step()`` that overrides the native one, see the gradients that are applied, and weights in the
+    parameters: the newest before the step, those that it has made after it. What they write there counts.
+    """
     hooks = (*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks)
-    return (
-        isinstance(optimizer, HostOptimizer)
-        and not (hooks or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        and all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
-    )
+    if not isinstance(optimizer, HostOptimizer) or hooks:
+        return False
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    return _without_torch(optimizer.step) is _without_torch(HostOptimizer.step)
+
+
+def _without_torch(step: Callable[..., Any]) -> object:
+    """The function that torch has wrapped: for hooks, for schedulers, and without gradients."""
+
+    def is_users(function: Any) -> bool:
+        return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
+
+    return inspect.unwrap(getattr(step, "__func__", step), stop=is_users)
 
 
 @contextmanager

@@ -7,8 +7,8 @@ and no graph ever sees a tensor whose memory changes under it.
 
 An update writes the next version into the memory of the version that nothing uses any more, and the user's parameters
 are then pointed at it: a native optimizer (:mod:`hydra_ext.optim`) reads the newest version and writes the next one;
-any other updates in place, so that the newest is copied there first. Where a single version is alive the user's
-parameters are the leaves themselves, and are updated in place.
+any other, and one that somebody has hooked himself into, updates in place, so that the newest is copied there first.
+Where a single version is alive the user's parameters are the leaves themselves, and are updated in place.
 
 Weights that somebody else writes to are noticed by autograd's version counters.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,16 @@ from hydra_ext.errors import StateError
 from hydra_ext.pipeline.split.listed import listed_parameters
 from hydra_ext.runtime.faces import dress
 
-Step = Callable[[Mapping[Tensor, Tensor] | None], None]  # gets the destinations, None for an update in place
+
+class Step(Protocol):
+    """One of an optimizer's."""
+
+    @property
+    def writes_elsewhere(self) -> bool:
+        """It can write the new weights to other memory than that of the newest."""
+
+    def __call__(self, destinations: Mapping[Tensor, Tensor] | None) -> None:
+        """``destinations``: where the new weights go; None for the parameters themselves."""
 
 
 @dataclass
@@ -57,7 +66,6 @@ class StageWeights:
         parameters: names and the user's own trained parameters, each once. Frozen ones have no versions.
         modules: where they may stand.
         alive: how many versions are alive together.
-        native: the optimizer can write the next version elsewhere than where the newest is.
         at_once: all versions' leaves are made now, not when they are first needed.
 
     Attributes:
@@ -70,13 +78,11 @@ class StageWeights:
         modules: Sequence[nn.Module],
         *,
         alive: int,
-        native: bool,
         at_once: bool = False,
     ) -> None:
         self.parameters = list(parameters)
         self.newest = 0
         self._alive = alive
-        self._native = native
         index = {id(parameter): number for number, (_, parameter) in enumerate(self.parameters)}
         seen = {module: None for root in modules for module in root.modules()}
         self._places = [
@@ -243,7 +249,7 @@ class StageWeights:
     def _write(self, current: int, target: int, step: Step) -> None:
         leaves = self._slots[target].leaves
         own = [parameter for _, parameter in self.parameters]
-        if self._native:
+        if step.writes_elsewhere:
             before = [leaf._version for leaf in leaves]
             step(dict(zip(own, leaves, strict=True)))
             for leaf, parameter, counter in zip(leaves, own, before, strict=True):

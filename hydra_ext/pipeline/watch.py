@@ -1,9 +1,9 @@
 """Keeps an eye on the ranks: the first cause of a failure reaches all of them, a rank that has stopped is found.
 
-Each rank's watch is a thread with a connection of its own to torch.distributed's store. Every second it tells there
-that this rank lives, and where it is; it looks for the others' signs and for a failure that one of them has entered.
-Only the first failure is entered, so that all ranks name the same cause. A process that ends is noticed by the ranks
-that talk to it, at once, by :mod:`hydra_ext.pipeline.links`.
+Each rank's watch is a thread with a connection of its own to torch.distributed's store. Twice a second, and when this
+rank is somewhere else, it tells there that this rank lives, and where it is; it looks for the others' signs and for a
+failure that one of them has entered. Only the first failure is entered, so that all ranks name the same cause. A
+process that ends is noticed by the ranks that talk to it, at once, by :mod:`hydra_ext.pipeline.links`.
 
 Ranks meet there too. Collectives of torch.distributed hear of no failure: who waits in one for a rank that raised, or
 died, before it, waits in vain. So nothing is begun together before all have met.
@@ -58,16 +58,23 @@ class Failure:
 
 
 class Watch:
-    """This rank's watch. ``failure`` is None until something has failed somewhere; ``rank`` is this one.
+    """This rank's watch.
 
     Args:
         patience: a rank that gives no sign of life for so many seconds has failed.
         describe: where this rank is; called from any thread.
+
+    Attributes:
+        failure: None until something has failed somewhere.
+        told: the user of this rank has got an error that ends the pipeline.
+        changed: notified when something arrives, and when something has failed.
+        rank: this one.
     """
 
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
         self.failure: Failure | None = None
-        self.changed = threading.Condition()  # notified when something arrives, and when something has failed
+        self.told = False
+        self.changed = threading.Condition()
         self.rank = rank
         self.patience = patience
         self._world = world
@@ -111,6 +118,7 @@ class Watch:
             RankFailed: a rank has failed.
         """
         if self.failure is not None:
+            self.told = True
             raise self.failure.error()
 
     def moved(self) -> None:
@@ -120,8 +128,10 @@ class Watch:
     def last_seen(self, rank: int) -> str:
         """Where a rank was when it last gave a sign of life."""
         sign = self._seen.get(rank, ("", 0.0))[0]
+        key = f"alive/{rank}"
         with suppress(RuntimeError):  # what was seen before has to do
-            sign = self._store.get(f"alive/{rank}").decode()
+            if self._store.check([key]):  # get() would wait for one that never came, and this rank's own signs with it
+                sign = self._store.get(key).decode()
         return sign.partition(" ")[2]
 
     def wait_for(self, ready: Callable[[], bool]) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import pipeline_closing
+from hydra_ext.errors import RankFailed
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.watch import Failure
+from support import pipeline_closing, pipelines
 from support.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
 from support.ranks import run_ranks
 
@@ -67,3 +70,32 @@ first.close()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.count("the pipeline was not closed") == 1
+
+
+def known_to_have_failed() -> Pipeline:
+    """Between two steps it has come to be known that another rank has failed."""
+    pipe = Pipeline(None, pipelines.sgd, stages=pipelines.make_stages(1), microbatches=1)
+    pipe.step([pipelines.make_microbatch(0, 0)], pipelines.loss_of)
+    pipe._watch.fail(Failure(1, "", "its process has ended"))
+    return pipe
+
+
+def test_a_failure_that_nobody_was_told_of_is_an_error_of_the_end() -> None:
+    pipe = known_to_have_failed()
+    with pytest.raises(RankFailed, match="rank 1 has failed: its process has ended"):
+        pipe.close()
+    pipe.close()
+    with pytest.raises(RankFailed, match="rank 1 has failed"), known_to_have_failed():
+        pass
+
+
+def test_a_failure_that_was_told_before_is_none_of_the_end() -> None:
+    pipe = known_to_have_failed()
+    with pytest.raises(RankFailed, match="rank 1 has failed"):
+        pipe.drain()
+    pipe.close()
+
+
+def test_an_error_of_the_users_own_is_not_hidden_by_a_failure() -> None:
+    with pytest.raises(ValueError, match="of the user's own"), known_to_have_failed():
+        raise ValueError("of the user's own")

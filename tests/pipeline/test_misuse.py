@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from pathlib import Path
 from typing import Any
@@ -244,19 +245,24 @@ def plain_model() -> tuple[nn.Module, Any]:
     return model, lambda microbatch: pipelines.loss_of(model(microbatch), microbatch)
 
 
-def test_the_state_of_a_part_is_asked_of_the_pipeline() -> None:
+@pytest.mark.parametrize("budget", [None, 80_000])
+def test_a_model_that_is_all_here_has_its_state_when_nothing_is_under_way(budget: int | None) -> None:
     model, fn = plain_model()
-    names = set(model.state_dict())
-    pipe = Pipeline(model, pipelines.adamw, stages=2, microbatches=2)
+    names = list(model.state_dict())
+    pipe = Pipeline(model, pipelines.native_adamw, stages=2, microbatches=2, budget=budget)
     with pytest.raises(StateError, match="before the first step"):
         pipe.state_dict()
     pipe.step(data(), fn)
-    with pytest.raises(StateError, match=r"pipe\.state_dict\(\)"):
+    with pytest.raises(StateError, match=r"model\.state_dict\(\) while batch 0 is under way: call drain\(\) before"):
         model.state_dict()
-    state = pipe.state_dict()  # one rank holds all stages
-    assert set(state) == names
-    assert all(torch.equal(state[name], parameter) for name, parameter in model.named_parameters())
+    copied = copy.deepcopy(model).state_dict() if budget is None else {}
+    state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    assert list(model.state_dict()) == names
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(not torch.equal(tensor, state[name]) for name, tensor in copied.items() if name.endswith("weight"))
+    pipe.step(data(), fn)
     pipe.close()
+    assert all(not torch.equal(model.state_dict()[name], state[name]) for name in names if name.endswith("weight"))
 
 
 def test_cuts_are_checked_against_the_blocks() -> None:
@@ -288,6 +294,9 @@ def test_what_does_not_call_the_model_cannot_be_split() -> None:
     pipe.close()
 
 
-def test_ranks_with_different_numbers_of_microbatches_are_told(tmp_path: Path) -> None:
-    for errors in run_ranks(pipelines.train_unevenly, folder=tmp_path):
-        assert "the ranks do not make the same steps" in errors
+def test_ranks_that_do_not_make_the_same_steps_are_told(tmp_path: Path) -> None:
+    for uneven, *norms in run_ranks(pipelines.train_unevenly, folder=tmp_path):
+        assert "the ranks do not make the same steps: stage 1 is at microbatch 0 of 3" in uneven
+        for stages, replicas, other in zip(norms[:2], norms[2:], ("2.0", "None"), strict=True):
+            assert f"was given max_norm={other} for batch 0, and a stage beside it max_norm=1.0" in stages
+            assert "the replicas do not make the same steps: this one was given max_norm=" in replicas

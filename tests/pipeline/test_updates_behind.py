@@ -32,6 +32,17 @@ def pipeline(case: Case, stages: list[torch.nn.Module], make: Any = None) -> Pip
     )
 
 
+def in_time(pipe: Pipeline) -> Any:
+    """A ``fn`` after which the next action finds the last step's gradients."""
+
+    def loss_of(value: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
+        under_way = pipe._engine.executor._gradients
+        pipe._watch.wait_for(lambda: all(each.done for each in under_way.values()))
+        return pipelines.loss_of(value, microbatch)
+
+    return loss_of
+
+
 @pytest.mark.parametrize("budget", [None, 80_000])
 @pytest.mark.parametrize("optimizer", ["native-adamw", "native-sgd"])
 def test_one_rank_makes_its_updates_behind_the_whole_next_step(
@@ -43,11 +54,11 @@ def test_one_rank_makes_its_updates_behind_the_whole_next_step(
     """
     case = Case(schedule="2bw", stages=1, optimizer=optimizer, budget=budget, max_norm=0.5, steps=8, decays=True)
     seen = threading.Semaphore(0)
-    in_time = []
+    found = []
     run = update._StepBehind._run
 
     def held(self: update._StepBehind, pool: _C.ThreadPool) -> None:
-        in_time.append(seen.acquire(timeout=PATIENCE))
+        found.append(seen.acquire(timeout=PATIENCE))
         run(self, pool)
 
     monkeypatch.setattr(update._StepBehind, "_run", held)
@@ -60,12 +71,9 @@ def test_one_rank_makes_its_updates_behind_the_whole_next_step(
             data = pipelines.data_of(case, step)
 
             def loss_of(value: Tensor, microbatch: dict[str, Tensor], data: Any = data, step: int = step) -> Tensor:
-                if microbatch is data[0]:  # so that the next action finds the last step's gradients
-                    under_way = pipe._engine.executor._gradients
-                    pipe._watch.wait_for(lambda: all(each.done for each in under_way.values()))
                 if step > 0 and microbatch is data[-1]:
                     seen.release()
-                return pipelines.loss_of(value, microbatch)
+                return in_time(pipe)(value, microbatch)
 
             outputs.append(pipe.step(data, loss_of, max_norm=case.max_norm))
             scheduler.step()
@@ -73,7 +81,7 @@ def test_one_rank_makes_its_updates_behind_the_whole_next_step(
     report = pipe.report()
     pipe.close()
     assert report.device is None or report.device.windows > 0
-    assert in_time == [True] * (case.steps - 1)  # nothing runs behind the last update, in the drain
+    assert found == [True] * (case.steps - 1)  # nothing runs behind the last update, in the drain
     assert (report.updates, report.updates_behind) == (case.steps, case.steps - 1)
     assert f"{case.steps} updates, {case.steps - 1} of them behind" in str(report)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -130,6 +138,18 @@ def test_other_optimizers_and_hooks_see_updates_where_they_always_did(make: Any,
     assert (report.updates, report.updates_behind) == (case.steps, 0)
 
 
+@pytest.mark.parametrize("native_stage", [0, 1])
+def test_an_update_counts_as_behind_where_all_of_a_ranks_stages_were(native_stage: int) -> None:
+    case = Case(schedule="2bw", stages=2, microbatches=2, steps=4)
+    makes = [pipelines.native_sgd if stage == native_stage else pipelines.sgd for stage in range(2)]
+    pipe = pipeline(case, pipelines.make_stages(2), lambda parameters: makes.pop(0)(parameters))
+    with pipe:
+        for step in range(case.steps):
+            pipe.step(pipelines.data_of(case, step), in_time(pipe))
+    assert {each.stage for each in pipe._engine.executor.behind} == {native_stage}
+    assert (pipe.report().updates, pipe.report().updates_behind) == (case.steps, 0)
+
+
 def test_an_update_that_fails_behind_is_an_error_of_the_step_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(schedule="2bw", stages=1, optimizer="native-adamw")
     pipe = pipeline(case, pipelines.make_stages(1))
@@ -140,6 +160,6 @@ def test_an_update_that_fails_behind_is_an_error_of_the_step_that_needs_it(monke
         self._error = MemoryError("no room")
 
     monkeypatch.setattr(update._StepBehind, "_run", broken)
-    pipe.step(pipelines.data_of(case, 2), pipelines.loss_of)
+    pipe.step(pipelines.data_of(case, 2), in_time(pipe))
     with pytest.raises(MemoryError, match="no room"):
         pipe.step(pipelines.data_of(case, 3), pipelines.loss_of)

@@ -19,7 +19,7 @@ from hydra_ext.pipeline.links import Inbox, Links
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.watch import Watch
 from support import pipelines
-from support.pipeline_failures import fail, leave_record
+from support.pipeline_failures import LIMIT_SECONDS, fail, leave_record
 
 STEPS = 4
 
@@ -78,7 +78,8 @@ def close_late(rank: int, late: bool, folder: Path) -> list[torch.Tensor]:
 
 
 def close_alone(rank: int, how: str, folder: Path) -> None:
-    """The last of three ranks does not come to the end: it is killed, or Python ends there; how the others end."""
+    """The last of three ranks does not come to the end: it is killed, or Python ends there; how the others end. If it
+    is killed the first knows of it before it ends."""
 
     def body(_: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -91,6 +92,9 @@ def close_alone(rank: int, how: str, folder: Path) -> None:
             (folder / "failed").write_text(repr(time.time()))
             atexit._run_exitfuncs()
         else:
+            if rank == 0 and how == "kill":
+                with pipe._watch.changed:
+                    pipe._watch.changed.wait_for(lambda: pipe._watch.failure is not None, LIMIT_SECONDS)
             pipe.close()
 
     leave_record(rank, folder, body)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -311,12 +311,28 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
                 assert torch.equal(weight, wanted), f"{case}: rank {rank}, weight {index} of stage {stage}"
 
 
-def train_unevenly(rank: int) -> str:
-    """Each rank gives another number of microbatches; returns the error's text."""
-    pipe = Pipeline(None, adamw, stages=make_stages(2), schedule="2bw", microbatches=4, seed=5)
+def train_unevenly(rank: int) -> list[str]:
+    """Each rank gives other things: another number of microbatches, another ``max_norm`` than its neighbour, and than
+    its replica. The errors' texts."""
+    return [
+        _error_of(lambda step: step(4 - rank, None), replicas=1),
+        _error_of(lambda step: step(4, 1.0 + rank), replicas=1),
+        _error_of(lambda step: step(4, None if rank else 1.0), replicas=1),
+        _error_of(lambda step: step(4, 1.0 + rank), replicas=2),
+        _error_of(lambda step: step(4, None if rank else 1.0), replicas=2),
+    ]
+
+
+def _error_of(body: Callable[[Callable[[int, float | None], Any]], Any], *, replicas: int) -> str:
+    stages = make_stages(2 // replicas)
+    pipe = Pipeline(None, adamw, stages=stages, schedule="2bw", microbatches=4, replicas=replicas, seed=5)
+
+    def step(count: int, max_norm: float | None) -> Any:
+        return pipe.step([make_microbatch(0, index) for index in range(count)], loss_of, max_norm=max_norm)
+
     try:
-        for step in range(3):
-            pipe.step([make_microbatch(step, index) for index in range(4 - rank)], loss_of)
+        for _ in range(3):
+            body(step)
     except HydraError as error:
         pipe.close()
         return str(error)

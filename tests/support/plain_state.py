@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from hydra_ext.errors import StateError
 from hydra_ext.pipeline import Pipeline
 from support.pipelines import sgd
 from support.split_models_own import text, text_loss
@@ -18,8 +19,19 @@ def model() -> AssignsAtTheEnd:
     return AssignsAtTheEnd()
 
 
-def state_after_a_step(_rank: int) -> dict[str, Tensor]:
+def state_after_a_step(_rank: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The rank's part of it, and the errors that the model's own has while the pipeline is open, and afterwards."""
     cut = model()
     with Pipeline(cut, sgd, schedule="1f1b", microbatches=len(BATCHES)) as pipe:
         pipe.step(BATCHES, lambda batch: text_loss(cut, batch))
-        return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        errors = [_error_of_state_dict(cut)]
+    return state, [*errors, _error_of_state_dict(cut)]
+
+
+def _error_of_state_dict(cut: nn.Module) -> str:
+    try:
+        cut.state_dict()
+    except StateError as error:
+        return str(error)
+    return ""
