@@ -10,8 +10,9 @@ from unittest import mock
 import torch
 
 from hydra_ext.errors import RankFailed
+from hydra_ext.pipeline.layout import Layout
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
-from hydra_ext.pipeline.messages import Announced, Message
+from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.watch import Watch
 
 NO_MEMORY = RuntimeError("can't allocate memory: you tried to allocate 1000000000000 bytes")
@@ -52,7 +53,7 @@ def _no_memory_for_what_arrives(_: Links, end: Outbox | Inbox | None) -> None:
     if isinstance(end, Outbox):
         end.put(_message(0))
     elif end is not None:
-        with mock.patch.object(Announced, "empty", side_effect=NO_MEMORY):
+        with mock.patch.object(Layout, "empty", side_effect=NO_MEMORY):
             end.expect()
             end.take()
 
@@ -66,7 +67,7 @@ def _no_memory_for_what_is_expected(_: Links, end: Outbox | Inbox | None) -> Non
             end.expect()
             end.take()
         try:
-            with mock.patch.object(Announced, "empty", side_effect=NO_MEMORY):
+            with mock.patch.object(Layout, "empty", side_effect=NO_MEMORY):
                 end.expect()
         except RuntimeError as error:
             end._watch.fail_with(error)  # as the pipeline does
