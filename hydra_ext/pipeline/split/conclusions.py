@@ -90,8 +90,9 @@ def _torn_graphs(live: Sequence[Value]) -> list[str]:
     if not torn:
         return []
     return [
-        f"the graph of {', '.join(torn)} is made round the block and not in it (a reentrant checkpoint, or a "
-        "torch.autograd.Function that calls blocks): use checkpoint(..., use_reentrant=False)"
+        f"the graph of {', '.join(torn)} is made round the call and not in it: by a reentrant checkpoint (use "
+        "checkpoint(..., use_reentrant=False)), or by a torch.autograd.Function that calls blocks or works between "
+        "them (apply it in a block, or cut after the next block)"
     ]
 
 

@@ -61,6 +61,7 @@ class EventRecorder:
         finally:
             hook.remove()
             self._randomness.leave(event.index)
+        recorder.note_written_graphs()
         event.written = recorder.note_first_writes(running)
         self._note_attributes(event, block, numbers)
         event.output = self._note_output(event, running)

@@ -26,6 +26,11 @@ class Key:
     index: int
     place: str
 
+    @property
+    def is_inner(self) -> bool:
+        """It was seen by a hook in the midst of its event."""
+        return self.place.startswith("inner")
+
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.place})"
 

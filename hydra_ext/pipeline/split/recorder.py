@@ -16,10 +16,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hydra_ext.pipeline.split.generators import DrawnGenerators
 from hydra_ext.pipeline.split.graph_nodes import GraphElsewhere
+from hydra_ext.pipeline.split.graphs import Graphs
 from hydra_ext.pipeline.split.lasting import Writes
 from hydra_ext.pipeline.split.metrics import tensors_inside, unsearched
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
 from hydra_ext.pipeline.split.operations import (
+    GRADIENT_HOOKS,
     GRAPH_NODE,
     VALUE_COPIES,
     VALUE_OPERATIONS,
@@ -59,6 +61,7 @@ class Recorder:
         self.running: Running | None = None
         self._views: list[tuple[int, int]] = []  # glue calls that return views, and their steps
         self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
+        self._graphs = Graphs()
         self._context: GlueContext | None = None
 
     def note_root(self, tensor: Tensor, root: Root) -> None:
@@ -101,12 +104,14 @@ class Recorder:
         self.note_of[key] = note
         note.values.append(key)
         note.tainted = True
-        self._current[tensor] = key
+        self.same_value(tensor, key)
         return key
 
     def same_value(self, tensor: Tensor, key: Key) -> None:
         """Another object for the same value."""
         self._current[tensor] = key
+        if not key.is_inner:
+            self._graphs.note(tensor)
 
     def use(self, tensor: Tensor, *, everywhere: bool = False) -> None:
         """The tensor is read now: as the value it is, or as any that lies in its memory."""
@@ -123,12 +128,20 @@ class Recorder:
             self.note_graph(tensor, key)
 
     def note_graph(self, tensor: Tensor, key: Key) -> None:
-        """Looks whether the tensor has come to require a gradient since the value was made."""
+        """Looks whether the tensor has come to require a gradient, or has got another graph, since it was made."""
         value = self.values[key]
-        if tensor.requires_grad and not value.requires_grad:
-            written = any(step > value.made for step in self.note_of[key].writes)
-            attached = tensor.grad_fn is not None and not written
+        attached = value.attached_later or self._graphs.is_other(tensor)
+        if tensor.requires_grad and (attached, True) != (value.attached_later, value.requires_grad):
             self.values[key] = replace(value, requires_grad=True, attached_later=attached)
+
+    def note_written_graphs(self) -> None:
+        """A call that has written to something ends."""
+
+        def is_written(tensor: Tensor) -> bool:
+            note = self.notes.get(tensor)
+            return note is not None and note.writes[-1:] == [self.step]
+
+        self._graphs.note_written(is_written)
 
     def finish(self, result: Any) -> None:
         self.step += 1
@@ -267,6 +280,10 @@ class Recorder:
             self._context = None
         if name == "__iter__":
             result = list(result)
+        if context.writes:
+            self.note_written_graphs()
+        if name in GRADIENT_HOOKS:
+            self._refuse_between(name, arguments)
         if sources or context.tainted:
             result = self._note_tainted(number, result, arguments, sources, context)
         elif name in VALUE_READS or name in VALUE_COPIES:
@@ -276,6 +293,17 @@ class Recorder:
         elif context.state and self.usages:
             self._note_state_written(number, result, arguments)
         return iter(result) if name == "__iter__" else result
+
+    def _refuse_between(self, name: str, arguments: list[Tensor]) -> None:
+        """No cut between who made a tensor and who asks for its gradient: each stage has its own part of that."""
+        for tensor in arguments:
+            key = self.key_of(tensor)
+            self.refuse(
+                f"{name} is called for the gradient of a tensor of shape {tuple(tensor.shape)}, of which each stage "
+                "has a part: call it in the block that makes the tensor, or where no block is called between the two",
+                after=self.values[key].made if key is not None else 0,
+                until=self.step if key is not None else None,
+            )
 
     def _note_state_written(self, number: int, result: Any, arguments: list[Tensor]) -> None:
         """Only the stage that has the state, and what it is made from, needs to make the call."""
