@@ -77,6 +77,7 @@ class StandIns:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._elements: dict[torch.dtype, Tensor] = {}
+        self._memory: set[int] = set()
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         element = self._elements.get(dtype)
@@ -84,10 +85,11 @@ class StandIns:
             with torch.inference_mode(False):
                 element = torch.full((), poison(dtype), dtype=dtype, device=self._device)
             self._elements[dtype] = element
+            self._memory.add(storage_key(element))
         return element.expand(tuple(shape))
 
     def holds(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in {storage_key(element) for element in self._elements.values()}
+        return storage_key(tensor) in self._memory
 
 
 def whole_of(tensor: Tensor) -> Tensor:
