@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.generators import DrawnGenerators
+from hydra_ext.pipeline.split.glue_mode import called
 from hydra_ext.pipeline.split.graph_nodes import GraphElsewhere
 from hydra_ext.pipeline.split.graphs import Graphs
 from hydra_ext.pipeline.split.lasting import Writes
@@ -97,6 +99,11 @@ class Recorder:
         return tensor in self._current or (note is not None and (note.tainted or note.event is not None))
 
     def make_value(self, key: Key, tensor: Tensor) -> Key:
+        if tensor.is_nested:
+            raise SplitError(
+                f"{key} is a nested tensor, which cannot cross between stages: build nn.TransformerEncoder with "
+                "enable_nested_tensor=False, or keep nested tensors inside a block"
+            )
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
         self.values[key] = Value(
             key, self.step, self.step, False, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
@@ -192,8 +199,8 @@ class Recorder:
             if note.event == event.index:
                 continue
             self._note_write(note)
-            usage.writes |= _state(note)
-            if not note.tainted and not _state(note):
+            usage.writes |= note.state
+            if not note.tainted and not note.state:
                 event.written.append(storage_key(tensor))
         for tensor in results:
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
@@ -244,16 +251,16 @@ class Recorder:
             context.writes = True
             if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
-            elif not tainted and _state(note):
+            elif not tainted and note.state:
                 context.state = True  # what it is made from has to be there, whether an event reads it or not
                 needed = self.usages[-1].roots if self.usages else self.everywhere
                 needed |= roots
-                self.rewritten |= _state(note)
+                self.rewritten |= note.state
             elif not tainted:
                 note.roots |= roots
             note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
-                self.usages[-1].writes |= _state(note)
+                self.usages[-1].writes |= note.state
         for tensor in results:
             if self.notes.get(tensor) is None:
                 context.made.add(storage_key(tensor))
@@ -275,7 +282,7 @@ class Recorder:
         number = len(self.calls)
         self.calls.append(GlueCall(name))
         try:
-            result = function(*args, **kwargs)
+            result = called(name, function, args, kwargs)
         finally:
             self._context = None
         if name == "__iter__":
@@ -389,8 +396,3 @@ class Recorder:
 
 def _is_one_of(tensor: Tensor, others: list[Tensor]) -> bool:
     return any(tensor is other for other in others)
-
-
-def _state(note: Note) -> set[Root]:
-    """The parameter or buffer that this memory is, not what it was computed from."""
-    return {root for root in note.roots if root[0] != "input"} if note.foreign else set()

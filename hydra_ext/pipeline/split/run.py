@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.glue_mode import GlueMode, called
 from hydra_ext.pipeline.split.operations import GRAPH_NODE, VALUE_READS, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
@@ -37,7 +37,7 @@ class OtherWay(BaseException):
         self.way = way
 
 
-class StageRun(TorchFunctionMode):
+class StageRun(GlueMode):
     """The calls of one forward, in the order of the rehearsal.
 
     Attributes:
@@ -243,7 +243,7 @@ class StageRun(TorchFunctionMode):
         if call.structure is None:
             if call.reads_value or name in VALUE_READS:
                 self._check_readable(name, arguments)
-            return self._call_of_every_stage(func, args, kwargs, arguments)
+            return self._call_of_every_stage(name, func, args, kwargs, arguments)
         if call.is_view and (self.own or not any(map(self._stand_ins.holds, arguments))):
             return func(*args, **kwargs)
         if not self.own and not (name == GRAPH_NODE and not self._stand_ins.holds(args[0])):
@@ -274,9 +274,9 @@ class StageRun(TorchFunctionMode):
             self._inside = False
         return iter(result) if call.name == "__iter__" else result
 
-    def _call_of_every_stage(self, func: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
+    def _call_of_every_stage(self, name: str, func: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
         with nullcontext() if self._is_watched or not self._missing(arguments) else self.watch:
-            return func(*args, **kwargs)
+            return called(name, func, args, kwargs)
 
     def _run_call(self, number: int, call: GlueCall, structure: Structure, func: Any, args: Any, kwargs: Any) -> Any:
         with self._strictly(self._missing(tensors_of((args, kwargs)))):
@@ -325,17 +325,11 @@ class StageRun(TorchFunctionMode):
     # ---- modes -------------------------------------------------------------------------------------------------------
     @contextmanager
     def _unnumbered(self) -> Iterator[None]:
-        """No function inside is numbered; where we are the innermost mode, none costs anything either."""
-        depth = torch._C._len_torch_function_stack()
-        innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
         self._inside = True
-        if innermost:
-            _pop_mode()  # type: ignore[no-untyped-call]
         try:
-            yield
+            with self.in_block(seen=False):
+                yield
         finally:
-            if innermost:
-                _push_mode(self)  # type: ignore[no-untyped-call]
             self._inside = False
 
     def _missing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
