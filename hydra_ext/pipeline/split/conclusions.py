@@ -31,7 +31,6 @@ def concluded(
         values=dict(recorder.values),
         boundaries=tuple(boundaries),
         everywhere=_names(recorder.everywhere, "parameter"),
-        everywhere_inputs=_names(recorder.everywhere, "input"),
         blocks=tuple(blocks),
         signature=signature,
         rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
@@ -52,7 +51,6 @@ def _event(draft: EventDraft, usage: Usage) -> Event:
         attributes=tuple(draft.attributes),
         parameters=_names(usage.roots, "parameter"),
         buffers=_names(usage.roots | usage.writes | usage.sets, "buffer"),
-        inputs=_names(usage.roots, "input"),
         writes=_names(usage.writes, "buffer") | _names(usage.writes, "parameter"),
         sets=_names(usage.sets, "buffer"),
     )

@@ -42,26 +42,28 @@ class GlueMode(TorchFunctionMode):
             if seen:
                 yield
             else:
-                with self._away():
+                with away(self):
                     yield
         finally:
             _set_answer(self._answer)
 
-    @contextmanager
-    def _away(self) -> Iterator[None]:
-        depth = torch._C._len_torch_function_stack()
-        innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
-        if innermost:
-            _pop_mode()  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            if innermost:
-                _push_mode(self)  # type: ignore[no-untyped-call]
-
     def _answer(self, arguments: Any) -> bool:
-        with self._away():
+        with away(self):
             return _has_torch_function(arguments)
+
+
+@contextmanager
+def away(mode: TorchFunctionMode) -> Iterator[None]:
+    """The mode sees nothing inside, and no call costs anything, if it is the innermost one."""
+    depth = torch._C._len_torch_function_stack()
+    innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+    if innermost:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if innermost:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def called(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

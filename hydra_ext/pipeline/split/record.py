@@ -160,7 +160,7 @@ class Event:
             the values that their memory is.
         inner: calls inside whose hooks must see an output also where the event is skipped.
         attributes: tensors it set on modules: module in the block, attribute, value.
-        parameters, buffers, inputs: whose values it, or the glue after it, needs.
+        parameters, buffers: whose values it, or the glue after it, needs.
         writes: parameters and buffers that it changes.
         sets: buffers that the glue after it replaces by what every stage that comes there computes alike.
     """
@@ -174,7 +174,6 @@ class Event:
     attributes: tuple[tuple[str, str, Key], ...]
     parameters: frozenset[str]
     buffers: frozenset[str]
-    inputs: frozenset[str]
     writes: frozenset[str]
     sets: frozenset[str] = frozenset()
 
@@ -228,7 +227,6 @@ class Rehearsal:
     Attributes:
         boundaries: one more than there are events; those at both ends carry nothing.
         everywhere: names of the parameters that every stage needs: Python code reads their values.
-        everywhere_inputs: likewise, of the microbatch.
         blocks: names of all blocks, called or not.
         signature: of the kind of microbatch; for this process only.
         lasting: what outlives the forward; likewise.
@@ -241,7 +239,6 @@ class Rehearsal:
     values: dict[Key, Value]
     boundaries: tuple[Boundary, ...]
     everywhere: frozenset[str]
-    everywhere_inputs: frozenset[str]
     blocks: tuple[str, ...]
     signature: Hashable
     lasting: Lasting
