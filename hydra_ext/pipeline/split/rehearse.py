@@ -148,7 +148,7 @@ def _run(
     with blocks_call(blocks, call), _Operations(recorder), calls:
         result = fn(microbatch)
     if not events.events:
-        raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
+        raise SplitError("fn called no block of the model: it must call the model that was given, or parts of it")
     recorder.finish(result)
     buffers.end_glue()
     buffers.refuse_carried()
