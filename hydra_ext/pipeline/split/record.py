@@ -5,6 +5,7 @@ A *boundary* b lies before event b; a stage is the events from one boundary to a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,14 @@ class Structure:
         return f"{self.tree} {[_leaf_text(leaf) for leaf in self.leaves]}"
 
 
+def program_of(hook: Any) -> Hashable:
+    """The same for hooks that are one function with other variables."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    program: Hashable = getattr(getattr(hook, "__func__", hook), "__code__", type(hook).__call__)
+    return program
+
+
 def _leaf_text(leaf: Leaf) -> str:
     if isinstance(leaf, Constant):
         return repr(leaf.value) if isinstance(leaf.value, PLAIN) else type(leaf.value).__name__
@@ -141,10 +150,15 @@ class Value:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A module inside a block that has hooks, which see its output."""
+    """A module inside a block that has hooks, which see its output.
+
+    Attributes:
+        hooks: what their programs are; hooks made in a loop have one.
+    """
 
     module: str
     structure: Structure
+    hooks: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
@@ -264,6 +278,21 @@ class Rehearsal:
     def crossing_bytes(self) -> list[int]:
         """At each boundary, one more than there are events."""
         return [sum(self.values[key].nbytes for key in boundary.values) for boundary in self.boundaries]
+
+    @cached_property
+    def handing_out(self) -> frozenset[Hashable]:
+        """The hooks inside blocks by which a value comes out that is used there.
+
+        All others only look, as those that log what they see; they run where the block does.
+        """
+        used = {key for key, value in self.values.items() if value.everywhere or value.last_use > value.made}
+        calls = [call for event in self.events for call in event.inner]
+        return frozenset(
+            hook
+            for call in calls
+            if any(isinstance(leaf, Made) and leaf.key in used for leaf in call.structure.leaves)
+            for hook in call.hooks
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -15,7 +15,18 @@ from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.glue_mode import GlueMode, called
 from hydra_ext.pipeline.split.operations import GRAPH_NODE, VALUE_READS, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
-from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
+from hydra_ext.pipeline.split.record import (
+    PLAIN,
+    Argument,
+    Constant,
+    Event,
+    GlueCall,
+    Key,
+    Made,
+    Rehearsal,
+    Structure,
+    program_of,
+)
 from hydra_ext.pipeline.split.tensors import StandIns, tensors_of, whole_of
 from hydra_ext.pipeline.split.watch import StandInWatch
 
@@ -140,7 +151,8 @@ class StageRun(GlueMode):
         self._inside = True
         try:
             for inner in event.inner:
-                _call_hooks(block.get_submodule(inner.module), inner.structure.build([], value))
+                if not self._rehearsal.handing_out.isdisjoint(inner.hooks):
+                    self._call_hooks(block.get_submodule(inner.module), inner.structure.build([], value))
             for module, attribute, key in event.attributes:
                 setattr(block.get_submodule(module), attribute, value(key))
             for position, key in event.written:
@@ -149,6 +161,14 @@ class StageRun(GlueMode):
         finally:
             self._inside = False
             self._randomness.leave(number)
+
+    def _call_hooks(self, module: nn.Module, output: Any) -> None:
+        """As the module's call would, after its forward; but for hooks that only look."""
+        for number, hook in list(module._forward_hooks.items()):
+            if program_of(hook) in self._rehearsal.handing_out:
+                given: tuple[Any, ...] = ((), {}) if number in module._forward_hooks_with_kwargs else ((),)
+                changed = hook(module, *given, output)
+                output = output if changed is None else changed
 
     def _run(
         self,
@@ -353,16 +373,6 @@ class StageRun(GlueMode):
                 yield
         finally:
             self.watch.strict = False
-
-
-def _call_hooks(module: nn.Module, output: Any) -> None:
-    """As the module's call would, after its forward."""
-    for number, hook in list(module._forward_hooks.items()):
-        if number in module._forward_hooks_with_kwargs:
-            changed = hook(module, (), {}, output)
-        else:
-            changed = hook(module, (), output)
-        output = output if changed is None else changed
 
 
 def _equal(one: Any, other: Any) -> bool:
