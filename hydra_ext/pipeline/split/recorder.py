@@ -33,7 +33,7 @@ from hydra_ext.pipeline.split.operations import (
 )
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
-from hydra_ext.pipeline.split.usage import GlueContext, Refusal, Running, Usage
+from hydra_ext.pipeline.split.usage import MADE_ONCE, GlueContext, Refusal, Running, Usage
 from hydra_ext.pipeline.split.views import settle_views
 
 
@@ -219,7 +219,8 @@ class Recorder:
             return True
         self.refuse(
             f"a tensor of shape {tuple(tensor.shape)} that event {note.event} made is read outside its block, and did "
-            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?)",
+            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?); "
+            + MADE_ONCE,
             after=self.event_steps[note.event],
         )
         return False
