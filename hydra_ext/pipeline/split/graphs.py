@@ -7,10 +7,10 @@ arrives, whose way back to the stage before would be lost then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from hydra_ext.pipeline.split.notes import ByStorage, Note
 
 
 class Graphs:
@@ -23,10 +23,11 @@ class Graphs:
         """As it is now it is right."""
         self._nodes[tensor] = _node(tensor)
 
-    def note_written(self, is_written: Callable[[Tensor], bool]) -> None:
-        """What has been written to has another graph in every stage that makes the call."""
+    def note_written(self, notes: ByStorage[Note], step: int) -> None:
+        """What has been written to at this step has another graph in every stage that makes the call."""
         for tensor in list(self._nodes.keys()):  # type: ignore[no-untyped-call]
-            if is_written(tensor):
+            note = notes.get(tensor)
+            if note is not None and note.writes[-1:] == [step]:
                 self.note(tensor)
 
     def is_other(self, tensor: Tensor) -> bool:

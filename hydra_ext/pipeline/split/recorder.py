@@ -143,12 +143,7 @@ class Recorder:
 
     def note_written_graphs(self) -> None:
         """A call that has written to something ends."""
-
-        def is_written(tensor: Tensor) -> bool:
-            note = self.notes.get(tensor)
-            return note is not None and note.writes[-1:] == [self.step]
-
-        self._graphs.note_written(is_written)
+        self._graphs.note_written(self.notes, self.step)
 
     def finish(self, result: Any) -> None:
         self.step += 1
