@@ -21,10 +21,10 @@ _has_torch_function = torch.overrides.has_torch_function
 class GlueMode(TorchFunctionMode):
     """See the head of the file."""
 
-    def __enter__(self) -> Any:
-        mode = super().__enter__()  # type: ignore[no-untyped-call]
+    def __enter__(self) -> GlueMode:
+        super().__enter__()  # type: ignore[no-untyped-call]
         _set_answer(self._answer)
-        return mode
+        return self
 
     def __exit__(self, *error: Any) -> None:
         _set_answer(_has_torch_function)

@@ -118,7 +118,6 @@ def _run(
     events = EventRecorder(recorder, randomness)
     buffers = ReplacedBuffers(recorder, model)
     numbers: dict[str, float] = {}
-    calls = _Calls(recorder)
 
     def call(
         name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +144,7 @@ def _run(
         return output
 
     randomness.begin()
-    with blocks_call(blocks, call), _Operations(recorder), calls:
+    with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder) as calls:
         result = fn(microbatch)
     if not events.events:
         raise SplitError("fn called no block of the model: it must call the model that was given, or parts of it")
