@@ -7,7 +7,6 @@ from hydra_ext.pipeline.split.ownership import (
     changed_elsewhere,
     glue_parameters,
     keep_own_part,
-    parameter_bytes,
     parameters_of,
     shared_parameters,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "glue_parameters",
     "is_absent",
     "keep_own_part",
-    "parameter_bytes",
     "parameters_of",
     "rehearse",
     "shared_parameters",

@@ -16,8 +16,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hydra_ext.errors import SplitError
 from hydra_ext.runtime.tracing import not_traced
 
-# A member of a list that itself holds lists is one block up to this share of the model's elements, else opened.
+# A member of a list that itself holds lists is one block up to this share of the model's elements, else opened. So is a
+# chain of modules of several classes; one of several layers also up to this share of the model's layers, since it may
+# be that they compute long with few elements.
 LARGEST_SHARE = 0.34
+SEVERAL_LAYERS = 4
 
 BlockCall = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -26,7 +29,8 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
     """The blocks by their names, in the order in which the model holds them.
 
     A member of a list is a block, and so is a module that holds no list; a module that holds one is opened. Lists are
-    a ``ModuleList``, and a ``Sequential`` of at least two modules of one class.
+    a ``ModuleList``, a ``Sequential`` of at least two modules of one class, and one of several classes, or a
+    ``ModuleDict`` with a forward, that is too large a share of the model (:data:`LARGEST_SHARE`).
 
     Args:
         names: modules to take as blocks instead.
@@ -36,21 +40,22 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[st
     """
     if names is not None:
         return _chosen(model, names)
-    total = sum(parameter.numel() for parameter in model.parameters())
+    largest, most = LARGEST_SHARE * _size(model), max(SEVERAL_LAYERS, LARGEST_SHARE * _layers(model))
+    lists = {module for module in model.modules() if _is_list(module) or _is_large_chain(module, largest, most)}
     found: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module, is_member: bool) -> None:
-        size = sum(parameter.numel() for parameter in module.parameters())
+        size = _size(module)
         if size == 0 or module in seen:
             return
         seen.add(module)
-        holds_lists = any(_is_list(inner) for inner in module.modules())
-        if name and (not holds_lists or (is_member and size <= LARGEST_SHARE * total)) and _is_called(module):
+        holds_lists = not lists.isdisjoint(module.modules())
+        if name and (not holds_lists or (is_member and size <= largest)) and _is_called(module):
             found[name] = module
             return
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, _is_list(module))
+            visit(f"{name}.{child_name}" if name else child_name, child, module in lists)
 
     visit("", model, False)
     return found
@@ -67,8 +72,18 @@ def _chosen(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     return {name: modules[name] for name in names}
 
 
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _layers(module: nn.Module) -> int:
+    """Modules that have parameters themselves."""
+    return sum(any(True for _ in inner.parameters(recurse=False)) for inner in module.modules())
+
+
 def _is_called(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+    """Containers are not, but for those that a program has given a forward."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -78,6 +93,14 @@ def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential):
         return len(module) > 1 and len({type(member) for member in module}) == 1
     return isinstance(module, nn.ModuleList)
+
+
+def _is_large_chain(module: nn.Module, largest: float, most: float) -> bool:
+    """Whether it is of several pieces, called one after another, and of too many elements or layers for one block."""
+    if not (isinstance(module, (nn.Sequential, nn.ModuleDict)) and _is_called(module)):
+        return False
+    several = sum(_size(child) > 0 for child in module.children()) > 1
+    return several and (_size(module) > largest or _layers(module) >= most)
 
 
 @contextmanager

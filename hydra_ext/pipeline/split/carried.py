@@ -18,6 +18,7 @@ from hydra_ext.pipeline.split.held import entries, module_roots
 from hydra_ext.pipeline.split.notes import MemoryOf, Root
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import storage_key
+from hydra_ext.pipeline.split.usage import MADE_ONCE
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -90,10 +91,13 @@ def refuse_carried(
     """
     another_way = [call.name for call in again.calls] != [call.name for call in recorder.calls]
     if another_way and (on_modules or len(again.usages) != len(recorder.usages)):
-        recorder.refuse("the model takes another way in the second microbatch than in the first", after=0)
+        recorder.refuse(f"the model takes another way in the second microbatch than in the first: {MADE_ONCE}", after=0)
         return
     for root, writers in left.items():
-        reason = f"{root[1]} is carried from one microbatch to the next, and left there by another stage than reads it"
+        reason = (
+            f"{root[1]} is carried from one microbatch to the next, and left there by another stage than reads it; "
+            + MADE_ONCE
+        )
         if root in again.everywhere:
             recorder.refuse(reason, after=0)
         for reader, usage in enumerate(again.usages):

@@ -31,7 +31,6 @@ def concluded(
         values=dict(recorder.values),
         boundaries=tuple(boundaries),
         everywhere=_names(recorder.everywhere, "parameter"),
-        everywhere_inputs=_names(recorder.everywhere, "input"),
         blocks=tuple(blocks),
         signature=signature,
         rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
@@ -52,7 +51,6 @@ def _event(draft: EventDraft, usage: Usage) -> Event:
         attributes=tuple(draft.attributes),
         parameters=_names(usage.roots, "parameter"),
         buffers=_names(usage.roots | usage.writes | usage.sets, "buffer"),
-        inputs=_names(usage.roots, "input"),
         writes=_names(usage.writes, "buffer") | _names(usage.writes, "parameter"),
         sets=_names(usage.sets, "buffer"),
     )
@@ -90,8 +88,9 @@ def _torn_graphs(live: Sequence[Value]) -> list[str]:
     if not torn:
         return []
     return [
-        f"the graph of {', '.join(torn)} is made round the block and not in it (a reentrant checkpoint, or a "
-        "torch.autograd.Function that calls blocks): use checkpoint(..., use_reentrant=False)"
+        f"the graph of {', '.join(torn)} is made round the call and not in it: by a reentrant checkpoint (use "
+        "checkpoint(..., use_reentrant=False)), or by a torch.autograd.Function that calls blocks or works between "
+        "them (apply it in a block, or cut after the next block)"
     ]
 
 

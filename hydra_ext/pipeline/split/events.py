@@ -13,7 +13,7 @@ from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.pipeline.split.randomness import EventRandomness
-from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, InnerCall, Key, Leaf, Made, Structure
+from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, InnerCall, Key, Leaf, Made, Structure, program_of
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import Arrival, tensors_of
 from hydra_ext.pipeline.split.usage import Running, Usage
@@ -61,6 +61,7 @@ class EventRecorder:
         finally:
             hook.remove()
             self._randomness.leave(event.index)
+        recorder.note_written_graphs()
         event.written = recorder.note_first_writes(running)
         self._note_attributes(event, block, numbers)
         event.output = self._note_output(event, running)
@@ -90,7 +91,8 @@ class EventRecorder:
             if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
                 return
             found = tuple(self._value(event, f"inner {number} {i}", leaf) for i, leaf in enumerate(leaves))
-            event.inner.append(InnerCall(names[module], Structure(found, tree)))
+            hooks = tuple(map(program_of, module._forward_hooks.values()))
+            event.inner.append(InnerCall(names[module], Structure(found, tree), hooks))
 
         return hook
 

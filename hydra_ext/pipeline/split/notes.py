@@ -41,6 +41,11 @@ class Note:
     foreign: bool = False
     made: int = 0
 
+    @property
+    def state(self) -> set[Root]:
+        """The parameter or buffer that this memory is, not what it was computed from."""
+        return {root for root in self.roots if root[0] != "input"} if self.foreign else set()
+
 
 @dataclass(frozen=True)
 class MemoryOf:

@@ -26,6 +26,8 @@ _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
 # Attributes that tell of a tensor's graph, which a stand-in has not got.
 _OF_GRAPH = {"requires_grad", "is_leaf", "grad_fn"}
 GRAPH_NODE = "__get__ grad_fn"
+# Calls whose effect is on the tensor's whole gradient.
+GRADIENT_HOOKS = {"register_hook", "retain_grad"}
 _STATISTICS = ("running_mean", "running_var")  # written by operations whose schema does not say so
 
 

@@ -27,15 +27,6 @@ def parameters_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> f
     return needed
 
 
-def parameter_bytes(rehearsal: Rehearsal, model: nn.Module) -> list[int]:
-    """Of each event: bytes of the parameters that no event before it needs."""
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    counted: list[int] = []
-    for needed in _parameters_of_events(rehearsal, model):
-        counted.append(sum(sizes.pop(name, 0) for name in needed))
-    return counted
-
-
 def _parameters_of_events(rehearsal: Rehearsal, model: nn.Module) -> list[frozenset[str]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     of_block = {

@@ -5,6 +5,7 @@ A *boundary* b lies before event b; a stage is the events from one boundary to a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ class Key:
     kind: str
     index: int
     place: str
+
+    @property
+    def is_inner(self) -> bool:
+        """It was seen by a hook in the midst of its event."""
+        return self.place.startswith("inner")
 
     def __str__(self) -> str:
         return f"{self.kind} {self.index} ({self.place})"
@@ -96,6 +102,14 @@ class Structure:
         return f"{self.tree} {[_leaf_text(leaf) for leaf in self.leaves]}"
 
 
+def program_of(hook: Any) -> Hashable:
+    """The same for hooks that are one function with other variables."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    program: Hashable = getattr(getattr(hook, "__func__", hook), "__code__", type(hook).__call__)
+    return program
+
+
 def _leaf_text(leaf: Leaf) -> str:
     if isinstance(leaf, Constant):
         return repr(leaf.value) if isinstance(leaf.value, PLAIN) else type(leaf.value).__name__
@@ -134,10 +148,15 @@ class Value:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A module inside a block that has hooks, which see its output."""
+    """A module inside a block that has hooks, which see its output.
+
+    Attributes:
+        hooks: what their programs are; hooks made in a loop have one.
+    """
 
     module: str
     structure: Structure
+    hooks: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +172,7 @@ class Event:
             the values that their memory is.
         inner: calls inside whose hooks must see an output also where the event is skipped.
         attributes: tensors it set on modules: module in the block, attribute, value.
-        parameters, buffers, inputs: whose values it, or the glue after it, needs.
+        parameters, buffers: whose values it, or the glue after it, needs.
         writes: parameters and buffers that it changes.
         sets: buffers that the glue after it replaces by what every stage that comes there computes alike.
     """
@@ -167,7 +186,6 @@ class Event:
     attributes: tuple[tuple[str, str, Key], ...]
     parameters: frozenset[str]
     buffers: frozenset[str]
-    inputs: frozenset[str]
     writes: frozenset[str]
     sets: frozenset[str] = frozenset()
 
@@ -221,7 +239,6 @@ class Rehearsal:
     Attributes:
         boundaries: one more than there are events; those at both ends carry nothing.
         everywhere: names of the parameters that every stage needs: Python code reads their values.
-        everywhere_inputs: likewise, of the microbatch.
         blocks: names of all blocks, called or not.
         signature: of the kind of microbatch; for this process only.
         lasting: what outlives the forward; likewise.
@@ -234,7 +251,6 @@ class Rehearsal:
     values: dict[Key, Value]
     boundaries: tuple[Boundary, ...]
     everywhere: frozenset[str]
-    everywhere_inputs: frozenset[str]
     blocks: tuple[str, ...]
     signature: Hashable
     lasting: Lasting
@@ -260,6 +276,21 @@ class Rehearsal:
     def crossing_bytes(self) -> list[int]:
         """At each boundary, one more than there are events."""
         return [sum(self.values[key].nbytes for key in boundary.values) for boundary in self.boundaries]
+
+    @cached_property
+    def handing_out(self) -> frozenset[Hashable]:
+        """The hooks inside blocks by which a value comes out that is used there.
+
+        All others only look, as those that log what they see; they run where the block does.
+        """
+        used = {key for key, value in self.values.items() if value.everywhere or value.last_use > value.made}
+        calls = [call for event in self.events for call in event.inner]
+        return frozenset(
+            hook
+            for call in calls
+            if any(isinstance(leaf, Made) and leaf.key in used for leaf in call.structure.leaves)
+            for hook in call.hooks
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.generators import DrawnGenerators
+from hydra_ext.pipeline.split.glue_mode import called
 from hydra_ext.pipeline.split.graph_nodes import GraphElsewhere
+from hydra_ext.pipeline.split.graphs import Graphs
 from hydra_ext.pipeline.split.lasting import Writes
 from hydra_ext.pipeline.split.metrics import tensors_inside, unsearched
 from hydra_ext.pipeline.split.notes import ByStorage, Note, Root, Undo
 from hydra_ext.pipeline.split.operations import (
+    GRADIENT_HOOKS,
     GRAPH_NODE,
     VALUE_COPIES,
     VALUE_OPERATIONS,
@@ -29,7 +33,7 @@ from hydra_ext.pipeline.split.operations import (
 )
 from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, GlueCall, Key, Leaf, Made, Structure, Value
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of, whole_of
-from hydra_ext.pipeline.split.usage import GlueContext, Refusal, Running, Usage
+from hydra_ext.pipeline.split.usage import MADE_ONCE, GlueContext, Refusal, Running, Usage
 from hydra_ext.pipeline.split.views import settle_views
 
 
@@ -59,6 +63,7 @@ class Recorder:
         self.running: Running | None = None
         self._views: list[tuple[int, int]] = []  # glue calls that return views, and their steps
         self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
+        self._graphs = Graphs()
         self._context: GlueContext | None = None
 
     def note_root(self, tensor: Tensor, root: Root) -> None:
@@ -94,17 +99,24 @@ class Recorder:
         return tensor in self._current or (note is not None and (note.tainted or note.event is not None))
 
     def make_value(self, key: Key, tensor: Tensor) -> Key:
+        if tensor.is_nested:
+            raise SplitError(
+                f"{key} is a nested tensor, which cannot cross between stages: build nn.TransformerEncoder with "
+                "enable_nested_tensor=False, or keep nested tensors inside a block"
+            )
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
         self.values[key] = Value(key, self.step, self.step, False, tensor.shape, tensor.dtype, tensor.requires_grad)
         self.note_of[key] = note
         note.values.append(key)
         note.tainted = True
-        self._current[tensor] = key
+        self.same_value(tensor, key)
         return key
 
     def same_value(self, tensor: Tensor, key: Key) -> None:
         """Another object for the same value."""
         self._current[tensor] = key
+        if not key.is_inner:
+            self._graphs.note(tensor)
 
     def use(self, tensor: Tensor, *, everywhere: bool = False) -> None:
         """The tensor is read now: as the value it is, or as any that lies in its memory."""
@@ -121,12 +133,15 @@ class Recorder:
             self.note_graph(tensor, key)
 
     def note_graph(self, tensor: Tensor, key: Key) -> None:
-        """Looks whether the tensor has come to require a gradient since the value was made."""
+        """Looks whether the tensor has come to require a gradient, or has got another graph, since it was made."""
         value = self.values[key]
-        if tensor.requires_grad and not value.requires_grad:
-            written = any(step > value.made for step in self.note_of[key].writes)
-            attached = tensor.grad_fn is not None and not written
+        attached = value.attached_later or self._graphs.is_other(tensor)
+        if tensor.requires_grad and (attached, True) != (value.attached_later, value.requires_grad):
             self.values[key] = replace(value, requires_grad=True, attached_later=attached)
+
+    def note_written_graphs(self) -> None:
+        """A call that has written to something ends."""
+        self._graphs.note_written(self.notes, self.step)
 
     def finish(self, result: Any) -> None:
         self.step += 1
@@ -177,8 +192,8 @@ class Recorder:
             if note.event == event.index:
                 continue
             self._note_write(note)
-            usage.writes |= _state(note)
-            if not note.tainted and not _state(note):
+            usage.writes |= note.state
+            if not note.tainted and not note.state:
                 event.written.append(storage_key(tensor))
         for tensor in results:
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
@@ -197,7 +212,8 @@ class Recorder:
             return True
         self.refuse(
             f"a tensor of shape {tuple(tensor.shape)} that event {note.event} made is read outside its block, and did "
-            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?)",
+            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?); "
+            + MADE_ONCE,
             after=self.event_steps[note.event],
         )
         return False
@@ -229,16 +245,16 @@ class Recorder:
             context.writes = True
             if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
-            elif not tainted and _state(note):
+            elif not tainted and note.state:
                 context.state = True  # what it is made from has to be there, whether an event reads it or not
                 needed = self.usages[-1].roots if self.usages else self.everywhere
                 needed |= roots
-                self.rewritten |= _state(note)
+                self.rewritten |= note.state
             elif not tainted:
                 note.roots |= roots
             note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
-                self.usages[-1].writes |= _state(note)
+                self.usages[-1].writes |= note.state
         for tensor in results:
             if self.notes.get(tensor) is None:
                 context.made.add(storage_key(tensor))
@@ -260,11 +276,15 @@ class Recorder:
         number = len(self.calls)
         self.calls.append(GlueCall(name))
         try:
-            result = function(*args, **kwargs)
+            result = called(name, function, args, kwargs)
         finally:
             self._context = None
         if name == "__iter__":
             result = list(result)
+        if context.writes:
+            self.note_written_graphs()
+        if name in GRADIENT_HOOKS:
+            self._refuse_between(name, arguments)
         if sources or context.tainted:
             result = self._note_tainted(number, result, arguments, sources, context)
         elif name in VALUE_READS or name in VALUE_COPIES:
@@ -274,6 +294,17 @@ class Recorder:
         elif context.state and self.usages:
             self._note_state_written(number, result, arguments)
         return iter(result) if name == "__iter__" else result
+
+    def _refuse_between(self, name: str, arguments: list[Tensor]) -> None:
+        """No cut between who made a tensor and who asks for its gradient: each stage has its own part of that."""
+        for tensor in arguments:
+            key = self.key_of(tensor)
+            self.refuse(
+                f"{name} is called for the gradient of a tensor of shape {tuple(tensor.shape)}, of which each stage "
+                "has a part: call it in the block that makes the tensor, or where no block is called between the two",
+                after=self.values[key].made if key is not None else 0,
+                until=self.step if key is not None else None,
+            )
 
     def _note_state_written(self, number: int, result: Any, arguments: list[Tensor]) -> None:
         """Only the stage that has the state, and what it is made from, needs to make the call."""
@@ -359,8 +390,3 @@ class Recorder:
 
 def _is_one_of(tensor: Tensor, others: list[Tensor]) -> bool:
     return any(tensor is other for other in others)
-
-
-def _state(note: Note) -> set[Root]:
-    """The parameter or buffer that this memory is, not what it was computed from."""
-    return {root for root in note.roots if root[0] != "input"} if note.foreign else set()

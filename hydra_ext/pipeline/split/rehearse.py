@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
@@ -27,6 +26,7 @@ from hydra_ext.pipeline.split.carried import (
 )
 from hydra_ext.pipeline.split.conclusions import concluded
 from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
+from hydra_ext.pipeline.split.glue_mode import GlueMode
 from hydra_ext.pipeline.split.notes import Note
 from hydra_ext.pipeline.split.operations import Operation, call_name
 from hydra_ext.pipeline.split.plain_state import PlainReads, PlainState
@@ -133,6 +133,7 @@ def _run(
             events.event(name, block, args, kwargs) as event,
             present(block, device, recorder.stands_for),
             buffers.during_event() as replaced,
+            calls.in_block(seen=True),
         ):
             event.output = forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -143,10 +144,10 @@ def _run(
         return output
 
     randomness.begin()
-    with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder):
+    with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder) as calls:
         result = fn(microbatch)
     if not events.events:
-        raise SplitError("fn called no block of the model: it must call the model that was given, or name blocks=")
+        raise SplitError("fn called no block of the model: it must call the model that was given, or parts of it")
     recorder.finish(result)
     buffers.end_glue()
     buffers.refuse_carried()
@@ -181,7 +182,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Calls(TorchFunctionMode):
+class _Calls(GlueMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder

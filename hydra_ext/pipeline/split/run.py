@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.glue_mode import GlueMode, called
 from hydra_ext.pipeline.split.operations import GRAPH_NODE, VALUE_READS, call_name
 from hydra_ext.pipeline.split.randomness import EventRandomness
-from hydra_ext.pipeline.split.record import PLAIN, Argument, Constant, Event, GlueCall, Key, Made, Rehearsal, Structure
+from hydra_ext.pipeline.split.record import (
+    PLAIN,
+    Argument,
+    Constant,
+    Event,
+    GlueCall,
+    Key,
+    Made,
+    Rehearsal,
+    Structure,
+    program_of,
+)
 from hydra_ext.pipeline.split.tensors import StandIns, tensors_of, whole_of
 from hydra_ext.pipeline.split.watch import StandInWatch
 
@@ -37,13 +48,14 @@ class OtherWay(BaseException):
         self.way = way
 
 
-class StageRun(TorchFunctionMode):
+class StageRun(GlueMode):
     """The calls of one forward, in the order of the rehearsal.
 
     Attributes:
         captured: values that the next stage gets, as they are when the forward has ended.
         own: the stage's first event has begun.
         done: its last has ended, with the glue after it.
+        watch: knows what holds nothing here. Over the first forward it sees all, later only calls that are given some.
     """
 
     def __init__(
@@ -64,7 +76,8 @@ class StageRun(TorchFunctionMode):
         self._arrived = arrived
         self._stand_ins = stand_ins
         self._randomness = randomness
-        self._watch = watch
+        self.watch = watch or StandInWatch(stand_ins, ())
+        self._is_watched = watch is not None
         self._sent = set(rehearsal.boundaries[hi].values)
         self._sent_calls = {key.index for key in self._sent if key.kind == "call"}
         self._event = 0
@@ -138,7 +151,8 @@ class StageRun(TorchFunctionMode):
         self._inside = True
         try:
             for inner in event.inner:
-                _call_hooks(block.get_submodule(inner.module), inner.structure.build([], value))
+                if not self._rehearsal.handing_out.isdisjoint(inner.hooks):
+                    self._call_hooks(block.get_submodule(inner.module), inner.structure.build([], value))
             for module, attribute, key in event.attributes:
                 setattr(block.get_submodule(module), attribute, value(key))
             for position, key in event.written:
@@ -147,6 +161,14 @@ class StageRun(TorchFunctionMode):
         finally:
             self._inside = False
             self._randomness.leave(number)
+
+    def _call_hooks(self, module: nn.Module, output: Any) -> None:
+        """As the module's call would, after its forward; but for hooks that only look."""
+        for number, hook in list(module._forward_hooks.items()):
+            if program_of(hook) in self._rehearsal.handing_out:
+                given: tuple[Any, ...] = ((), {}) if number in module._forward_hooks_with_kwargs else ((),)
+                changed = hook(module, *given, output)
+                output = output if changed is None else changed
 
     def _run(
         self,
@@ -157,13 +179,16 @@ class StageRun(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        arguments = tensors_of((args, kwargs))
+        # Numbers that are not there are seen in the loss. A list of all that blocks returned may be given to each.
+        with torch._C.DisableTorchFunction():
+            missing = [tensor for tensor in self._missing(arguments) if not tensor.is_floating_point()]
         self._randomness.enter(number)
         try:
-            with self._unnumbered(), self._strictly(), self._inner_outputs(event, block):
+            with self._unnumbered(), self._strictly(missing), self._inner_outputs(event, block):
                 output = forward(*args, **kwargs)
         finally:
             self._randomness.leave(number)
-        arguments = tensors_of((args, kwargs))
         self._check_output(event, output, arguments)
         for module, attribute, key in event.attributes:
             self._capture(key, getattr(block.get_submodule(module), attribute))
@@ -234,11 +259,12 @@ class StageRun(TorchFunctionMode):
         number = self._call
         self._call += 1
         call = self._rehearsal.calls[number]
+        arguments = tensors_of((args, kwargs))
         if call.structure is None:
             if call.reads_value or name in VALUE_READS:
-                self._check_readable(name, tensors_of((args, kwargs)))
-            return func(*args, **kwargs)
-        if call.is_view and (self.own or not any(map(self._stand_ins.holds, tensors_of((args, kwargs))))):
+                self._check_readable(name, arguments)
+            return self._call_of_every_stage(name, func, args, kwargs, arguments)
+        if call.is_view and (self.own or not any(map(self._stand_ins.holds, arguments))):
             return func(*args, **kwargs)
         if not self.own and not (name == GRAPH_NODE and not self._stand_ins.holds(args[0])):
             return self._skip_call(call, call.structure, args, kwargs)
@@ -254,7 +280,7 @@ class StageRun(TorchFunctionMode):
         return result
 
     def _check_readable(self, name: str, tensors: list[Tensor]) -> None:
-        if any(self._stand_ins.holds(t) or (self._watch is not None and self._watch.what(t)) for t in tensors):
+        if self._missing(tensors):
             raise SplitError(f"{name} reads a value that has not come to this stage: the rehearsal did not see it read")
 
     def _skip_call(self, call: GlueCall, structure: Structure, args: Any, kwargs: Any) -> Any:
@@ -268,8 +294,12 @@ class StageRun(TorchFunctionMode):
             self._inside = False
         return iter(result) if call.name == "__iter__" else result
 
+    def _call_of_every_stage(self, name: str, func: Any, args: Any, kwargs: Any, arguments: list[Tensor]) -> Any:
+        with nullcontext() if self._is_watched or not self._missing(arguments) else self.watch:
+            return called(name, func, args, kwargs)
+
     def _run_call(self, number: int, call: GlueCall, structure: Structure, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._strictly():
+        with self._strictly(self._missing(tensors_of((args, kwargs)))):
             result = func(*args, **kwargs)
         if call.name == "__iter__":
             result = list(result)
@@ -297,8 +327,7 @@ class StageRun(TorchFunctionMode):
         """The target becomes what a skipped call made of it."""
         arrived = self._arrived.get(key)
         if arrived is None:
-            if self._watch is not None:
-                self._watch.mark(target)
+            self.watch.mark(target)
             return
         with torch.set_grad_enabled(arrived.requires_grad):
             target.copy_(arrived)
@@ -316,39 +345,34 @@ class StageRun(TorchFunctionMode):
     # ---- modes -------------------------------------------------------------------------------------------------------
     @contextmanager
     def _unnumbered(self) -> Iterator[None]:
-        """No function inside is numbered; where we are the innermost mode, none costs anything either."""
-        depth = torch._C._len_torch_function_stack()
-        innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self
         self._inside = True
-        if innermost:
-            _pop_mode()  # type: ignore[no-untyped-call]
         try:
-            yield
+            with self.in_block(seen=False):
+                yield
         finally:
-            if innermost:
-                _push_mode(self)  # type: ignore[no-untyped-call]
             self._inside = False
 
+    def _missing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those that hold nothing here."""
+        return [tensor for tensor in tensors if self.watch.what(tensor)]
+
     @contextmanager
-    def _strictly(self) -> Iterator[None]:
-        if self._watch is None:
+    def _strictly(self, missing: Sequence[Tensor]) -> Iterator[None]:
+        """What the stage computes of its own reads nothing that is not there.
+
+        Args:
+            missing: of what it is given; may be read where only the shape matters. In a later forward that goes the way
+                of the first it is empty nearly always, and nothing needs to be watched.
+        """
+        if not (self._is_watched or missing):
             yield
             return
-        self._watch.strict = True
+        self.watch.strict = True
         try:
-            yield
+            with nullcontext() if self._is_watched else self.watch:
+                yield
         finally:
-            self._watch.strict = False
-
-
-def _call_hooks(module: nn.Module, output: Any) -> None:
-    """As the module's call would, after its forward."""
-    for number, hook in list(module._forward_hooks.items()):
-        if number in module._forward_hooks_with_kwargs:
-            changed = hook(module, (), {}, output)
-        else:
-            changed = hook(module, (), output)
-        output = output if changed is None else changed
+            self.watch.strict = False
 
 
 def _equal(one: Any, other: Any) -> bool:

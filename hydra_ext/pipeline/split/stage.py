@@ -189,7 +189,7 @@ class SplitStage:
                     "use checkpoint(..., use_reentrant=False)"
                 )
         if self._is_last:
-            passed.end(output, divisor, watch)
+            passed.end(output, divisor, run.watch)
         else:
             passed.leave(run.captured, self._hi)
         return passed
@@ -292,11 +292,11 @@ class SplitPass:
             _structure(self._rehearsal, boundary),
         )
 
-    def end(self, output: Any, divisor: int, watch: StandInWatch | None) -> None:
+    def end(self, output: Any, divisor: int, watch: StandInWatch) -> None:
         """``fn`` has returned."""
         loss, metrics = split(output)
         for name, tensor in (("the loss", loss), *(("a metric", tensor) for tensor in tensors_inside(metrics))):
-            if watch is not None and watch.what(tensor):
+            if watch.what(tensor):
                 raise SplitError(f"{name} depends on {watch.what(tensor)}, which the rehearsal did not see")
         if torch.is_grad_enabled():
             if not loss.requires_grad or loss.numel() != 1:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_iter, tree_unflatten
 
 from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.opened import closed, opened
@@ -79,6 +79,7 @@ class StandIns:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._elements: dict[torch.dtype, Tensor] = {}
+        self._memory: set[int] = set()
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         element = self._elements.get(dtype)
@@ -86,10 +87,11 @@ class StandIns:
             with torch.inference_mode(False):
                 element = torch.full((), poison(dtype), dtype=dtype, device=self._device)
             self._elements[dtype] = element
+            self._memory.add(storage_key(element))
         return element.expand(tuple(shape))
 
     def holds(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in {storage_key(element) for element in self._elements.values()}
+        return storage_key(tensor) in self._memory
 
 
 def whole_of(tensor: Tensor) -> Tensor:
@@ -170,3 +172,19 @@ class _Enter(torch.autograd.Function):
         for position, gradient in zip(ctx.positions, gradients, strict=True):
             ctx.gradients[position] = gradient
         return None, None, None, None
+
+
+def out_of_graph(output: Any, arguments: Sequence[Tensor]) -> Any:
+    """What a call returned, with tensors in a graph that begins there: that of the call need not be kept.
+
+    Those that lie in the memory of its arguments stay as they are.
+    """
+    leaves, tree = tree_flatten(output)
+    given = {storage_key(argument) for argument in arguments}
+    cut: dict[int, Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None and storage_key(leaf) not in given:
+            if id(leaf) not in cut:
+                cut[id(leaf)] = Arrival([leaf], [True]).tensors[0]
+            leaves[i] = cut[id(leaf)]
+    return tree_unflatten(leaves, tree) if cut else output

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.changes import ChangeWatch
 from hydra_ext.pipeline.split.generators import DrawnGenerators, DrawWatch
+from hydra_ext.pipeline.split.glue_mode import away
 from hydra_ext.pipeline.split.notes import Undo
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
 from hydra_ext.pipeline.split.restoring import unchanged_modules
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
-from hydra_ext.pipeline.split.tensors import own_copy
+from hydra_ext.pipeline.split.tensors import out_of_graph, own_copy, tensors_of
 from hydra_ext.runtime.rounds.isolation import Surroundings
 
 
@@ -55,12 +57,14 @@ def time_events(
                 other_randomness_kept(),
                 unchanged_modules(model),
                 with_stand_ins(model, device),
-                ExitStack() as watched,
+                ChangeWatch(undo) as changes,
+                DrawWatch(drawn) as draws,
             ):
-                if number == 0:  # the others do what it does, and are to be timed without a watch
-                    watched.enter_context(ChangeWatch(undo))
-                    watched.enter_context(DrawWatch(drawn))
-                measured.append(_run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device))
+                # In the others blocks do what they do in the first, and are to be timed without a watch.
+                unwatched = (lambda: _unwatched(changes, draws)) if number > 0 else nullcontext
+                measured.append(
+                    _run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device, unwatched)
+                )
         finally:
             undo.put_back()
             drawn.put_back()
@@ -76,6 +80,7 @@ def _run(
     microbatch: Any,
     randomness: EventRandomness,
     device: torch.device,
+    unwatched: Callable[[], AbstractContextManager[None]],
 ) -> list[float]:
     times: list[float] = []
     inside = False
@@ -90,19 +95,34 @@ def _run(
         randomness.enter(number)
         inside = True
         try:
-            with present(block, device):
+            with present(block, device), unwatched():
                 started = _now(device)
                 output = forward(*args, **kwargs)
                 times.append(_now(device) - started)
         finally:
             inside = False
         randomness.leave(number)
-        return output
+        with torch._C.DisableTorchFunction():
+            return out_of_graph(output, tensors_of((args, kwargs)))
 
     randomness.begin()
     with blocks_call(blocks, call):
         fn(microbatch)
     return times
+
+
+@contextmanager
+def _unwatched(changes: ChangeWatch, draws: DrawWatch) -> Iterator[None]:
+    """Modes inside those of ours, of the program, stay, and ours with them."""
+    innermost = _get_current_dispatch_mode() is changes
+    if innermost:
+        _pop_mode()
+    try:
+        with away(draws):
+            yield
+    finally:
+        if innermost:
+            _push_mode(changes)
 
 
 def _now(device: torch.device) -> float:

@@ -8,6 +8,11 @@ from torch import Tensor
 
 from hydra_ext.pipeline.split.notes import Root
 
+MADE_ONCE = (
+    "what is made once and kept (a mask, a table of positions) has to be there before: make it in __init__, or run a "
+    "forward of the whole model before the pipeline is made"
+)
+
 
 @dataclass
 class Usage:

@@ -1,4 +1,4 @@
-"""The watch over a stage's first forward of a kind: nothing it computes may depend on what is not there."""
+"""The watch over a stage's forward: nothing it computes may depend on what is not there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.notes import ByStorage
 from hydra_ext.pipeline.split.operations import VALUE_OPERATIONS, Operation
-from hydra_ext.pipeline.split.tensors import StandIns, tensors_of
+from hydra_ext.pipeline.split.tensors import Absent, AbsentBuffer, StandIns, tensors_of, whole_of
+
+_HELD_ELSEWHERE = "a parameter or buffer that another stage holds"
 
 
 class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -27,13 +29,15 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stand_ins = stand_ins
         self._marked: ByStorage[str] = ByStorage()
         for tensor in absent:
-            self._marked.put(tensor, "a parameter or buffer that another stage holds")
+            self._marked.put(tensor, _HELD_ELSEWHERE)
         self.strict = False
 
     def what(self, tensor: Tensor) -> str | None:
         """Why the tensor holds nothing; None for one that does."""
         if self._stand_ins.holds(tensor):
             return "a value of another stage"
+        if isinstance(whole_of(tensor), (Absent, AbsentBuffer)):
+            return _HELD_ELSEWHERE
         return self._marked.get(tensor)
 
     def mark(self, tensor: Tensor) -> None:

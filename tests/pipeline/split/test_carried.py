@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor, nn
 
-from support.split_models_own import Stack, text, text_loss
+from support.split_models_own import Layer, Stack, text, text_loss
 from support.split_stages import assert_same, rehearsed, run, run_plainly
 
 BATCH = text(torch.Generator().manual_seed(1))
@@ -85,3 +89,68 @@ def test_a_number_that_not_every_stage_would_set_is_refused() -> None:
     early = CountsCalls()
     early.late = False
     assert not reasons(early)
+
+
+# ---- what is made once and kept --------------------------------------------------------------------------------------
+class KeepsScale(Stack):
+    """Makes what it needs when it is first called."""
+
+    scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        if self.scale is None:
+            self.scale = torch.linspace(0, 1, x.shape[1]).unsqueeze(1)
+        for layer in self.layers:
+            h = layer(h * self.scale)
+        out: Tensor = self.head(h)
+        return out
+
+
+class Table(nn.Module):
+    kept: Tensor | None = None
+
+    def forward(self, length: int) -> Tensor:
+        if self.kept is None:
+            self.kept = torch.linspace(0, 1, length).unsqueeze(1)
+        return self.kept
+
+
+class SharesTable(Layer):
+    table: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x * self.table(x.shape[1]))
+
+
+def sharing_a_table() -> Stack:
+    model, table = Stack(SharesTable), Table()
+    for layer in model.layers:
+        layer.table = table
+    return model
+
+
+def sharing_a_function() -> Stack:
+    @functools.lru_cache
+    def positions(length: int) -> Tensor:
+        return torch.linspace(0, 1, length).unsqueeze(1)
+
+    class Cached(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.branch(x * positions(x.shape[1]))
+
+    return Stack(Cached)
+
+
+@pytest.mark.parametrize("make", [KeepsScale, sharing_a_table, sharing_a_function])
+def test_what_is_made_once_has_to_be_there_and_a_forward_makes_it(make: Callable[[], Stack]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    found = reasons(model)
+    assert found
+    assert all("run a forward of the whole model before" in reason for reason in found.values())
+    with torch.no_grad():
+        expected = text_loss(model, BATCH)
+    assert not reasons(model)
+    rehearsal = rehearsed(model, text_loss, BATCH)
+    assert torch.equal(run(model, text_loss, [BATCH], [3], rehearsal).losses[0], expected)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +19,6 @@ from hydra_ext.pipeline.split import (
     buffers_of,
     find_blocks,
     keep_own_part,
-    parameter_bytes,
     parameters_of,
     shared_parameters,
     time_events,
@@ -44,14 +45,6 @@ def test_a_chain_of_blocks_sends_one_tensor() -> None:
     assert [event.name for event in rehearsal.events] == ["embed", *(f"layers.{i}" for i in range(4)), "head"]
     assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
     assert rehearsal.crossing_bytes == [0, *[2 * 12 * 32 * 4] * 5, 0]
-
-
-def test_each_event_knows_which_parts_of_the_microbatch_it_needs() -> None:
-    rehearsal = rehearsed(stack(), text_loss, BATCH)
-    inputs = [event.inputs for event in rehearsal.events]
-    assert inputs[0] == {"['x']"}
-    assert inputs[-1] == {"['y']"}
-    assert not frozenset().union(*inputs[1:-1])
 
 
 def test_a_residual_outside_the_blocks_crosses_with_the_branch() -> None:
@@ -222,38 +215,51 @@ def test_a_way_that_depends_on_parameters_is_found_by_comparing() -> None:
     assert rehearsed(on_meta(model), subject.fn, batch).digest != real.digest
 
 
-def test_a_rehearsal_without_parameters_needs_the_memory_of_one_block() -> None:
-    class Large(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(16))
+class Large(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(16))
 
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x.sum()
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.sum()
 
-    model = on_meta(Large())
-    size = 512 * 512 * 4
+
+@contextmanager
+def counted(size: int) -> Iterator[list[int]]:
+    """Of the tensors of this size that are made inside by ``torch.empty``: how many there were after each."""
     plain = torch.empty
     made: list[StorageWeakRef] = []
-    most = 0
+    alive: list[int] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        nonlocal most
+    def empty(*args: Any, **kwargs: Any) -> Tensor:
         tensor = plain(*args, **kwargs)
         if tensor.nbytes == size and not tensor.is_meta:
             made.append(StorageWeakRef(tensor.untyped_storage()))
-        most = max(most, sum(not reference.expired() for reference in made))
+            alive.append(sum(not reference.expired() for reference in made))
         return tensor
 
-    torch.empty = counted
+    torch.empty = empty
     try:
-        rehearsed(model, lambda model, batch: model(batch), torch.randn(2, 512))
+        yield alive
     finally:
         torch.empty = plain
-    assert len(made) == 16
-    assert most == 1
+
+
+def test_a_rehearsal_and_timing_without_parameters_need_the_memory_of_one_block() -> None:
+    model, batch = on_meta(Large()), torch.randn(2, 512)
+
+    def fn(model: nn.Module, batch: Tensor) -> Tensor:
+        out: Tensor = model(batch)
+        return out
+
+    with counted(512 * 512 * 4) as rehearsing:
+        rehearsal = rehearsed(model, fn, batch)
+    with counted(512 * 512 * 4) as timing:
+        time_events(model, bound(fn, model), batch, rehearsal, seed=SEED, runs=1)
+    assert rehearsing == [1] * 16
+    assert timing == [1] * 32
 
 
 def test_a_new_kind_of_microbatch_is_rehearsed_by_ranks_that_hold_a_part() -> None:
@@ -283,15 +289,6 @@ def test_every_parameter_is_held_by_somebody_and_shared_ones_are_named(name: str
     assert frozenset().union(*held) == {name for name, _ in model.named_parameters()}
     counted = {p: tuple(i for i in range(3) if p in held[i]) for p, _ in model.named_parameters()}
     assert shared_parameters(rehearsal, cuts, model) == {p: stages for p, stages in counted.items() if len(stages) > 1}
-
-
-def test_bytes_of_parameters_are_counted_where_they_are_first_needed() -> None:
-    model, rehearsal, _ = parts("gpt2", 2)
-    sizes = parameter_bytes(rehearsal, model)
-    assert len(sizes) == len(rehearsal.events)
-    assert sum(sizes) == sum(parameter.nbytes for parameter in model.parameters())
-    assert sizes[0] == model.transformer.wte.weight.nbytes
-    assert sizes[-1] == 0  # tied to the first
 
 
 def test_tied_weights_are_shared_by_the_first_and_the_last_stage() -> None:

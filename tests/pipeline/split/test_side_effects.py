@@ -103,6 +103,26 @@ def test_a_generator_that_only_fn_holds_is_put_back_after_a_rehearsal_and_after_
     assert torch.equal(generator.get_state(), state)
 
 
+def test_memory_that_fn_writes_to_by_turns_is_put_back_after_timing() -> None:
+    memory = [torch.zeros(()) for _ in range(2)]
+    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    states = [generator.get_state() for generator in generators]
+    runs = 0
+
+    def fn(model: nn.Module, batch: Batch) -> Tensor:
+        nonlocal runs
+        runs += 1
+        memory[runs % 2] += torch.rand((), generator=generators[runs % 2])
+        return text_loss(model, batch) + memory[runs % 2]
+
+    model = Stack()
+    (batch,) = batches(1)
+    rehearsal = rehearsed(model, fn, batch)
+    time_events(model, bound(fn, model), batch, rehearsal, seed=SEED)
+    assert memory == [0, 0]
+    assert all(torch.equal(g.get_state(), state) for g, state in zip(generators, states, strict=True))
+
+
 def test_random_states_of_python_and_numpy_are_put_back_after_a_rehearsal_and_after_timing() -> None:
     model = Stack()
     (batch,) = batches(1)
