@@ -14,7 +14,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.held import entries, module_roots
+from hydra_ext.pipeline.split.held import all_modules, entries, module_roots
 from hydra_ext.pipeline.split.notes import MemoryOf, Root
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import storage_key
@@ -22,7 +22,7 @@ from hydra_ext.pipeline.split.tensors import storage_key
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors that modules hold, also in containers and objects, but for parameters and buffers."""
-    for entry in entries(module_roots(dict(model.named_modules()))):
+    for entry in entries(module_roots(all_modules(model))):
         if isinstance(entry.value, Tensor):
             yield entry.path, entry.value
 

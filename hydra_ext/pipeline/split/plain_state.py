@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from hydra_ext.pipeline.split.contents import is_source
 from hydra_ext.pipeline.split.held import Root, argument_roots, entries
 from hydra_ext.pipeline.split.reads import Reads
 from hydra_ext.pipeline.split.recorder import Recorder
@@ -24,18 +25,20 @@ class Left:
     Attributes:
         path: of what has changed, as one would write it.
         attribute: through which it is reached.
-        module: that has the attribute; None where an object has it.
+        module: or class, that has the attribute; None where an object has it.
         owner: the path of that object, from modules or from the arguments of the event that left it.
         events: that have changed it.
         glue: after which events it was changed there.
+        is_source: of random numbers.
     """
 
     path: str
     attribute: str
-    module: nn.Module | None = None
+    module: nn.Module | type | None = None
     owner: str | None = None
     events: set[int] = field(default_factory=set)
     glue: set[int] = field(default_factory=set)
+    is_source: bool = False
 
 
 class PlainState:
@@ -116,7 +119,8 @@ class PlainState:
                 where = f"in block {blocks[reader]}" if kind == "event" else "between blocks"
                 for event in left.events - ({reader} if kind == "event" else set()):
                     recorder.refuse(
-                        f"block {blocks[event]} changes {left.path}, which is read {where}: a stage that skips the "
+                        _drawn_from(left)
+                        or f"block {blocks[event]} changes {left.path}, which is read {where}: a stage that skips the "
                         "block would not have it. Keep it as a tensor that the block returns, or cut elsewhere",
                         after=step(min(event, reader)),
                         until=step(max(event, reader)) if kind == "event" else None,
@@ -124,7 +128,8 @@ class PlainState:
                 for glue in left.glue:
                     if reader < glue:
                         recorder.refuse(
-                            f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
+                            _drawn_from(left)
+                            or f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
                             f"{where} in the next microbatch: set it before the first block, or outside of fn",
                             after=step(reader),
                             until=step(glue),
@@ -159,6 +164,7 @@ class PlainReads:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Left]) -> None:
         """The objects may be others in each forward, or after each block."""
         with self.reads.paused():
+            self.reads.watch_again()
             if given:
                 self._watch_in(Snapshot(argument_roots(args, kwargs)), given)
             if self._owned:
@@ -180,7 +186,20 @@ class PlainReads:
 def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:
     """Where one must look to see who reads what is there."""
     entry = snapshot.entries.get(path)
+    source = entry is not None and is_source(entry.value)
     if entry is not None and entry.owner is not None:
-        return {f"{entry.owner}.{entry.attribute}": Left(path, entry.attribute, None, entry.owner)}
-    roots = snapshot.roots_to(path)
-    return {f"{id(root.module)}.{root.attribute}": Left(path, root.attribute, root.module) for root in roots}
+        found = Left(path, entry.attribute, None, entry.owner, is_source=source)
+        return {f"{entry.owner}.{entry.attribute}": found}
+    return {
+        f"{id(root.module)}.{root.attribute}": Left(path, root.attribute, root.module, is_source=source)
+        for root in snapshot.roots_to(path)
+    }
+
+
+def _drawn_from(left: Left) -> str | None:
+    if not left.is_source:
+        return None
+    return (
+        f"random numbers are drawn from {left.path} on both sides of the cut, and what one stage draws another would "
+        "not: take a source for each block, or torch's, numpy's or Python's own, which are seeded for each block"
+    )

@@ -1,0 +1,259 @@
+"""What modules hold in other ways than tensors and plain numbers is followed too, and left as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.pipeline.split import time_events
+from support.split_models_own import Layer, Stack, text, text_loss
+from support.split_stages import SEED, assert_same, bound, rehearsed, run, run_plainly
+
+BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+SOURCES: dict[str, Callable[[], Any]] = {
+    "random": lambda: random.Random(0),
+    "generator": lambda: np.random.default_rng(0),
+    "state": lambda: np.random.RandomState(0),
+}
+
+
+def cuts_of(model: nn.Module) -> list[int]:
+    """Those that are possible. The first and the last of them give what the whole model gives."""
+    expected = run_plainly(model, text_loss, BATCHES)
+    rehearsal = rehearsed(model, text_loss, BATCHES[0])
+    time_events(model, bound(text_loss, model), BATCHES[0], rehearsal, seed=SEED)
+    found = rehearsal.possible_cuts
+    for boundary in {*found[:1], *found[-1:]}:
+        assert_same(run(model, text_loss, BATCHES, [boundary], rehearsal), expected)
+    return found
+
+
+def why(model: nn.Module, boundary: int) -> str:
+    return "; ".join(rehearsed(model, text_loss, BATCHES[0]).boundaries[boundary].reasons)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+# ---- sources of random numbers --------------------------------------------------------------------------------------
+def drawn(source: Any) -> float:
+    number: float = source.random() if hasattr(source, "random") else source.rand()
+    return number
+
+
+class Scaled(Layer):
+    source: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x) * drawn(self.source)
+
+
+class DropsLayers(Stack):
+    """Draws between blocks, from the n-th on."""
+
+    def __init__(self, source: Any, first: int) -> None:
+        super().__init__()
+        self.source, self.first = [source], first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        for i, layer in enumerate(self.layers):
+            h = layer(h) if i < self.first else layer(h) * drawn(self.source[0])
+        out: Tensor = self.head(h)
+        return out
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_blocks_may_have_sources_of_random_numbers_of_their_own(kind: str) -> None:
+    model = Stack(Scaled)
+    for layer in model.layers:
+        layer.source = SOURCES[kind]()
+    assert cuts_of(model) == [1, 2, 3, 4, 5]
+    assert drawn(model.layers[0].source) == drawn(SOURCES[kind]())  # rehearsals and timing have left it
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_no_cut_between_blocks_that_draw_from_one_source(kind: str) -> None:
+    model = Stack(Scaled)
+    source = SOURCES[kind]()
+    for layer in model.layers:
+        layer.source = source
+    assert cuts_of(model) == [1, 5]
+    assert "drawn from layers.0.source on both sides of the cut" in why(model, 3)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_no_cut_between_draws_of_glue_from_one_source(kind: str) -> None:
+    assert cuts_of(DropsLayers(SOURCES[kind](), first=2)) == [1, 2, 3, 5]
+
+
+def test_numpys_and_pythons_own_sources_may_be_held() -> None:
+    model = Stack(Scaled)
+    for i, layer in enumerate(model.layers):
+        layer.source = (np.random.mtrand._rand, random._inst)[i % 2]  # type: ignore[attr-defined]
+    assert rehearsed(model, text_loss, BATCHES[0]).possible_cuts == [1, 2, 3, 4, 5]
+
+
+# ---- arrays, modules and objects ------------------------------------------------------------------------------------
+class Counts(Layer):
+    """``count`` of ``counter`` gives a number more each time."""
+
+    counter: Any = None
+    count: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x) / self.count(self.counter)
+
+
+def counts_in(holder: Any, count: Callable[[Any], float]) -> Stack:
+    """All layers count there."""
+    model = Stack(Counts)
+    for layer in model.layers:
+        layer.counter, layer.count = holder, count
+    return model
+
+
+def counts_in_array(array: Any) -> float:
+    array[1] += 1
+    return float(array[1])
+
+
+def counts_in_attribute(holder: Any) -> float:
+    holder.number += 1
+    return float(holder.number)
+
+
+class Tracker(nn.Module):
+    number = 0
+
+
+class Named(dict[str, int]):
+    number = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    number: int = 0
+
+
+HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "array": (lambda: np.zeros(2), counts_in_array),
+    "module in a list": (lambda: [Tracker()], lambda held: counts_in_attribute(held[0])),
+    "object with slots": (Slotted, counts_in_attribute),
+    "dict with attributes": (Named, counts_in_attribute),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_no_cut_between_blocks_that_count_in_one_place(name: str) -> None:
+    make, count = HOLDERS[name]
+    holder = make()
+    assert cuts_of(counts_in(holder, count)) == [1, 5]
+    assert count(holder) == 1  # rehearsals and timing have left it
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_blocks_may_count_each_for_itself(name: str) -> None:
+    make, count = HOLDERS[name]
+    model = counts_in(None, count)
+    for layer in model.layers:
+        layer.counter = make()
+    assert cuts_of(model) == [1, 2, 3, 4, 5]
+    assert count(model.layers[2].counter) == 1
+
+
+@pytest.fixture
+def package(tmp_path: Any) -> Iterator[ModuleType]:
+    """A package of the user's that is called like a module of Python's."""
+    before = sys.modules.pop("code", None)
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "__init__.py").write_text("class Counter:\n    number = 0\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        yield __import__("code")
+    finally:
+        sys.path.remove(str(tmp_path))
+        del sys.modules["code"]
+        if before is not None:
+            sys.modules["code"] = before
+
+
+def test_objects_of_a_package_called_like_one_of_pythons_are_the_users(package: Any) -> None:
+    counter = package.Counter()
+    assert cuts_of(counts_in(counter, counts_in_attribute)) == [1, 5]
+    assert counter.number == 0
+
+
+# ---- classes --------------------------------------------------------------------------------------------------------
+class CountsTogether(Layer):
+    calls = 0
+    by_name: ClassVar[dict[str, int]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsTogether.calls += 1
+        self.by_name["all"] = self.calls
+        return x + self.branch(x) / (1 + self.calls)
+
+
+class CountsAlone(Layer):
+    """As the one layer of the model that does."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        CountsAlone.calls += 1
+        return x + self.branch(x) / self.calls
+
+
+def test_no_cut_between_blocks_that_count_in_their_class() -> None:
+    assert rehearsed(Stack(CountsTogether), text_loss, BATCHES[0]).possible_cuts == [1, 5]
+    assert (CountsTogether.calls, CountsTogether.by_name) == (0, {})
+    assert type(vars(CountsTogether)["calls"]) is int
+
+
+def test_a_block_may_count_in_its_class() -> None:
+    model = Stack()
+    model.layers[1] = CountsAlone()
+    assert rehearsed(model, text_loss, BATCHES[0]).possible_cuts == [1, 2, 3, 4, 5]
+    assert CountsAlone.calls == 0
+
+
+registry: dict[str, type] = {}
+
+
+class Registered:
+    def __init_subclass__(cls) -> None:
+        registry[cls.__name__] = cls
+
+
+class RegisteredCounter(Registered):
+    def __init__(self) -> None:
+        self.number = 0
+
+
+class RegisteredLayer(Layer, Registered):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.branch(x) / self.calls
+
+
+def test_a_rehearsal_makes_no_classes_that_a_registry_would_keep() -> None:
+    assert cuts_of(counts_in(RegisteredCounter(), counts_in_attribute)) == [1, 5]
+    assert cuts_of(Stack(RegisteredLayer)) == [1, 2, 3, 4, 5]
+    assert registry == {"RegisteredCounter": RegisteredCounter, "RegisteredLayer": RegisteredLayer}
+    assert all("__getattribute__" not in vars(kind) for kind in registry.values())
