@@ -78,6 +78,7 @@ def rehearse(
             randomness = EventRandomness(device, seed)
             state = PlainState(recorder, model)
             drafts = _run(recorder, state, model, found, fn, microbatch, randomness, device)
+            training = tuple(module.training for module in model.modules())
             left = left_on_modules(recorder, model, before)
             kept = kept_elsewhere(recorder, model)
             if left or kept or state.left or state.given:
@@ -97,7 +98,7 @@ def rehearse(
             each.drawn.put_back()
         surroundings.restore()
     generators = refuse_shared_generators(recorder)
-    return concluded(recorder, drafts, found, signature, recorder.writes.lasting(generators))
+    return concluded(recorder, drafts, found, signature, recorder.writes.lasting(generators), training)
 
 
 def _run(

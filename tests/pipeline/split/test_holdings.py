@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hydra_ext.pipeline.split import time_events
+from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
-from support.split_stages import SEED, assert_same, bound, rehearsed, run, run_plainly
+from support.split_side_effects import AddsUp, both_ways, branching
+from support.split_stages import SEED, Fn, assert_same, bound, cut, rehearsed, run, run_plainly
 
 BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -257,3 +260,41 @@ def test_a_rehearsal_makes_no_classes_that_a_registry_would_keep() -> None:
     assert cuts_of(Stack(RegisteredLayer)) == [1, 2, 3, 4, 5]
     assert registry == {"RegisteredCounter": RegisteredCounter, "RegisteredLayer": RegisteredLayer}
     assert all("__getattribute__" not in vars(kind) for kind in registry.values())
+
+
+# ---- microbatches and modes -----------------------------------------------------------------------------------------
+def popped_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    target = batch.pop("y")
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), target.flatten())
+
+
+def test_a_first_run_that_took_another_way_leaves_what_is_in_the_microbatch() -> None:
+    model = branching(AddsUp)()
+    expected = run_plainly(model, popped_loss, both_ways(4))
+    rehearsal = rehearsed(model, popped_loss, both_ways(1)[0])
+    assert_same(run(model, popped_loss, both_ways(4), [4], rehearsal), expected)
+
+
+def distilled(model: nn.Module, batch: Batch) -> Tensor:
+    """The first call is one of the model that does not train; the second is part of the same forward."""
+    model.eval()
+    with torch.no_grad():
+        target = model(batch["x"])
+    model.train()
+    return F.mse_loss(model(batch["x"].roll(1, 1)), target)
+
+
+def left_in_eval(model: nn.Module, batch: Batch) -> Tensor:
+    loss = distilled(model, batch)
+    model.eval()
+    return loss
+
+
+@pytest.mark.parametrize(("fn", "training"), [(distilled, True), (left_in_eval, False)])
+def test_a_stage_that_ends_early_leaves_the_modes_as_the_whole_forward_would(fn: Fn, training: bool) -> None:
+    model = Stack().train()
+    stages = cut(model, fn, rehearsed(model, fn, BATCHES[0]), [3])
+    assert model.training
+    stages.forward(BATCHES[0])
+    for part in stages.models:
+        assert {module.training for module in part.modules()} == {training}
