@@ -27,18 +27,6 @@ def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield entry.path, entry.value
 
 
-def outside_numbers(model: nn.Module, blocks: Collection[nn.Module]) -> dict[str, float]:
-    """Python numbers that modules outside blocks hold."""
-    inside = {inner for block in blocks for inner in block.modules()}
-    return {
-        f"{name}.{attribute}" if name else attribute: value
-        for name, module in model.named_modules()
-        if module not in inside
-        for attribute, value in module.__dict__.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
-
-
 def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tensor]) -> dict[Root, set[int]]:
     """The tensors that the forward has set on modules since the first event, and which events' stages did."""
     left: dict[Root, set[int]] = {}

@@ -21,7 +21,6 @@ from hydra_ext.pipeline.split.carried import (
     attribute_tensors,
     kept_elsewhere,
     left_on_modules,
-    outside_numbers,
     refuse_carried,
     refuse_shared_generators,
 )
@@ -118,15 +117,12 @@ def _run(
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
     buffers = ReplacedBuffers(recorder, model)
-    numbers: dict[str, float] = {}
 
     def call(
         name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if recorder.running is not None:
             return forward(*args, **kwargs)
-        if not events.events:
-            numbers.update(outside_numbers(model, blocks.values()))
         with torch._C.DisableTorchFunction():
             buffers.end_glue()
             state.begin_event(args, kwargs)
@@ -152,13 +148,6 @@ def _run(
     buffers.end_glue()
     buffers.refuse_carried()
     state.end_glue()
-    changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
-    if changed:
-        recorder.refuse(
-            f"the forward sets the number {', '.join(changed)} between blocks, where not every stage comes: set it "
-            "before the first block, or outside of fn",
-            after=0,
-        )
     return events.events
 
 
