@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hydra_ext.pipeline.split.foreign import for_each_class, is_foreign, is_of_library
 from hydra_ext.pipeline.split.generators import is_default
+from hydra_ext.pipeline.split.iterators import is_iterator, position
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -65,6 +66,8 @@ def _kinds_of(kind: type) -> tuple[Kind, ...]:
     for content, kinds in ((MAPPING, dict), (SEQUENCE, (list, deque)), (SET, set), (FIXED, (tuple, frozenset))):
         if issubclass(kind, kinds):
             return (content,) if is_of_library(kind) or not has_attributes(kind) else (content, ATTRIBUTES)
+    if is_iterator(kind):
+        return (ITERATOR,)
     return (ATTRIBUTES,) if not is_foreign(kind) and has_attributes(kind) else ()
 
 
@@ -199,12 +202,17 @@ def data_of(kind: type) -> dict[str, Any]:
     }
 
 
+def _members_of_class(saved: dict[str, Any]) -> list[Any]:
+    return [value for value in saved.values() if not is_iterator(type(value))]
+
+
 def classes_of(value: Any) -> list[type]:
     """Its class and the bases, where they are of the user's."""
     return [base for base in type(value).__mro__ if not is_foreign(base)]
 
 
-CLASS = Kind(data_of, _set_attributes, MAPPING.members, MAPPING.mapped)
+# Of an iterator of a class (that numbers its objects) it does not matter how far it is.
+CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
 ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
 
 
@@ -267,4 +275,5 @@ def _compared(state: Any) -> Any:
 
 
 SOURCE = Kind(_save_source, _set_source, lambda saved: (), lambda saved, to: saved)
+ITERATOR = Kind(position, lambda iterator, saved: None, lambda saved: (), lambda saved, to: saved)
 _ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)

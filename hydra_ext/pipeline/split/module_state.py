@@ -15,6 +15,7 @@ from hydra_ext.pipeline.split.contents import (
     ARRAY,
     ATTRIBUTES,
     CLASS,
+    ITERATOR,
     LEAVES,
     MAPPING,
     SET,
@@ -215,6 +216,8 @@ def _stamp_of_content(kind: Kind, owner: Any, saved: Any) -> Any:
         return stamp_of_array(saved)
     if kind is SOURCE:
         return comparable(owner)
+    if kind is ITERATOR:
+        return saved
     if not saved:
         return ()
     stamps = [_stamp(member) for member in kind.members(saved)]

@@ -9,19 +9,25 @@ from typing import Any
 
 from torch import nn
 
-from hydra_ext.pipeline.split.contents import ATTRIBUTES, LEAVES, Kind, classes_of, kinds_of
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.contents import ATTRIBUTES, ITERATOR, LEAVES, Kind, classes_of, kinds_of
 
 _SIMPLE = {dict, OrderedDict, list, set, deque}
 
 
 @contextmanager
 def unchanged_modules(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds."""
+    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds.
+
+    Raises:
+        SplitError: an iterator there has gone on.
+    """
     before = HeldBefore(model)
     try:
         yield
     finally:
         before.restore()
+    before.refuse_iterators()
 
 
 class HeldBefore:
@@ -58,3 +64,16 @@ class HeldBefore:
                 empty.clear()
         for kind, held, saved in self._saved:
             kind.put(held, saved)
+
+    def refuse_iterators(self) -> None:
+        """
+        Raises:
+            SplitError: one has gone on since.
+        """
+        for kind, held, saved in self._saved:
+            if kind is ITERATOR and kind.save(held) != saved:
+                raise SplitError(
+                    f"the forward takes from a {type(held).__name__} that a module holds, which a forward that does "
+                    "not count cannot put back: count in a number instead, take what it gives outside of the model, "
+                    "or give stages= explicitly"
+                )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split import time_events
 from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
@@ -298,3 +300,48 @@ def test_a_stage_that_ends_early_leaves_the_modes_as_the_whole_forward_would(fn:
     stages.forward(BATCHES[0])
     for part in stages.models:
         assert {module.training for module in part.modules()} == {training}
+
+
+# ---- iterators ------------------------------------------------------------------------------------------------------
+def counting() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def delegating() -> Iterator[int]:
+    yield from counting()
+
+
+ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
+    "count": lambda: itertools.count(1),
+    "list": lambda: iter([1, 2, 3, 4, 5]),
+    "generator": counting,
+    "delegating": delegating,
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+def test_an_iterator_that_a_rehearsal_would_use_up_is_refused(name: str) -> None:
+    model = counts_in(ITERATORS[name](), next)
+    with pytest.raises(SplitError, match="that a module holds, which a forward that does not count cannot put back"):
+        rehearsed(model, text_loss, BATCHES[0])
+
+
+class Numbered(Layer):
+    """Has an iterator that its forward leaves alone, and its class one that it does not."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = iter(["a"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        next(self.numbers)
+        return x + self.branch(x)
+
+
+def test_iterators_that_are_not_used_and_those_of_classes_do_not_matter() -> None:
+    assert rehearsed(Stack(Numbered), text_loss, BATCHES[0]).possible_cuts == [1, 2, 3, 4, 5]
