@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import TypeVar
 
 _Answer = TypeVar("_Answer")
@@ -21,7 +22,7 @@ def for_each_class(ask: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
 # Whose objects (SimpleNamespace, UserDict, Namespace) hold what their user puts in.
 _PLAIN_HOLDERS = {"types", "collections", "argparse"}
 _BELOW = {"torch", "numpy", "hydra_ext"}
-_OF_USERS = {"site-packages", "dist-packages"}
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 @for_each_class
@@ -41,13 +42,20 @@ def is_of_library(kind: type) -> bool:
     if module is None:
         return False
     file = getattr(module, "__file__", None)
-    if file is None:  # built in
-        return True
-    return any(_is_below(Path(file), library) for library in _libraries())
+    return file is None or _is_in_library(Path(file))  # without a file it is built in
 
 
-def _is_below(file: Path, library: Path) -> bool:
-    return file.is_relative_to(library) and not _OF_USERS.intersection(file.relative_to(library).parts)
+def is_installed(function: FunctionType) -> bool:
+    """Whether it comes with a library, and is no code of the user's own."""
+    file = Path(function.__code__.co_filename)
+    return bool(_INSTALLED.intersection(file.parts)) or _is_in_library(file)
+
+
+def _is_in_library(file: Path) -> bool:
+    return any(
+        file.is_relative_to(library) and not _INSTALLED.intersection(file.relative_to(library).parts)
+        for library in _libraries()
+    )
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ glue sets after its end. Who reads such a value shows in a second forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 
 from hydra_ext.pipeline.split.contents import is_source
 from hydra_ext.pipeline.split.held import Root, argument_roots, entries
-from hydra_ext.pipeline.split.reads import Reads
+from hydra_ext.pipeline.split.outside import reached_by
+from hydra_ext.pipeline.split.reads import Reader, Reads
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.snapshots import ModulesNow, Snapshot
+
+_NOBODY_KNOWS: set[Reader] = {("glue", -1)}  # whoever reads it cannot be seen: it may be any
 
 
 @dataclass
@@ -30,6 +34,7 @@ class Left:
         events: that have changed it.
         glue: after which events it was changed there.
         is_source: of random numbers.
+        is_unseen: ``fn`` can read it without being seen.
     """
 
     path: str
@@ -39,6 +44,7 @@ class Left:
     events: set[int] = field(default_factory=set)
     glue: set[int] = field(default_factory=set)
     is_source: bool = False
+    is_unseen: bool = False
 
 
 class PlainState:
@@ -49,8 +55,9 @@ class PlainState:
         given: what events have changed in the objects that they were given, by event and names.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, fn: Callable[[Any], Any]) -> None:
         self._recorder = recorder
+        self._outside = reached_by(fn)
         self._modules = ModulesNow(model)
         self._before = self._modules.snapshot()
         self._arguments = Snapshot([])
@@ -81,10 +88,14 @@ class PlainState:
         before, self._before = self._before, self._modules.snapshot()
         if self._before is before or not self._recorder.usages:
             return []
-        found: dict[str, Left] = {}
+        found = []
         for path in before.changed(self._before):
-            found |= _places(before, path) | _places(self._before, path)
-        return [self.left.setdefault(name, left) for name, left in found.items()]
+            there = [entry for each in (before, self._before) if (entry := each.entries.get(path)) is not None]
+            is_unseen = any(id(held) in self._outside for entry in there for held in (entry.holder, entry.value))
+            for name, left in (_places(before, path) | _places(self._before, path)).items():
+                found.append(self.left.setdefault(name, left))
+                found[-1].is_unseen |= is_unseen
+        return found
 
     def _note_argument(self, event: int, block: str, path: str, after: Snapshot, output: Any) -> None:
         """Reads of an object's attributes can be watched; those of containers cannot."""
@@ -151,6 +162,9 @@ class PlainReads:
         for name, left in state.left.items():
             if left.module is not None:
                 self._watch(left.module, left.attribute, name)
+            if left.is_unseen:
+                self.reads.found[name] = set(_NOBODY_KNOWS)
+        self._find((), {}, {})
 
     def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._find(args, kwargs, self._state.given.get(len(self._recorder.usages), {}))
@@ -180,7 +194,7 @@ class PlainReads:
 
     def _watch(self, owner: Any, attribute: str, name: str) -> None:
         if not self.reads.watch(owner, attribute, name):
-            self.reads.found[name] = {("glue", -1)}  # whoever reads it cannot be seen
+            self.reads.found[name] = set(_NOBODY_KNOWS)
 
 
 def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:

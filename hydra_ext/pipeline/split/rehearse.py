@@ -75,7 +75,7 @@ def rehearse(
         with other_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
-            state = PlainState(recorder, model)
+            state = PlainState(recorder, model, fn)
             drafts = _run(recorder, state, model, found, fn, microbatch, randomness, device)
             training = tuple(module.training for module in model.modules())
             left = left_on_modules(recorder, model, before)

@@ -151,6 +151,9 @@ class Named(dict[str, int]):
 class Slotted:
     number: int = 0
 
+    def get(self) -> float:
+        return float(self.number)
+
 
 HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "array": (lambda: np.zeros(2), counts_in_array),
@@ -345,3 +348,30 @@ class Numbered(Layer):
 
 def test_iterators_that_are_not_used_and_those_of_classes_do_not_matter() -> None:
     assert rehearsed(Stack(Numbered), text_loss, BATCHES[0]).possible_cuts == [1, 2, 3, 4, 5]
+
+
+# ---- what the function can read past the model ----------------------------------------------------------------------
+def reading(counter: Any, read: Callable[[Any], float], before: bool) -> Fn:
+    def fn(model: nn.Module, batch: Batch) -> Tensor:
+        scale = 1 + read(counter) if before else 0.0
+        loss = text_loss(model, batch)
+        return loss * (scale or 1 + read(counter))
+
+    return fn
+
+
+READ: dict[str, Callable[[Any], float]] = {"array": lambda held: float(held[1]), "object with slots": Slotted.get}
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("name", "late"), [("array", []), ("object with slots", [1, 2])])
+def test_what_a_block_counts_and_the_function_reads_past_it_is_refused(
+    name: str, late: list[int], before: bool
+) -> None:
+    make, count = HOLDERS[name]
+    model, counter = Stack(), make()
+    model.layers[1] = Counts()
+    model.layers[1].counter, model.layers[1].count = counter, count
+    fn = reading(counter, READ[name], before)
+    assert rehearsed(model, fn, BATCHES[0]).possible_cuts == ([] if before else late)
+    assert rehearsed(model, text_loss, BATCHES[0]).possible_cuts == [1, 2, 3, 4, 5]
