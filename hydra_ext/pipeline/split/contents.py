@@ -133,6 +133,14 @@ SET = Kind(set, _set_set, lambda saved: saved, lambda saved, to: {to(each) for e
 FIXED = Kind(lambda value: value, lambda value, saved: None, lambda saved: saved, lambda saved, to: saved)
 
 
+def mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
+    """Itself where all members stay."""
+    members = [to(each) for each in value]
+    if all(map(operator.is_, members, value)):
+        return value
+    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+
+
 # ---- attributes -----------------------------------------------------------------------------------------------------
 @for_each_class
 def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from hydra_ext.pipeline.split.contents import (
     classes_of,
     comparable,
     kinds_of,
+    mapped_tuple,
     remove_attribute,
     set_attribute,
     stamp_of_array,
@@ -129,7 +129,7 @@ class Copies:
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, tuple):
-            return _mapped_tuple(value, self._copy)
+            return mapped_tuple(value, self._copy)
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_absent(value):
             return value
         if id(value) not in self._made:
@@ -233,13 +233,5 @@ def _stamp_of(entry: Entry | None) -> Any:
 def _found(value: Any) -> Any:
     """The tensor itself where only its values were kept."""
     if isinstance(value, tuple):
-        return _mapped_tuple(value, _found)
+        return mapped_tuple(value, _found)
     return value.tensor() if isinstance(value, _Computed) else value
-
-
-def _mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
-    """Itself where all members stay."""
-    members = [to(each) for each in value]
-    if all(map(is_, members, value)):
-        return value
-    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
