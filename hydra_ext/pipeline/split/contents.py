@@ -214,9 +214,10 @@ def _members_of_class(saved: dict[str, Any]) -> list[Any]:
     return [value for value in saved.values() if not is_iterator(type(value))]
 
 
-def classes_of(value: Any) -> list[type]:
-    """Its class and the bases, where they are of the user's."""
-    return [base for base in type(value).__mro__ if not is_foreign(base)]
+@for_each_class
+def classes_of(kind: type) -> tuple[type, ...]:
+    """The class and its bases, where they are of the user's."""
+    return tuple(base for base in kind.__mro__ if not is_foreign(base))
 
 
 # Of an iterator of a class (that numbers its objects) it does not matter how far it is.

@@ -65,6 +65,7 @@ class ModuleState:
     def now(roots: Sequence[nn.Module]) -> ModuleState:
         entries: dict[Place, Entry] = {}
         seen: set[int] = set()
+        classes: set[type] = set()
         rest: list[Any] = list(roots)
         while rest:
             owner = rest.pop()
@@ -74,8 +75,9 @@ class ModuleState:
             for kind in kinds_of(owner):
                 held = _note(owner, kind, entries)
                 rest += [each for each in held if type(each) not in LEAVES]
-                if kind is ATTRIBUTES:
-                    rest += classes_of(owner)
+                if kind is ATTRIBUTES and type(owner) not in classes:
+                    classes.add(type(owner))
+                    rest += classes_of(type(owner))
             if isinstance(owner, nn.Module):
                 rest += owner.children()
         return ModuleState(roots, entries)

@@ -41,6 +41,7 @@ class HeldBefore:
         self._empty: list[Any] = []
         self._saved: list[tuple[Kind, Any, Any]] = []
         seen: set[int] = set()
+        classes: set[type] = set()
         rest: list[Any] = list(roots)
         while rest:
             value = rest.pop()
@@ -48,8 +49,9 @@ class HeldBefore:
                 continue
             seen.add(id(value))
             for kind in kinds_of(value):
-                if kind is ATTRIBUTES:
-                    rest += classes_of(value)
+                if kind is ATTRIBUTES and type(value) not in classes:
+                    classes.add(type(value))
+                    rest += classes_of(type(value))
                 saved = kind.save(value)
                 self._saved.append((kind, value, saved))  # all of it stays alive here: an identity means one object
                 for held in kind.members(saved):

@@ -54,7 +54,7 @@ class ModulesNow:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = all_modules(model)
-        self._classes = list(dict.fromkeys(kind for m in self._modules.values() for kind in classes_of(m)))
+        self._classes = list(dict.fromkeys(kind for m in self._modules.values() for kind in classes_of(type(m))))
         self._contents: list[tuple[Any, list[Any]]] = []
         self._states: list[tuple[Any, Any]] = []
         self._latest: Snapshot | None = None
