@@ -28,14 +28,14 @@ _INSTALLED = {"site-packages", "dist-packages"}
 @for_each_class
 def is_foreign(kind: type) -> bool:
     """Machinery: queues, locks, loggers, handles."""
-    package = kind.__module__.partition(".")[0]
+    package = str(kind.__module__).partition(".")[0]  # some classes set it to what is no name
     return package in _BELOW or (package not in _PLAIN_HOLDERS and is_of_library(kind))
 
 
 @for_each_class
 def is_of_library(kind: type) -> bool:
     """Whether the class is one of the standard library's; a package of the user's may be called like one of those."""
-    package = kind.__module__.partition(".")[0]
+    package = str(kind.__module__).partition(".")[0]  # some classes set it to what is no name
     if package not in sys.stdlib_module_names:
         return False
     module = sys.modules.get(kind.__module__)
