@@ -20,9 +20,10 @@ from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 class RecomputedStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
-    The second forward starts from the same values, random numbers, buffers, attributes of modules and version of the
-    weights as the first, so that it gives the same bits; what it changes in buffers and attributes is lost. Generators
-    of the user's own are known in stages of a plain module; explicit stages must draw from the default ones.
+    The second forward starts from the same values, random numbers, buffers, attributes of modules with all that is
+    reached from them, and version of the weights as the first, so that it gives the same bits; what it changes there is
+    lost. Sources of random numbers of the user's own are known where a module holds them; torch.Generators that only
+    ``fn`` holds, in stages of a plain module.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:

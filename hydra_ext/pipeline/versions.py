@@ -87,10 +87,9 @@ class StageWeights:
         seen = {module: None for root in modules for module in root.modules()}
         self._places = [
             _Place(holder, key, index[id(parameter)])
-            for module in seen
             for holder, key, parameter in [
-                *((module._parameters, key, parameter) for key, parameter in module._parameters.items()),
-                *listed_parameters(module),
+                *((module._parameters, key, each) for module in seen for key, each in module._parameters.items()),
+                *listed_parameters(modules),
             ]
             if id(parameter) in index
         ]

@@ -55,6 +55,34 @@ class ByDict(Listed):
         return self.up  # type: ignore[return-value]
 
 
+class Deep:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class ByObject(Listed):
+    """In a list of an object, which a dict in a list holds."""
+
+    def keep(self) -> None:
+        self.up = [{"deep": Deep([layer.up.weight for layer in self.layers])}]  # type: ignore[union-attr]
+
+    def weights(self) -> Sequence[Tensor]:
+        return self.up[0]["deep"].held  # type: ignore[no-any-return]
+
+
+class ByModule(Listed):
+    """In modules that are not registered."""
+
+    def keep(self) -> None:
+        others = [nn.Linear(32, 48) for _ in self.layers]
+        for other, layer in zip(others, self.layers, strict=True):
+            other.weight = layer.up.weight  # type: ignore[assignment,union-attr]
+        self.up = (others,)
+
+    def weights(self) -> Sequence[Tensor]:
+        return [other.weight for other in self.up[0]]
+
+
 class ByTuple(Listed):
     def keep(self) -> None:
         self.up = tuple(layer.up.weight for layer in self.layers)  # type: ignore[union-attr]
@@ -63,7 +91,14 @@ class ByTuple(Listed):
         return self.up  # type: ignore[return-value]
 
 
-LISTED: dict[str, type[Listed]] = {"modules": Listed, "list": ByList, "dict": ByDict, "tuple": ByTuple}
+LISTED: dict[str, type[Listed]] = {
+    "modules": Listed,
+    "list": ByList,
+    "dict": ByDict,
+    "object": ByObject,
+    "unregistered": ByModule,
+    "tuple": ByTuple,
+}
 
 
 def data() -> list[list[Batch]]:

@@ -12,7 +12,7 @@ from hydra_ext.pipeline.split.carried import attribute_tensors
 from hydra_ext.pipeline.split.generators import GeneratorStates
 from hydra_ext.pipeline.split.lasting import Lasting
 from hydra_ext.pipeline.split.notes import Undo
-from hydra_ext.pipeline.split.restoring import ModulesBefore
+from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.split.run import OtherWay
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.split.tensors import named_tensors
@@ -20,8 +20,8 @@ from hydra_ext.pipeline.split.tensors import named_tensors
 
 @contextmanager
 def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
-    """Modules, what the forward writes to, and the user's generators are as before if it ends with OtherWay."""
-    modules = ModulesBefore(model)
+    """As before if it ends with OtherWay: modules and the microbatch, what the forward writes to, and generators."""
+    held = HeldBefore(model, microbatch)
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):
         undo.before_write(tensor)
@@ -29,7 +29,7 @@ def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -
     try:
         yield
     except OtherWay:
-        modules.restore()
+        held.restore()
         undo.restore()
         generators.restore()
         raise

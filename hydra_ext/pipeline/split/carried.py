@@ -14,7 +14,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.held import entries, module_roots
+from hydra_ext.pipeline.split.held import all_modules, entries, module_roots
 from hydra_ext.pipeline.split.notes import MemoryOf, Root
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.tensors import storage_key
@@ -23,21 +23,9 @@ from hydra_ext.pipeline.split.usage import MADE_ONCE
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors that modules hold, also in containers and objects, but for parameters and buffers."""
-    for entry in entries(module_roots(dict(model.named_modules()))):
+    for entry in entries(module_roots(all_modules(model))):
         if isinstance(entry.value, Tensor):
             yield entry.path, entry.value
-
-
-def outside_numbers(model: nn.Module, blocks: Collection[nn.Module]) -> dict[str, float]:
-    """Python numbers that modules outside blocks hold."""
-    inside = {inner for block in blocks for inner in block.modules()}
-    return {
-        f"{name}.{attribute}" if name else attribute: value
-        for name, module in model.named_modules()
-        if module not in inside
-        for attribute, value in module.__dict__.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
 
 
 def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tensor]) -> dict[Root, set[int]]:

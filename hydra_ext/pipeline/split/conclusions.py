@@ -22,6 +22,7 @@ def concluded(
     blocks: Mapping[str, nn.Module],
     signature: Hashable,
     lasting: Lasting,
+    training: tuple[bool, ...],
 ) -> Rehearsal:
     events = tuple(_event(draft, usage) for draft, usage in zip(drafts, recorder.usages, strict=True))
     boundaries = [Boundary(), *(_boundary(recorder, events, b) for b in range(1, len(events))), Boundary()]
@@ -35,6 +36,7 @@ def concluded(
         signature=signature,
         rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
         lasting=lasting,
+        training=training,
     )
 
 

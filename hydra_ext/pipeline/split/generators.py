@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """That of a call, if it is not one of torch's defaults: those are seeded for each event."""
     for value in (kwargs.get("generator"), *args):
-        if isinstance(value, torch.Generator) and not _is_default(value):
+        if isinstance(value, torch.Generator) and not is_default(value):
             return value
     return None
 
 
-def _is_default(generator: torch.Generator) -> bool:
+def is_default(generator: torch.Generator) -> bool:
     return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,22 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_ext.pipeline.split.contents import (
+    ATTRIBUTES,
+    MAPPING,
+    SEQUENCE,
+    attributes_of,
+    data_of,
+    has_attributes,
+    kinds_of,
+)
+from hydra_ext.pipeline.split.foreign import is_foreign
 from hydra_ext.pipeline.split.record import PLAIN
 
 # Attributes that every module has; those that a model sets itself are its state.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
-# Objects of other libraries (queues, locks, loggers, generators) are no state of the model's own.
-_FOREIGN = (sys.stdlib_module_names - {"types", "collections", "argparse"}) | {"torch", "numpy"}
 _WRITTEN_IN_PYTHON = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _LONGEST, _MOST = 4096, 20_000  # members of one container, and holders in all: what is beyond is data, not state
 
 
 @dataclass(frozen=True)
 class Root:
-    """A module's attribute, or an argument (of no module): where a search begins."""
+    """An attribute of a module or of a class, or an argument: where a search begins."""
 
     name: str
-    module: nn.Module | None
+    module: nn.Module | type | None
     attribute: str
     value: Any
 
@@ -40,6 +47,7 @@ class Entry:
         path: from the root on, as one would write it.
         root: its number.
         holder: the container or object that it lies in; the module for an attribute.
+        key: of it there.
         owner: path of the nearest object that it is reached through, whose class can be changed; None where there is
             none but the root's module.
         attribute: of the owner.
@@ -48,9 +56,36 @@ class Entry:
     path: str
     root: int
     holder: Any
+    key: Hashable
     owner: str | None
     attribute: str
     value: Any
+
+
+def all_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of the model, and others that they hold in plain containers or objects, by their paths."""
+    found = dict(model.named_modules())
+    known = {id(module) for module in found.values()}
+    rest = found
+    while rest:
+        more: dict[str, nn.Module] = {}
+        for entry in entries(module_roots(rest)):
+            if isinstance(entry.value, nn.Module):
+                for name, module in entry.value.named_modules(prefix=entry.path):
+                    if id(module) not in known:
+                        known.add(id(module))
+                        more[name] = module
+        found |= more
+        rest = more
+    return found
+
+
+def class_roots(classes: Iterable[type]) -> list[Root]:
+    return [
+        Root(f"{kind.__module__}.{kind.__qualname__}.{attribute}", kind, attribute, value)
+        for kind in classes
+        for attribute, value in data_of(kind).items()
+    ]
 
 
 def module_roots(modules: Mapping[str, nn.Module]) -> list[Root]:
@@ -76,7 +111,7 @@ def entries(roots: Iterable[Root], also: dict[int, set[int]] | None = None) -> I
     waiting: deque[Entry] = deque()
     seen: dict[int, int] = {}
     for number, root in enumerate(roots):
-        entry = Entry(root.name, number, root.module, None, root.attribute, root.value)
+        entry = Entry(root.name, number, root.module, root.attribute, None, root.attribute, root.value)
         yield entry
         waiting.append(entry)
     while waiting and len(seen) < _MOST:
@@ -94,20 +129,24 @@ def entries(roots: Iterable[Root], also: dict[int, set[int]] | None = None) -> I
         owned = has_own_class(outer.value)
         for key, label, member in inside:
             owner, attribute = (outer.path, str(key)) if owned else (outer.owner, outer.attribute)
-            entry = Entry(outer.path + label, outer.root, outer.value, owner, attribute, member)
+            entry = Entry(outer.path + label, outer.root, outer.value, key, owner, attribute, member)
             yield entry
             waiting.append(entry)
 
 
 def members(value: Any) -> list[tuple[Hashable, str, Any]] | None:
     """Of a container or object: place, the same as one would write it, and member; None for anything else."""
-    if isinstance(value, dict):
-        return [(key, f"[{key!r}]", member) for key, member in value.items()] if len(value) <= _LONGEST else None
-    if isinstance(value, (list, tuple, deque)):
-        return [(i, f"[{i}]", member) for i, member in enumerate(value)] if len(value) <= _LONGEST else None
-    if not is_object(value):
+    found: list[tuple[Hashable, str, Any]] = []
+    kinds = kinds_of(value)
+    if MAPPING in kinds or SEQUENCE in kinds or isinstance(value, tuple):
+        if len(value) > _LONGEST:
+            return None
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        found += [(key, f"[{key!r}]", member) for key, member in pairs]
+    elif not is_object(value):
         return None
-    found: list[tuple[Hashable, str, Any]] = [(key, f".{key}", member) for key, member in attributes_of(value).items()]
+    if ATTRIBUTES in kinds:
+        found += [(name, f".{name}", member) for name, member in attributes_of(value).items()]
     return found
 
 
@@ -115,23 +154,10 @@ def is_object(value: Any) -> bool:
     """Whether it is an object with attributes of its own, and no module, function or class."""
     if isinstance(value, (type, nn.Module, Tensor, FunctionType, MethodType, ModuleType, torch.Generator)):
         return False
-    kind = type(value)
-    if kind.__module__.partition(".")[0] in _FOREIGN:
-        return False
-    return hasattr(value, "__dict__") or any("__slots__" in base.__dict__ for base in kind.__mro__[:-1])
+    return not is_foreign(type(value)) and has_attributes(type(value))
 
 
 def has_own_class(value: Any) -> bool:
     """Whether it is an object of a class written in Python, not a container."""
     is_container = isinstance(value, (dict, list, tuple, deque))
     return not is_container and is_object(value) and bool(type(value).__flags__ & _WRITTEN_IN_PYTHON)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found

@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hydra_ext.pipeline.split.held import Root, attributes_of, entries, is_object, members
+from hydra_ext.pipeline.split.contents import attributes_of
+from hydra_ext.pipeline.split.held import Root, entries, is_object, members
 from hydra_ext.pipeline.split.record import PLAIN
 
 _WITHOUT_TENSORS = (*PLAIN, bytes, Enum, np.ndarray, np.generic, type)

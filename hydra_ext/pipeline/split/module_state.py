@@ -1,49 +1,58 @@
-"""What modules hold beside parameters, at one moment: attributes, one level into their containers, and buffers."""
+"""What modules hold beside parameters, at one moment: attributes, all that is reached from them, and buffers."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.layout import copied
+from hydra_ext.pipeline.split.contents import (
+    ARRAY,
+    ATTRIBUTES,
+    CLASS,
+    ITERATOR,
+    LEAVES,
+    MAPPING,
+    SET,
+    SOURCE,
+    Kind,
+    classes_of,
+    comparable,
+    kinds_of,
+    mapped_tuple,
+    remove_attribute,
+    set_attribute,
+    stamp_of_array,
+)
 from hydra_ext.pipeline.split.stand_ins import is_absent
 
-Place = tuple[nn.Module, str, str]  # of which module, ATTRIBUTE or BUFFER, and its name
-ATTRIBUTE, BUFFER = "attribute", "buffer"
+Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
+ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"
 
-_CONTAINERS = (dict, OrderedDict, list, set, deque)
 # Forward hooks too: who hooks himself in at the first forward marks that in an attribute.
 _HOOKS = {name for name in nn.Module().__dict__ if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} - _HOOKS
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What is in one place.
 
     Attributes:
-        content: a copy of the container that ``value`` is; None where it is none.
+        owner: the module, object or class that has it, or the container, array or source that holds it.
+        value: of the attribute or buffer; what the owner's kind has saved of its content.
         stamp: equal for two entries of one place if nothing was set or written to between them.
+        kind: of the content.
     """
 
+    owner: Any
     value: Any
-    content: Any
     stamp: Any
-
-    @staticmethod
-    def of(value: Any) -> Entry:
-        if type(value) not in _CONTAINERS:
-            return Entry(value, None, _stamp(value))
-        content = value.copy()
-        stamps = [_stamp(member) for member in _members(content)]
-        return Entry(value, content, (id(value), frozenset(stamps) if isinstance(value, set) else tuple(stamps)))
+    kind: Kind | None = None
 
 
 class ModuleState:
@@ -56,13 +65,22 @@ class ModuleState:
     @staticmethod
     def now(roots: Sequence[nn.Module]) -> ModuleState:
         entries: dict[Place, Entry] = {}
-        for module in {inner: None for root in roots for inner in root.modules()}:
-            if not isinstance(module, torch.jit.ScriptModule):
-                for name, value in module.__dict__.items():
-                    if name not in _OF_TORCH:
-                        entries[module, ATTRIBUTE, name] = Entry.of(value)
-            for name, buffer in module._buffers.items():
-                entries[module, BUFFER, name] = Entry.of(buffer)
+        seen: set[int] = set()
+        classes: set[type] = set()
+        rest: list[Any] = list(roots)
+        while rest:
+            owner = rest.pop()
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for kind in kinds_of(owner):
+                held = _note(owner, kind, entries)
+                rest += [each for each in held if type(each) not in LEAVES]
+                if kind is ATTRIBUTES and type(owner) not in classes:
+                    classes.add(type(owner))
+                    rest += classes_of(type(owner))
+            if isinstance(owner, nn.Module):
+                rest += owner.children()
         return ModuleState(roots, entries)
 
     def put(self, current: ModuleState | None = None) -> None:
@@ -73,14 +91,14 @@ class ModuleState:
         """
         current = current or ModuleState.now(self._roots)
         for place in current.entries.keys() - self.entries.keys():
-            del _holder(place)[place[2]]
+            if (place[0], _OWNER, "") in self.entries:
+                _remove(current.entries[place].owner, *place[1:])
         for place, entry in self.entries.items():
             there = current.entries.get(place)
-            if there is None or there.value is not entry.value:
-                value = entry.value.tensor() if isinstance(entry.value, _Computed) else entry.value
-                _holder(place)[place[2]] = value
-            if entry.content is not None:
-                _refill(entry.value, entry.content)
+            if entry.kind is not None:
+                entry.kind.put(entry.owner, entry.kind.mapped(entry.value, _found))
+            elif there is None or there.value is not entry.value:
+                _set(entry.owner, *place[1:], _found(entry.value))
 
     def changed_since(self, before: ModuleState) -> list[Place]:
         """Where something was set, written to, added or taken away."""
@@ -107,13 +125,14 @@ class Copies:
         self._made: dict[int, tuple[Tensor, Any]] = {}
 
     def of(self, entry: Entry) -> Entry:
-        if entry.content is None:
-            value = self._copy(entry.value)
-            return entry if value is entry.value else Entry(value, None, _stamp(value))
-        content = _mapped(entry.content, self._copy)
-        return Entry(entry.value, content, entry.stamp)
+        if entry.kind is not None:
+            return Entry(entry.owner, entry.kind.mapped(entry.value, self._copy), entry.stamp, entry.kind)
+        value = self._copy(entry.value)
+        return entry if value is entry.value else Entry(entry.owner, value, _stamp(value))
 
     def _copy(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return mapped_tuple(value, self._copy)
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_absent(value):
             return value
         if id(value) not in self._made:
@@ -154,41 +173,68 @@ class _Forgotten(torch.autograd.Function):
         )
 
 
-def _holder(place: Place) -> dict[str, Any]:
-    module, kind, _ = place
-    return module.__dict__ if kind == ATTRIBUTE else module._buffers
+def _note(owner: Any, kind: Kind, entries: dict[Place, Entry]) -> Iterable[Any]:
+    """Adds what it holds itself; returns what may hold something in turn."""
+    number = id(owner)
+    if kind is not ATTRIBUTES and kind is not CLASS:
+        saved = kind.save(owner)
+        entries[number, CONTENT, ""] = Entry(owner, saved, _stamp_of_content(kind, owner, saved), kind)
+        return kind.members(saved)
+    entries[number, _OWNER, ""] = Entry(owner, None, True)
+    if isinstance(owner, nn.Module):
+        for name, buffer in owner._buffers.items():
+            entries[number, BUFFER, name] = Entry(owner, buffer, _stamp(buffer))
+        if isinstance(owner, torch.jit.ScriptModule):
+            return ()
+        attributes = {name: value for name, value in kind.save(owner).items() if name not in _OF_TORCH}
+    else:
+        attributes = kind.save(owner)
+    for name, value in attributes.items():
+        entries[number, ATTRIBUTE, name] = Entry(owner, value, _stamp(value))
+    return attributes.values()
+
+
+def _set(owner: Any, what: str, name: str, value: Any) -> None:
+    if what == BUFFER:
+        owner._buffers[name] = value
+    elif what == ATTRIBUTE:
+        set_attribute(owner, name, value)
+
+
+def _remove(owner: Any, what: str, name: str) -> None:
+    if what == BUFFER:
+        del owner._buffers[name]
+    elif what == ATTRIBUTE:
+        remove_attribute(owner, name)
 
 
 def _stamp(value: Any) -> Any:
     if isinstance(value, Tensor):
         return id(value), -1 if value.is_inference() else value._version
-    return id(value)
+    return (id(value), *map(_stamp, value)) if isinstance(value, tuple) else id(value)
+
+
+def _stamp_of_content(kind: Kind, owner: Any, saved: Any) -> Any:
+    if kind is ARRAY:
+        return stamp_of_array(saved)
+    if kind is SOURCE:
+        return comparable(owner)
+    if kind is ITERATOR:
+        return saved
+    if not saved:
+        return ()
+    stamps = [_stamp(member) for member in kind.members(saved)]
+    if kind is SET:
+        return frozenset(stamps)
+    return (*map(id, saved), *stamps) if kind is MAPPING else tuple(stamps)
 
 
 def _stamp_of(entry: Entry | None) -> Any:
     return entry.stamp if entry is not None else None
 
 
-def _members(content: Any) -> Iterable[Any]:
-    if isinstance(content, dict):
-        return [each for pair in content.items() for each in pair]
-    members: Iterable[Any] = content
-    return members
-
-
-def _mapped(content: Any, copy: Callable[[Any], Any]) -> Any:
-    if isinstance(content, dict):
-        return {key: copy(value) for key, value in content.items()}
-    return type(content)(copy(member) for member in content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    content = _mapped(content, lambda member: member.tensor() if isinstance(member, _Computed) else member)
-    there, wanted = list(_members(container)), list(_members(content))
-    if len(there) == len(wanted) and all(one is other for one, other in zip(there, wanted, strict=True)):
-        return
-    container.clear()
-    if isinstance(container, (dict, set)):
-        container.update(content)
-    else:
-        container.extend(content)
+def _found(value: Any) -> Any:
+    """The tensor itself where only its values were kept."""
+    if isinstance(value, tuple):
+        return mapped_tuple(value, _found)
+    return value.tensor() if isinstance(value, _Computed) else value

@@ -6,15 +6,20 @@ glue sets after its end. Who reads such a value shows in a second forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from hydra_ext.pipeline.split.contents import is_source
 from hydra_ext.pipeline.split.held import Root, argument_roots, entries
-from hydra_ext.pipeline.split.reads import Reads
+from hydra_ext.pipeline.split.outside import reached_by
+from hydra_ext.pipeline.split.reads import Reader, Reads
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.snapshots import ModulesNow, Snapshot
+
+_NOBODY_KNOWS: set[Reader] = {("glue", -1)}  # whoever reads it cannot be seen: it may be any
 
 
 @dataclass
@@ -24,18 +29,22 @@ class Left:
     Attributes:
         path: of what has changed, as one would write it.
         attribute: through which it is reached.
-        module: that has the attribute; None where an object has it.
+        module: or class, that has the attribute; None where an object has it.
         owner: the path of that object, from modules or from the arguments of the event that left it.
         events: that have changed it.
         glue: after which events it was changed there.
+        is_source: of random numbers.
+        is_unseen: ``fn`` can read it without being seen.
     """
 
     path: str
     attribute: str
-    module: nn.Module | None = None
+    module: nn.Module | type | None = None
     owner: str | None = None
     events: set[int] = field(default_factory=set)
     glue: set[int] = field(default_factory=set)
+    is_source: bool = False
+    is_unseen: bool = False
 
 
 class PlainState:
@@ -46,8 +55,9 @@ class PlainState:
         given: what events have changed in the objects that they were given, by event and names.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module, fn: Callable[[Any], Any]) -> None:
         self._recorder = recorder
+        self._outside = reached_by(fn)
         self._modules = ModulesNow(model)
         self._before = self._modules.snapshot()
         self._arguments = Snapshot([])
@@ -78,10 +88,14 @@ class PlainState:
         before, self._before = self._before, self._modules.snapshot()
         if self._before is before or not self._recorder.usages:
             return []
-        found: dict[str, Left] = {}
+        found = []
         for path in before.changed(self._before):
-            found |= _places(before, path) | _places(self._before, path)
-        return [self.left.setdefault(name, left) for name, left in found.items()]
+            there = [entry for each in (before, self._before) if (entry := each.entries.get(path)) is not None]
+            is_unseen = any(id(held) in self._outside for entry in there for held in (entry.holder, entry.value))
+            for name, left in (_places(before, path) | _places(self._before, path)).items():
+                found.append(self.left.setdefault(name, left))
+                found[-1].is_unseen |= is_unseen
+        return found
 
     def _note_argument(self, event: int, block: str, path: str, after: Snapshot, output: Any) -> None:
         """Reads of an object's attributes can be watched; those of containers cannot."""
@@ -116,7 +130,8 @@ class PlainState:
                 where = f"in block {blocks[reader]}" if kind == "event" else "between blocks"
                 for event in left.events - ({reader} if kind == "event" else set()):
                     recorder.refuse(
-                        f"block {blocks[event]} changes {left.path}, which is read {where}: a stage that skips the "
+                        _drawn_from(left)
+                        or f"block {blocks[event]} changes {left.path}, which is read {where}: a stage that skips the "
                         "block would not have it. Keep it as a tensor that the block returns, or cut elsewhere",
                         after=step(min(event, reader)),
                         until=step(max(event, reader)) if kind == "event" else None,
@@ -124,7 +139,8 @@ class PlainState:
                 for glue in left.glue:
                     if reader < glue:
                         recorder.refuse(
-                            f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
+                            _drawn_from(left)
+                            or f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
                             f"{where} in the next microbatch: set it before the first block, or outside of fn",
                             after=step(reader),
                             until=step(glue),
@@ -146,6 +162,9 @@ class PlainReads:
         for name, left in state.left.items():
             if left.module is not None:
                 self._watch(left.module, left.attribute, name)
+            if left.is_unseen:
+                self.reads.found[name] = set(_NOBODY_KNOWS)
+        self._find((), {}, {})
 
     def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._find(args, kwargs, self._state.given.get(len(self._recorder.usages), {}))
@@ -159,6 +178,7 @@ class PlainReads:
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Left]) -> None:
         """The objects may be others in each forward, or after each block."""
         with self.reads.paused():
+            self.reads.watch_again()
             if given:
                 self._watch_in(Snapshot(argument_roots(args, kwargs)), given)
             if self._owned:
@@ -174,13 +194,26 @@ class PlainReads:
 
     def _watch(self, owner: Any, attribute: str, name: str) -> None:
         if not self.reads.watch(owner, attribute, name):
-            self.reads.found[name] = {("glue", -1)}  # whoever reads it cannot be seen
+            self.reads.found[name] = set(_NOBODY_KNOWS)
 
 
 def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:
     """Where one must look to see who reads what is there."""
     entry = snapshot.entries.get(path)
+    source = entry is not None and is_source(entry.value)
     if entry is not None and entry.owner is not None:
-        return {f"{entry.owner}.{entry.attribute}": Left(path, entry.attribute, None, entry.owner)}
-    roots = snapshot.roots_to(path)
-    return {f"{id(root.module)}.{root.attribute}": Left(path, root.attribute, root.module) for root in roots}
+        found = Left(path, entry.attribute, None, entry.owner, is_source=source)
+        return {f"{entry.owner}.{entry.attribute}": found}
+    return {
+        f"{id(root.module)}.{root.attribute}": Left(path, root.attribute, root.module, is_source=source)
+        for root in snapshot.roots_to(path)
+    }
+
+
+def _drawn_from(left: Left) -> str | None:
+    if not left.is_source:
+        return None
+    return (
+        f"random numbers are drawn from {left.path} on both sides of the cut, and what one stage draws another would "
+        "not: take a source for each block, or torch's, numpy's or Python's own, which are seeded for each block"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +21,23 @@ class Reads:
         self._reader = reader
         self._watched: dict[tuple[int, str], set[str]] = {}
         self._classes: dict[type, type] = {}
+        self._told_of: dict[type, Any] = {}
         self._changed: dict[int, tuple[Any, type]] = {}
+        self._of_classes: dict[tuple[type, str], str] = {}
         self._paused = False
 
     def watch(self, owner: Any, attribute: str, name: str) -> bool:
-        """Whether the object allows it: one of a class that is written in Python does."""
+        """Whether the object allows it: one of a class that is written in Python does, and such a class itself."""
+        if isinstance(owner, type):
+            self._of_classes[owner, attribute] = name
+            return self._tell_of(owner, attribute)
         if id(owner) not in self._changed:
             kind = type(owner)
             try:
-                object.__setattr__(owner, "__class__", self._telling(kind))
+                if _is_told_of_subclasses(kind):
+                    self._tell(kind)
+                else:
+                    object.__setattr__(owner, "__class__", self._telling(kind))
             except (TypeError, ValueError, AttributeError):
                 return False
             self._changed[id(owner)] = (owner, kind)
@@ -45,22 +53,78 @@ class Reads:
         finally:
             self._paused = False
 
+    def watch_again(self) -> None:
+        """Those attributes of classes that have been set since."""
+        for kind, attribute in self._of_classes:
+            self._tell_of(kind, attribute)
+
     def end(self) -> None:
         for owner, kind in self._changed.values():
-            object.__setattr__(owner, "__class__", kind)
+            if type(owner) is not kind:
+                object.__setattr__(owner, "__class__", kind)
+        for kind, before in reversed(self._told_of.items()):
+            if before is None:
+                type.__delattr__(kind, "__getattribute__")
+            else:
+                type.__setattr__(kind, "__getattribute__", before)
+        for kind, attribute in self._of_classes:
+            held = vars(kind).get(attribute)
+            if isinstance(held, _Telling):
+                type.__setattr__(kind, attribute, held.value)
+
+    def _tell_of(self, kind: type, attribute: str) -> bool:
+        held = vars(kind).get(attribute)
+        if attribute in vars(kind) and not isinstance(held, _Telling):
+            name = self._of_classes[kind, attribute]
+            try:
+                type.__setattr__(kind, attribute, _Telling(held, lambda: self._note({name})))
+            except TypeError:
+                return False
+        return True
+
+    def _note(self, names: Iterable[str]) -> None:
+        if not self._paused:
+            for name in names:
+                self.found.setdefault(name, set()).add(self._reader())
+
+    def _tell(self, kind: type) -> None:
+        """The class itself tells, of all its objects."""
+        if kind not in self._told_of:
+            before = vars(kind).get("__getattribute__")
+            type.__setattr__(kind, "__getattribute__", self._read(kind.__getattribute__))
+            self._told_of[kind] = before
 
     def _telling(self, kind: type) -> type:
+        """A class like it that tells."""
         if kind in self._classes:
             return self._classes[kind]
-        reads = self
-
-        def read(owner: Any, attribute: str) -> Any:
-            if not reads._paused:
-                for name in reads._watched.get((id(owner), attribute), ()):
-                    reads.found.setdefault(name, set()).add(reads._reader())
-            return kind.__getattribute__(owner, attribute)  # type: ignore[call-arg]
-
         # Without slots of its own its objects are laid out as before, which a change of class needs.
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
-        self._classes[kind] = type(kind)(kind.__name__, (kind,), {**names, "__getattribute__": read})
+        self._classes[kind] = type(kind)(
+            kind.__name__, (kind,), {**names, "__getattribute__": self._read(kind.__getattribute__)}
+        )
         return self._classes[kind]
+
+    def _read(self, get: Callable[..., Any]) -> Callable[[Any, str], Any]:
+        def read(owner: Any, attribute: str) -> Any:
+            self._note(self._watched.get((id(owner), attribute), ()))
+            return get(owner, attribute)
+
+        return read
+
+
+def _is_told_of_subclasses(kind: type) -> bool:
+    """Whether the user's code runs where a class of this one is made: a registry would keep it."""
+    return type(kind) is not type or any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
+
+
+class _Telling:
+    """In the place of a class's attribute."""
+
+    def __init__(self, value: Any, tell: Callable[[], None]) -> None:
+        self.value = value
+        self._tell = tell
+
+    def __get__(self, _owner: Any, _kind: type | None = None) -> Any:
+        self._tell()
+        return self.value

@@ -244,6 +244,7 @@ class Rehearsal:
         lasting: what outlives the forward; likewise.
         rewritten: names of the buffers, attributes of modules, and parameters, that glue writes to with what depends
             on no event: every stage that comes by does so again.
+        training: whether each module of the model trains after the forward.
     """
 
     events: tuple[Event, ...]
@@ -255,6 +256,7 @@ class Rehearsal:
     signature: Hashable
     lasting: Lasting
     rewritten: frozenset[str] = frozenset()
+    training: tuple[bool, ...] = ()
 
     @property
     def possible_cuts(self) -> list[int]:

@@ -20,7 +20,6 @@ from hydra_ext.pipeline.split.carried import (
     attribute_tensors,
     kept_elsewhere,
     left_on_modules,
-    outside_numbers,
     refuse_carried,
     refuse_shared_generators,
 )
@@ -76,8 +75,9 @@ def rehearse(
         with other_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
-            state = PlainState(recorder, model)
+            state = PlainState(recorder, model, fn)
             drafts = _run(recorder, state, model, found, fn, microbatch, randomness, device)
+            training = tuple(module.training for module in model.modules())
             left = left_on_modules(recorder, model, before)
             kept = kept_elsewhere(recorder, model)
             if left or kept or state.left or state.given:
@@ -97,7 +97,7 @@ def rehearse(
             each.drawn.put_back()
         surroundings.restore()
     generators = refuse_shared_generators(recorder)
-    return concluded(recorder, drafts, found, signature, recorder.writes.lasting(generators))
+    return concluded(recorder, drafts, found, signature, recorder.writes.lasting(generators), training)
 
 
 def _run(
@@ -117,15 +117,12 @@ def _run(
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
     events = EventRecorder(recorder, randomness)
     buffers = ReplacedBuffers(recorder, model)
-    numbers: dict[str, float] = {}
 
     def call(
         name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if recorder.running is not None:
             return forward(*args, **kwargs)
-        if not events.events:
-            numbers.update(outside_numbers(model, blocks.values()))
         with torch._C.DisableTorchFunction():
             buffers.end_glue()
             state.begin_event(args, kwargs)
@@ -152,13 +149,6 @@ def _run(
     buffers.end_glue()
     buffers.refuse_carried()
     state.end_glue()
-    changed = sorted(dict(outside_numbers(model, blocks.values()).items() - numbers.items()))
-    if changed:
-        recorder.refuse(
-            f"the forward sets the number {', '.join(changed)} between blocks, where not every stage comes: set it "
-            "before the first block, or outside of fn",
-            after=0,
-        )
     return events.events
 
 

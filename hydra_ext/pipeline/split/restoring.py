@@ -1,139 +1,81 @@
-"""A model's modules as they were: attributes, and what is in the containers and objects they hold."""
+"""A model's modules, or a microbatch, as they were: attributes, and all that is reached from them."""
 
 from __future__ import annotations
 
-import operator
-import sys
-from argparse import Namespace
-from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device}
+from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.contents import ATTRIBUTES, ITERATOR, LEAVES, Kind, classes_of, kinds_of
+
 _SIMPLE = {dict, OrderedDict, list, set, deque}
-_OPENED = (SimpleNamespace, Namespace, UserDict, UserList)
-# Whose objects are machinery (locks, loggers, handles) and not what a forward keeps.
-_MACHINERY = {*sys.stdlib_module_names, "torch", "numpy", "hydra_ext"} - {"__main__"}
 
 
 @contextmanager
 def unchanged_modules(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds."""
-    before = ModulesBefore(model)
+    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds.
+
+    Raises:
+        SplitError: an iterator there has gone on.
+    """
+    before = HeldBefore(model)
     try:
         yield
     finally:
         before.restore()
+    before.refuse_iterators()
 
 
-class ModulesBefore:
-    """As they are now. What tensors hold is not looked at.
+class HeldBefore:
+    """What modules, or other things, hold, however deep, as it is now. What tensors hold is not looked at.
 
-    Every microbatch of a first stage pays for it, so that nothing is done for the many empty containers of a module but
+    Every microbatch pays for it, so that nothing is done for the many empty containers of a module but
     to remember them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: set[int] = set()
+    def __init__(self, *roots: Any) -> None:
         self._empty: list[Any] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._others: list[Callable[[], None]] = []
-        rest: list[Any] = [model]
+        self._saved: list[tuple[Kind, Any, Any]] = []
+        seen: set[int] = set()
+        classes: set[type] = set()
+        rest: list[Any] = list(roots)
         while rest:
             value = rest.pop()
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                for held in self._note(value):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            for kind in kinds_of(value):
+                if kind is ATTRIBUTES and type(value) not in classes:
+                    classes.add(type(value))
+                    rest += classes_of(type(value))
+                saved = kind.save(value)
+                self._saved.append((kind, value, saved))  # all of it stays alive here: an identity means one object
+                for held in kind.members(saved):
                     if type(held) in _SIMPLE and not held:
                         self._empty.append(held)
-                    elif type(held) not in _PLAIN:
+                    elif type(held) not in LEAVES:
                         rest.append(held)
 
     def restore(self) -> None:
         for empty in self._empty:
             if empty:
                 empty.clear()
-        for held, content in self._dicts:
-            _set_dict(held, content)
-        for undo in self._others:
-            undo()
+        for kind, held, saved in self._saved:
+            kind.put(held, saved)
 
-    def _note(self, value: Any) -> Iterable[Any]:
-        """What it holds in turn; all of that stays alive here, so that an identity means one object."""
-        kind = type(value)
-        if kind in _SIMPLE or issubclass(kind, (dict, list, set, deque)):
-            return self._note_container(value)
-        if issubclass(kind, nn.Module):
-            return self._note_dict(value.__dict__)
-        if issubclass(kind, Tensor):
-            return ()
-        if issubclass(kind, tuple):
-            return tuple(value)
-        if issubclass(kind, np.ndarray):
-            saved = value.copy()
-            self._others.append(lambda: np.copyto(value, saved))
-        elif issubclass(kind, torch.Generator):
-            state = value.get_state()
-            self._others.append(lambda: value.set_state(state))
-        elif issubclass(kind, _OPENED) or _is_users(kind):
-            return self._note_dict(value.__dict__)
-        return ()
-
-    def _note_container(self, value: Any) -> Iterable[Any]:
-        if not value:
-            self._empty.append(value)
-            return ()
-        if isinstance(value, dict):
-            return self._note_dict(value)
-        if isinstance(value, set):
-            members = set(value)
-            self._others.append(lambda: _set_set(value, members))
-            return ()
-        content = list(value)
-        self._others.append(lambda: _set_list(value, content))
-        return content
-
-    def _note_dict(self, held: dict[Any, Any]) -> Iterable[Any]:
-        content = dict(held)
-        self._dicts.append((held, content))
-        return content.values()
-
-
-def _is_users(kind: type) -> bool:
-    """An object of the user's that keeps its state in attributes."""
-    return not issubclass(kind, type) and kind.__module__.partition(".")[0] not in _MACHINERY and _has_dict(kind)
-
-
-def _has_dict(kind: type) -> bool:
-    return getattr(kind, "__dictoffset__", 0) != 0
-
-
-def _set_dict(held: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """By the built-in classes' own methods: a class of the user's may do more in its own."""
-    is_same = len(held) == len(content) and all(map(operator.is_, held.values(), content.values()))
-    if is_same and all(map(operator.is_, held, content)):
-        return
-    kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-    kind.clear(held)
-    for key, value in content.items():
-        kind.__setitem__(held, key, value)
-
-
-def _set_list(held: Any, content: list[Any]) -> None:
-    if len(held) == len(content) and all(map(operator.is_, held, content)):
-        return
-    kind: Any = list if isinstance(held, list) else deque
-    kind.clear(held)
-    kind.extend(held, content)
-
-
-def _set_set(held: set[Any], content: set[Any]) -> None:
-    if held != content:
-        set.clear(held)
-        set.update(held, content)
+    def refuse_iterators(self) -> None:
+        """
+        Raises:
+            SplitError: one has gone on since.
+        """
+        for kind, held, saved in self._saved:
+            if kind is ITERATOR and kind.save(held) != saved:
+                raise SplitError(
+                    f"the forward takes from a {type(held).__name__} that a module holds, which a forward that does "
+                    "not count cannot put back: count in a number instead, take what it gives outside of the model, "
+                    "or give stages= explicitly"
+                )

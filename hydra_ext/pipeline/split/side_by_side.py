@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.module_state import ATTRIBUTE, BUFFER, Copies, ModuleState, Place
+from hydra_ext.pipeline.split.held import all_modules, entries, module_roots
+from hydra_ext.pipeline.split.module_state import ATTRIBUTE, BUFFER, CONTENT, Copies, ModuleState, Place
 from hydra_ext.pipeline.split.stage import SplitStage
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
@@ -31,7 +32,7 @@ class SideBySide:
         self._roots = (model,)
         self._stages = sorted(stages)
         self._rewritten = frozenset(rewritten)
-        self._apart = _places(model, self._rewritten)
+        self._apart: set[Place] = set()
         self._of: dict[int, ModuleState] = {}
         self._shown: ModuleState | None = None
         self._own_begins: ModuleState | None = None
@@ -80,11 +81,14 @@ class SideBySide:
         """What the module holds now; what others than stages have changed there is changed for all of them."""
         current = ModuleState.now(self._roots)
         if self._shown is None:
+            self._apart = _places(self._roots[0], self._rewritten)
             self._of = {
                 stage: current if not i else current.copied(self._apart) for i, stage in enumerate(self._stages)
             }
             return current
         changed = current.changed_since(self._shown)
+        if changed:
+            self._apart = _places(self._roots[0], self._rewritten)
         for number, stage in enumerate(self._stages):
             state, copies = self._of[stage], Copies()
             for place in changed:
@@ -143,11 +147,15 @@ def _take(state: ModuleState, place: Place, other: ModuleState) -> None:
 
 
 def _places(model: nn.Module, names: Collection[str]) -> set[Place]:
-    """Where tensors of these names are: of buffers, attributes, or members of attributes ("layer.kept[0]")."""
-    modules = dict(model.named_modules())
+    """Where tensors of these names are: of buffers, attributes, or of what is in them ("layer.kept[0]")."""
+    if not names:
+        return set()
     found: set[Place] = set()
-    for name in names:
-        module_name, _, attribute = name.partition("[")[0].rpartition(".")
-        module = modules[module_name]
-        found.add((module, BUFFER if attribute in module._buffers else ATTRIBUTE, attribute))
+    for name, module in model.named_modules():
+        for buffer in module._buffers:
+            if (f"{name}.{buffer}" if name else buffer) in names:
+                found.add((id(module), BUFFER, buffer))
+    for entry in entries(module_roots(all_modules(model))):
+        if any(name.startswith(entry.path) and name[len(entry.path) :][:1] in ("", ".", "[") for name in names):
+            found |= {(id(entry.holder), CONTENT, ""), (id(entry.holder), ATTRIBUTE, str(entry.key))}
     return found

@@ -20,6 +20,7 @@ from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
+from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.split.run import OtherWay, StageDone, StageRun
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, is_absent
@@ -166,6 +167,7 @@ class SplitStage:
         run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
         passed.generators = GeneratorStates(rehearsal.lasting.generators)
+        given = None if self._is_last else HeldBefore(microbatch)
         randomness.begin()
         output: Any = None
         try:
@@ -173,7 +175,10 @@ class SplitStage:
                 output = fn(microbatch)
             run.check_end()
         except StageDone:
-            pass
+            if given is not None:
+                given.restore()  # another stage of this rank gets it, and its forward begins anew
+            for module, training in zip(self._model.modules(), rehearsal.training, strict=False):
+                module.training = training  # the program may have been ended between its eval() and train()
         except (SplitError, torch.OutOfMemoryError):
             raise
         except Exception as error:

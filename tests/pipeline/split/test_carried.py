@@ -82,13 +82,17 @@ class CountsCalls(Stack):
         return h * (1 + self.calls)  # type: ignore[no-any-return]
 
 
-def test_a_number_that_not_every_stage_would_set_is_refused() -> None:
-    found = reasons(CountsCalls())
-    assert set(found) == {1, 2, 3, 4, 5}
-    assert all("sets the number calls between blocks" in reason for reason in found.values())
-    early = CountsCalls()
-    early.late = False
-    assert not reasons(early)
+def test_a_number_that_is_set_where_it_is_read_may_be_cut() -> None:
+    for late in (True, False):
+        torch.manual_seed(0)
+        model = CountsCalls()
+        model.late = late
+        batches = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+        expected = run_plainly(model, text_loss, batches)
+        rehearsal = rehearsed(model, text_loss, batches[0])
+        assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
+        assert_same(run(model, text_loss, batches, [3], rehearsal), expected)
+        assert model.calls == 0
 
 
 # ---- what is made once and kept --------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +17,7 @@ from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.split.module_state import ModuleState
 from support.pipelines import sgd
 from support.split_models import Batch
-from support.split_models_own import Stack, text, text_loss
+from support.split_models_own import Layer, Stack, text, text_loss
 
 BATCH = text(torch.Generator().manual_seed(1))
 
@@ -57,7 +61,11 @@ def test_only_what_was_changed_is_told() -> None:
     assert ModuleState.now([model]).changed_since(before) == []
     model.members[0].add_(1)  # type: ignore[union-attr]
     model.number = 3
-    assert {place[2] for place in ModuleState.now([model]).changed_since(before)} == {"members", "number"}
+    after = ModuleState.now([model])
+    changed = [(after.entries[place].owner, place[2]) for place in after.changed_since(before)]
+    assert len(changed) == 2
+    assert any(owner is model and name == "number" for owner, name in changed)
+    assert any(owner is model.members for owner, _ in changed)
 
 
 def test_a_graph_is_not_kept_and_nothing_goes_back_through_it_unseen() -> None:
@@ -122,3 +130,91 @@ def test_a_later_kind_of_microbatch_that_writes_to_more_is_refused() -> None:
     train(CountsLongTexts(), [short, short])
     with pytest.raises(SplitError, match="writes to long between blocks, unlike"):
         train(CountsLongTexts(), [short, BATCH])
+
+
+# ---- counters wherever a module may have them ------------------------------------------------------------------------
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def in_attribute(held: Any) -> float:
+    held.calls += 1
+    return float(held.calls)
+
+
+def in_member(held: Any) -> float:
+    held[0] += 1
+    return float(held[0])
+
+
+def in_tensor(held: Any) -> float:
+    held[0].add_(1)
+    return float(held[0])
+
+
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "nested": (lambda: {"a": [0]}, lambda held: in_member(held["a"])),
+    "space": (lambda: [SimpleNamespace(calls=0)], lambda held: in_attribute(held[0])),
+    "object": (Counter, in_attribute),
+    "slots": (Slotted, in_attribute),
+    "array": (lambda: np.zeros(1), in_member),
+    "tuple": (lambda: (torch.zeros(()),), in_tensor),
+    "deep tensor": (lambda: SimpleNamespace(kept=[torch.zeros(())]), lambda held: in_tensor(held.kept)),
+    "source": (lambda: np.random.default_rng(0), lambda held: float(held.random())),
+    "generator": (lambda: torch.Generator().manual_seed(0), lambda held: float(torch.rand((), generator=held))),
+}
+
+
+class CountsInLayer(Layer):
+    counter: Any = None
+    count: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x) / (1 + self.count(self.counter))
+
+
+class CountsBefore(Stack):
+    """In each layer, and before the first."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(CountsInLayer)
+        make, self.count = COUNTERS[name]
+        self.counter = make()
+        for layer in self.layers:
+            layer.counter, layer.count = make(), self.count
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + self.count(self.counter)
+        h = self.embed(x) / scale
+        for layer in self.layers:
+            h = layer(h)
+        out: Tensor = self.head(h)
+        return out
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_each_stage_and_each_second_forward_counts_from_where_it_should(name: str) -> None:
+    batches = [text(torch.Generator().manual_seed(seed)) for seed in range(4)]
+    found = {}
+    for way, options in {
+        "whole": {"stages": 1},
+        "again": {"stages": 1, "recompute": True},
+        "two": {"stages": 2, "cuts": ["layers.2"], "schedule": "interleaved"},
+    }.items():
+        torch.manual_seed(0)
+        model = CountsBefore(name)
+        options = {"schedule": "1f1b", **options}
+        with Pipeline(model, sgd, microbatches=2, seed=5, **options) as pipe:  # type: ignore[arg-type]
+            losses = [pipe.step(batches[i : i + 2], lambda batch, m=model: text_loss(m, batch)).losses for i in (0, 2)]  # type: ignore[misc]
+        found[way] = torch.stack([loss for step in losses for loss in step])
+    assert torch.equal(found["again"], found["whole"])
+    assert torch.equal(found["two"], found["whole"])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert torch.equal(text_loss(CountsBefore(name), batches[0]), found["whole"][0])

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.chain import ChainStage
 from hydra_ext.pipeline.split import time_events
-from hydra_ext.pipeline.split.restoring import ModulesBefore
+from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.stage_program import event_seed
 from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
@@ -323,6 +324,14 @@ class Keeper:
         self.count = 0
 
 
+@dataclass(slots=True)
+class Slotted:
+    count: int
+
+    def __repr__(self) -> str:
+        return f"{getattr(self, 'count', None)}"
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (lambda: [1, [2]], lambda held: held[1].append(3)),
     "tuple": (lambda: ([1],), lambda held: held[0].clear()),
@@ -334,6 +343,8 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "array": (lambda: np.zeros(2), lambda held: held.__setitem__(0, 1)),
     "namespace": (lambda: SimpleNamespace(a=[1]), lambda held: held.a.append(2)),
     "object": (lambda: [Keeper()], lambda held: held[0].__dict__.update(count=4, other=1)),
+    "slots": (lambda: [Slotted(1)], lambda held: setattr(held[0], "count", 2)),
+    "unset slot": (lambda: [Slotted.__new__(Slotted)], lambda held: setattr(held[0], "count", 2)),
     "generator": (lambda: [torch.Generator()], lambda held: held[0].manual_seed(3)),
 }
 
@@ -352,7 +363,7 @@ def test_modules_get_back_what_was_in_what_they_hold(name: str) -> None:
     module = nn.Module()
     module.held = make()
     held, before = module.held, shown(module.held)
-    state = ModulesBefore(module)
+    state = HeldBefore(module)
     change(module.held)
     module.new = 1
     assert shown(module.held) != before

@@ -1,0 +1,288 @@
+"""What things hold themselves, at one moment: to be saved, put back in place, and compared."""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.pipeline.split.foreign import for_each_class, is_foreign, is_of_library
+from hydra_ext.pipeline.split.generators import is_default
+from hydra_ext.pipeline.split.iterators import is_iterator, position
+
+# Of these nothing is to be saved, and nothing is in them.
+LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+_CODE = {FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType, cached_property}
+_COMPARED = 1 << 24  # bytes of an array
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """How what a thing holds is handled.
+
+    Attributes:
+        save: what it holds now.
+        put: it holds that again; does nothing where it does already.
+        members: of what was saved: things that may hold something in turn.
+        mapped: what was saved, with other members.
+    """
+
+    save: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+    members: Callable[[Any], Iterable[Any]]
+    mapped: Callable[[Any, Callable[[Any], Any]], Any]
+
+
+def kinds_of(value: Any) -> tuple[Kind, ...]:
+    """None for what holds nothing, or nothing that can change, and for tensors; a subclass may have two."""
+    found = _kinds_of(type(value))
+    if found is _CLASSES:
+        return () if is_foreign(value) else found
+    return found if found not in (_ARRAYS, _SOURCES) or has_state(value) else ()
+
+
+@for_each_class
+def _kinds_of(kind: type) -> tuple[Kind, ...]:
+    if issubclass(kind, Tensor) or kind in LEAVES:
+        return ()
+    if issubclass(kind, type):
+        return _CLASSES
+    if issubclass(kind, nn.Module):
+        return (ATTRIBUTES,)
+    if issubclass(kind, np.ndarray):
+        return _ARRAYS
+    if any(issubclass(kind, each) for each in _STATES):
+        return _SOURCES
+    for content, kinds in ((MAPPING, dict), (SEQUENCE, (list, deque)), (SET, set), (FIXED, (tuple, frozenset))):
+        if issubclass(kind, kinds):
+            return (content,) if is_of_library(kind) or not has_attributes(kind) else (content, ATTRIBUTES)
+    if is_iterator(kind):
+        return (ITERATOR,)
+    return (ATTRIBUTES,) if not is_foreign(kind) and has_attributes(kind) else ()
+
+
+def is_source(value: Any) -> bool:
+    return _kinds_of(type(value)) is _SOURCES
+
+
+def has_state(value: Any) -> bool:
+    """Whether it is an array that can be written to, or a source of random numbers that no microbatch seeds anew."""
+    if _kinds_of(type(value)) not in (_ARRAYS, _SOURCES):
+        return False
+    if isinstance(value, np.ndarray):
+        return value.flags.writeable
+    if any(value is each for each in (random.getstate.__self__, np.random.get_state.__self__)):  # type: ignore[attr-defined]
+        return False
+    if isinstance(value, torch.Generator):
+        return not is_default(value)
+    return _state_of(value) is not None
+
+
+def comparable(value: Any) -> Any:
+    """What an array or a source holds, to be compared; None where it is not to be."""
+    if not has_state(value):
+        return None
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or value.nbytes > _COMPARED:
+            return None
+        return (value.shape, value.dtype.str, value.tobytes())
+    return _compared(SOURCE.save(value))
+
+
+# ---- containers -----------------------------------------------------------------------------------------------------
+def _set_dict(held: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """By the built-in classes' own methods: a class of the user's may do more in its own."""
+    is_same = len(held) == len(content) and all(map(operator.is_, held.values(), content.values()))
+    if is_same and all(map(operator.is_, held, content)):
+        return
+    kind: Any = OrderedDict if isinstance(held, OrderedDict) else dict
+    kind.clear(held)
+    for key, value in content.items():
+        kind.__setitem__(held, key, value)
+
+
+def _set_list(held: Any, content: list[Any]) -> None:
+    if len(held) == len(content) and all(map(operator.is_, held, content)):
+        return
+    kind: Any = list if isinstance(held, list) else deque
+    kind.clear(held)
+    kind.extend(held, content)
+
+
+def _set_set(held: set[Any], content: set[Any]) -> None:
+    if held != content:
+        set.clear(held)
+        set.update(held, content)
+
+
+MAPPING = Kind(
+    dict, _set_dict, lambda saved: saved.values(), lambda saved, to: {key: to(each) for key, each in saved.items()}
+)
+SEQUENCE = Kind(list, _set_list, lambda saved: saved, lambda saved, to: [to(each) for each in saved])
+SET = Kind(set, _set_set, lambda saved: saved, lambda saved, to: {to(each) for each in saved})
+FIXED = Kind(lambda value: value, lambda value, saved: None, lambda saved: saved, lambda saved, to: saved)
+
+
+def mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
+    """Itself where all members stay."""
+    members = [to(each) for each in value]
+    if all(map(operator.is_, members, value)):
+        return value
+    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+
+
+# ---- attributes -----------------------------------------------------------------------------------------------------
+@for_each_class
+def _slots_of(kind: type) -> dict[str, MemberDescriptorType]:
+    return {
+        name: descriptor
+        for base in reversed(kind.__mro__)
+        if "__slots__" in base.__dict__
+        for name, descriptor in base.__dict__.items()
+        if isinstance(descriptor, MemberDescriptorType)
+    }
+
+
+def has_attributes(kind: type) -> bool:
+    return getattr(kind, "__dictoffset__", 0) != 0 or bool(_slots_of(kind))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", ()))
+    for name, descriptor in _slots_of(type(value)).items():
+        with suppress(AttributeError):  # not set
+            found[name] = descriptor.__get__(value)
+    return found
+
+
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Past what the class does about it."""
+    if isinstance(owner, type):
+        type.__setattr__(owner, name, value)
+        return
+    descriptor = _slots_of(type(owner)).get(name)
+    if descriptor is None:
+        owner.__dict__[name] = value
+    else:
+        descriptor.__set__(owner, value)
+
+
+def remove_attribute(owner: Any, name: str) -> None:
+    if isinstance(owner, type):
+        type.__delattr__(owner, name)
+        return
+    descriptor = _slots_of(type(owner)).get(name)
+    if descriptor is None:
+        del owner.__dict__[name]
+    else:
+        descriptor.__delete__(owner)
+
+
+def _set_attributes(owner: Any, content: dict[str, Any]) -> None:
+    is_class = isinstance(owner, type)
+    if not is_class and not _slots_of(type(owner)):
+        _set_dict(owner.__dict__, content)
+        return
+    there = data_of(owner) if is_class else attributes_of(owner)
+    for name in there.keys() - content.keys():
+        remove_attribute(owner, name)
+    for name, value in content.items():
+        if name not in there or there[name] is not value:
+            set_attribute(owner, name, value)
+
+
+def data_of(kind: type) -> dict[str, Any]:
+    """What a class has beside methods, properties and what Python gives it."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if type(value) not in _CODE and not (name.startswith("__") and name.endswith("__"))
+    }
+
+
+def _members_of_class(saved: dict[str, Any]) -> list[Any]:
+    return [value for value in saved.values() if not is_iterator(type(value))]
+
+
+@for_each_class
+def classes_of(kind: type) -> tuple[type, ...]:
+    """The class and its bases, where they are of the user's."""
+    return tuple(base for base in kind.__mro__ if not is_foreign(base))
+
+
+# Of an iterator of a class (that numbers its objects) it does not matter how far it is.
+CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
+ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
+
+
+# ---- arrays and sources of random numbers ---------------------------------------------------------------------------
+def _set_array(held: np.ndarray[Any, Any], content: np.ndarray[Any, Any]) -> None:
+    if held.shape != content.shape:
+        held.resize(content.shape, refcheck=False)
+    np.copyto(held, content)
+
+
+def stamp_of_array(saved: np.ndarray[Any, Any]) -> Any:
+    """Equal for two that were saved of one array if nothing was written to between them."""
+    if saved.dtype.hasobject:
+        return (saved.shape, *map(id, saved.flat))
+    content: Any = saved.reshape(-1).view(np.uint8)
+    return (saved.shape, saved.dtype.str, memoryview(content))
+
+
+def _members_of_array(saved: np.ndarray[Any, Any]) -> Iterable[Any]:
+    return saved.flat if saved.dtype == object else ()
+
+
+ARRAY = Kind(lambda value: np.array(value), _set_array, _members_of_array, lambda saved, to: saved)
+
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
+    random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
+    np.random.RandomState: (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
+    np.random.BitGenerator: (lambda it: it.state, lambda it, state: setattr(it, "state", state)),
+    np.random.Generator: (
+        lambda it: it.bit_generator.state,
+        lambda it, state: setattr(it.bit_generator, "state", state),
+    ),
+}
+
+
+def _state_of(source: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    if isinstance(source, random.SystemRandom):
+        return None
+    return next((each for kind, each in _STATES.items() if isinstance(source, kind)), None)
+
+
+def _save_source(source: Any) -> Any:
+    found = _state_of(source)
+    return found[0](source) if found is not None else None
+
+
+def _set_source(source: Any, state: Any) -> None:
+    found = _state_of(source)
+    if found is not None:
+        found[1](source, state)
+
+
+def _compared(state: Any) -> Any:
+    if isinstance(state, dict):
+        return tuple((name, _compared(each)) for name, each in state.items())
+    if isinstance(state, Tensor):
+        return state.numpy().tobytes()
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+SOURCE = Kind(_save_source, _set_source, lambda saved: (), lambda saved, to: saved)
+ITERATOR = Kind(position, lambda iterator, saved: None, lambda saved: (), lambda saved, to: saved)
+_ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)
