@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support import pipelines
 from support.pipelines import OPTIMIZERS, Case
 from support.ranks import run_ranks
+
+
+def full(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def check(cases: Sequence[Case], folder: Path, *, delay: int | Sequence[int], size: int | None = None) -> None:
@@ -20,7 +25,7 @@ def check(cases: Sequence[Case], folder: Path, *, delay: int | Sequence[int], si
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("to", [0, *(pytest.param(to, marks=pytest.mark.full) for to in (6, 10, 13, 16))])
+@pytest.mark.parametrize("to", [0, *(full(to) for to in (6, 10, 13, 16))])
 def test_2bw_is_the_recurrence_with_a_delay_of_one(stages: int, to: int, tmp_path: Path) -> None:
     """Two counts of microbatches, or all of them in four parts."""
     fewest = max(1, stages - 1)
@@ -35,7 +40,7 @@ def test_2bw_is_the_recurrence_with_a_delay_of_one(stages: int, to: int, tmp_pat
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("stages", [1, 2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stages", [1, 2, full(4)])
 def test_schedules_that_flush_are_plain_accumulation(schedule: str, stages: int, tmp_path: Path) -> None:
     cases = [
         Case(schedule=schedule, stages=stages, microbatches=count, optimizer=optimizer, max_norm=max_norm)
@@ -117,7 +122,7 @@ def test_evaluation_uses_the_newest_weights_and_changes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "ranks"), [("gpipe", 4, 2), ("interleaved", 4, 2), ("2bw", 4, 2), ("2bw", 3, 1)]
+    ("schedule", "stages", "ranks"), [("gpipe", 4, 2), ("interleaved", 4, 2), ("2bw", 4, 2), full("2bw", 3, 1)]
 )
 def test_more_stages_than_ranks_wrap_round(schedule: str, stages: int, ranks: int, tmp_path: Path) -> None:
     cases = [
@@ -128,7 +133,7 @@ def test_more_stages_than_ranks_wrap_round(schedule: str, stages: int, ranks: in
     check(cases, tmp_path, delay=1 if schedule == "2bw" else 0, size=ranks)
 
 
-@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), full(2, 2), full(1, 3), (2, 3)])
 def test_replicas_average_in_the_order_of_their_ranks(stages: int, replicas: int, tmp_path: Path) -> None:
     cases = [
         Case(stages=stages, replicas=replicas, optimizer=optimizer, max_norm=max_norm, dropout=0.2)

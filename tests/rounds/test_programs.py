@@ -14,7 +14,6 @@ from hydra_ext import Checks
 from support.programs import Call, Program, batches, build, programs
 from support.rounds import Plan, differences, train_loop, train_rounds
 
-EXAMPLES = 1000
 FEATURES = ("tied weights", "divergent paths", "in-place operations", "checkpoints", "nested outputs")
 
 
@@ -46,11 +45,12 @@ def check(program: Program) -> None:
         assert report.rounds == -(-len(data) // program.round_size)
 
 
-def test_a_thousand_random_programs_step_as_the_loop_does(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("examples", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_programs_step_as_the_loop_does(examples: int, capsys: pytest.CaptureFixture[str]) -> None:
     seen: Counter[str] = Counter()
 
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(programs())
     def all_of_them(program: Program) -> None:
@@ -61,5 +61,5 @@ def test_a_thousand_random_programs_step_as_the_loop_does(capsys: pytest.Capture
     shares = {feature: seen[feature] / seen["examples"] for feature in FEATURES}
     with capsys.disabled():
         print(f"\n{seen['examples']} random programs: " + ", ".join(f"{k} {v:.0%}" for k, v in shares.items()))
-    assert seen["examples"] >= EXAMPLES
+    assert seen["examples"] >= examples
     assert min(shares.values()) >= 0.1
