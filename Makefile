@@ -8,6 +8,8 @@ BUILD    ?= build/make
 JOBS     ?= $(shell nproc)
 PIPFLAGS ?= -q --disable-pip-version-check --no-input
 SHARDS   ?= 4
+# Many tests wait for processes of theirs, some use several cores: more of them at a time would run into their limits.
+WORKERS  ?= 2
 
 # By its path: the venv's python comes first on PATH below.
 OUTER    := $(shell command -v $(PY))
@@ -30,6 +32,7 @@ SRC      := $(shell find csrc hydra_ext CMakeLists.txt pyproject.toml README.md 
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Not at the root: ./hydra_ext, which holds no build, would hide the installed one.
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
+PARALLEL := -n $(WORKERS) --dist worksteal
 # Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 # ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
@@ -42,7 +45,7 @@ all: $(BUILD)/.built
 help:
 	@echo "demo        build, then show it at work on this machine"
 	@echo "test        everything that needs no GPU: pytest, C++ tests (plain, ASan, TSan), lint, CUDA compile check, wheel"
-	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, and other-key; SHARD=2 runs one of them"
+	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, and other-key; SHARD=2 runs one of them; WORKERS=$(WORKERS) tests at a time"
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
 	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
@@ -85,11 +88,11 @@ test: export HYDRA_WERROR = ON
 test: lint ctest pytest stubs-check asan tsan $(if $(shell command -v nvcc),check-cuda,no-nvcc) wheel-test
 
 pytest: $(BUILD)/.built $(VENV)/.deps-test
-	$(PYTEST) .
+	$(PYTEST) $(PARALLEL) .
 
 test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key)
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
-	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
+	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 
 # Operator coverage with the other dispatch key that device parameters can carry, in a build of its own.
 other-key: $(VENV)/.deps-test

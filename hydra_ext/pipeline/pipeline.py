@@ -62,7 +62,8 @@ class Pipeline:
         stages: how many stages; one for each rank of a line unless given. Or the stages themselves, in place of
             ``model``: modules of which each gets what the one before returned, the first the microbatch; functions
             that build them are called on their own rank only.
-        cuts: of ``model``: the blocks at which stages after the first begin, by name; chosen unless given.
+        cuts: of ``model``: the blocks at which stages after the first begin, by name (or that of a module around
+            them); chosen unless given.
         replicas: lines of ranks that train copies of the model on data of their own; gradients are averaged.
         budget: device bytes of this rank for weights, gradients and activations together. The weights then stay on
             the host, all versions of them, and come to the device block by block, as with :func:`hydra_ext.offload`.

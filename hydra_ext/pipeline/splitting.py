@@ -216,11 +216,7 @@ def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list
     if len(cuts) != stages - 1:
         raise InvalidArgument(f"cuts={list(cuts)!r}: {stages} stages have {stages - 1} cuts")
     blocks = [event.name for event in rehearsal.events]
-    found = []
-    for cut in cuts:
-        if isinstance(cut, str) and cut not in blocks:
-            raise InvalidArgument(f"cuts names '{cut}', which is no block: the blocks are {', '.join(blocks)}")
-        found.append(blocks.index(cut) if isinstance(cut, str) else cut)
+    found = [_event_named(cut, blocks) if isinstance(cut, str) else cut for cut in cuts]
     borders = [0, *found, count]
     if any(low >= high for low, high in pairwise(borders)):
         raise InvalidArgument(f"cuts={list(cuts)!r} are events {found} of {count}: give them in the forward's order")
@@ -228,6 +224,14 @@ def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list
         if rehearsal.boundaries[cut].reasons:
             raise SplitError(f"no cut can be made before '{blocks[cut]}': {rehearsal.boundaries[cut].reasons[0]}")
     return borders
+
+
+def _event_named(name: str, blocks: Sequence[str]) -> int:
+    """The first one of the block, or of the blocks in the module, that is called so."""
+    for index, block in enumerate(blocks):
+        if f"{block}.".startswith(f"{name}."):
+            return index
+    raise InvalidArgument(f"cuts names '{name}', which is no block: the blocks are {', '.join(blocks)}")
 
 
 def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequence[float]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ class Case:
         cuts: blocks at which stages after the first begin; the pipeline chooses where there are none.
         materialized: the model is made by ``hydra_ext.materialize``.
         replicas: with the same data, so that the mean of their gradients is that of one, to the bit.
-        max_norm: with a native optimizer, which finds the gradients unscaled.
+        max_norm: of all gradients together.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Rank:
 
     Attributes:
         events: of its stage: first, and one after the last.
-        gradients: of the first update, of the parameters that got one.
+        gradients: of the first update, as it was made with them, of the parameters that got one.
         weights: at the end, of all parameters that the rank's optimizer was made for.
         buffers: at the end, of the blocks whose calls are the rank's own.
         resident: bytes of all parameters' memory.
@@ -138,15 +138,17 @@ def train(rank: int, case: Case) -> Rank:
         memory = {name: StorageWeakRef(p.untyped_storage()) for name, p in model.named_parameters()}
         held: list[nn.Parameter] = []
         first: list[tuple[nn.Parameter, Tensor]] = []
+        hook: Any = None
 
         def note(*_: Any) -> None:
-            if not first:
-                first.extend(_gradients(held))
+            first.extend(_gradients(held))
+            hook.remove()  # a native optimizer with one does not step behind the next step
 
         def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
             held.extend(parameters)
             optimizer = OPTIMIZERS[case.optimizer](parameters)
-            optimizer.register_step_pre_hook(note)
+            nonlocal hook
+            hook = optimizer.register_step_pre_hook(note)
             return optimizer
 
         with Pipeline(
@@ -219,7 +221,8 @@ class Whole:
         self.case = case
         self.model = case.subject.make()
         self.names = dict(self.model.named_parameters())
-        self.gradients: dict[str, Tensor] = {}  # of the first step
+        self.sums: dict[str, Tensor] = {}  # of the first step
+        self.gradients: dict[str, Tensor] = {}  # of its update: clipped
         self.losses: list[Tensor] = []
         self.norms: list[float] = []
         self._borders = list(borders)
@@ -307,11 +310,16 @@ class Whole:
             self._batch(step, batches)
             self._take(versions[-1])
             if step == 0:
-                self.gradients = {n: p.grad.clone() for n, p in self.names.items() if p.grad is not None}
+                self.sums = self._gradients()
             if self.case.max_norm is not None:
                 self.norms.append(hydra_ext.optim.clip_grad_norm_(self.names.values(), self.case.max_norm).item())
+            if step == 0:
+                self.gradients = self._gradients()
             optimizer.step()
             versions.append(self._weights())
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.names.items()}
@@ -365,4 +373,4 @@ def _check_sums(case: Case, shared: Sequence[str], twin: Whole) -> None:
         gradient = plain.names[name].grad
         if gradient is not None and case.optimizer != "sgd":
             scale = gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
-            assert ((twin.gradients[name] - gradient).abs().max() / scale).item() <= 2e-7, f"{case}: {name}"
+            assert ((twin.sums[name] - gradient).abs().max() / scale).item() <= 2e-7, f"{case}: {name}"

@@ -135,7 +135,9 @@ class Recorder:
     def note_graph(self, tensor: Tensor, key: Key) -> None:
         """Looks whether the tensor has come to require a gradient, or has got another graph, since it was made."""
         value = self.values[key]
-        attached = value.attached_later or self._graphs.is_other(tensor)
+        note = self.notes.get(tensor)
+        written = note is not None and note.writes[-1:] == [self.step]  # and has a new node by right
+        attached = value.attached_later or (not written and self._graphs.is_other(tensor))
         if tensor.requires_grad and (attached, True) != (value.attached_later, value.requires_grad):
             self.values[key] = replace(value, requires_grad=True, attached_later=attached)
 
