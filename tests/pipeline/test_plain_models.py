@@ -72,7 +72,7 @@ def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool,
 
 
 _NAMES = list(SUBJECTS)
-_GROUPS = [_NAMES[start : start + 9] for start in range(0, len(_NAMES), 9)]
+_GROUPS = [_NAMES[start : start + 4] for start in range(0, len(_NAMES), 4)]
 
 
 @pytest.mark.full
