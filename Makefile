@@ -16,8 +16,10 @@ OUTER    := $(shell command -v $(PY))
 BIN      := $(abspath $(VENV))/bin
 PYTHON   := $(BIN)/python
 PIP      := $(PYTHON) -m pip install $(PIPFLAGS)
-# Tools come from the venv, else from beside $(PY), else from the system.
-export PATH := $(BIN):$(patsubst %/,%,$(dir $(OUTER))):$(PATH)
+# Tools come from the venv, else from beside the python whose packages it sees (the $(PY) that it was made with, which
+# may have been another environment's than today's), else from the system.
+BESIDE   := $(or $(shell cat $(VENV)/.made-with 2>/dev/null),$(patsubst %/,%,$(dir $(OUTER))))
+export PATH := $(BIN):$(BESIDE):$(PATH)
 # Honoured by CMake, for the sake of every build below.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER  ?= ccache
@@ -55,6 +57,7 @@ help:
 # (--system-site-packages would not see it where $(PY) is itself in a venv).
 $(VENV)/.deps: pyproject.toml tools/requirements.py
 	test -x $(PYTHON) || $(OUTER) -m venv $(VENV)
+	@test -e $(VENV)/.made-with || echo $(BESIDE) > $(VENV)/.made-with
 	@set -e; probe='import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 14))'; \
 	if $(PYTHON) -W ignore -c "$$probe" 2>/dev/null; then echo "torch: already in $(VENV)"; \
 	elif $(OUTER) -W ignore -c "$$probe" 2>/dev/null; then echo "torch: using that of $(PY)"; \

@@ -68,7 +68,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
     try:
         return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass without memory of its own
+    except RuntimeError:  # a subclass without memory of its own
         return None
 
 

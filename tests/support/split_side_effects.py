@@ -19,6 +19,7 @@ from hydra_ext.pipeline.stage_program import microbatch_seed
 from support.pipelines import sgd
 from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
+from support.stateful_models import CountingLayer
 
 PIPELINE_SEED = 5
 DOUBLED = 5  # the first token by which a microbatch takes the longer way
@@ -52,16 +53,6 @@ def both_ways(count: int) -> list[Batch]:
     for number, batch in enumerate(batches):
         batch["x"][0, 0] = DOUBLED if number % 2 else DOUBLED - 1
     return batches
-
-
-class Counts(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.branch(x) / self.calls
 
 
 class CountsDeep(Layer):
@@ -149,7 +140,7 @@ class ChangesInput(Branching):
 
 
 UNDONE: dict[str, Callable[[], nn.Module]] = {
-    "counter": branching(Counts),
+    "counter": branching(CountingLayer),
     "nested counters": branching(CountsDeep),
     "assigned buffer": branching(Assigns),
     "buffer": branching(AddsUp),

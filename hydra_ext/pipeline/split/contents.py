@@ -225,6 +225,28 @@ CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
 ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
 
 
+def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]]) -> None:
+    """Once to each of these things and of what is in them, however deep, and to the users' classes of what has
+    attributes.
+
+    Args:
+        take: of a thing, and a kind that it is of: what is in it. Keeps it alive: an identity means one object.
+    """
+    seen: set[int] = set()
+    classes: set[type] = set()
+    rest = list(roots)
+    while rest:
+        value = rest.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for kind in kinds_of(value):
+            if kind is ATTRIBUTES and type(value) not in classes:
+                classes.add(type(value))
+                rest += classes_of(type(value))
+            rest += take(value, kind)
+
+
 # ---- arrays and sources of random numbers ---------------------------------------------------------------------------
 def _set_array(held: np.ndarray[Any, Any], content: np.ndarray[Any, Any]) -> None:
     if held.shape != content.shape:

@@ -21,13 +21,12 @@ from hydra_ext.pipeline.split.contents import (
     SET,
     SOURCE,
     Kind,
-    classes_of,
     comparable,
-    kinds_of,
     mapped_tuple,
     remove_attribute,
     set_attribute,
     stamp_of_array,
+    walk,
 )
 from hydra_ext.pipeline.split.stand_ins import is_absent
 
@@ -65,22 +64,7 @@ class ModuleState:
     @staticmethod
     def now(roots: Sequence[nn.Module]) -> ModuleState:
         entries: dict[Place, Entry] = {}
-        seen: set[int] = set()
-        classes: set[type] = set()
-        rest: list[Any] = list(roots)
-        while rest:
-            owner = rest.pop()
-            if id(owner) in seen:
-                continue
-            seen.add(id(owner))
-            for kind in kinds_of(owner):
-                held = _note(owner, kind, entries)
-                rest += [each for each in held if type(each) not in LEAVES]
-                if kind is ATTRIBUTES and type(owner) not in classes:
-                    classes.add(type(owner))
-                    rest += classes_of(type(owner))
-            if isinstance(owner, nn.Module):
-                rest += owner.children()
+        walk(roots, lambda owner, kind: [each for each in _note(owner, kind, entries) if type(each) not in LEAVES])
         return ModuleState(roots, entries)
 
     def put(self, current: ModuleState | None = None) -> None:
@@ -185,13 +169,13 @@ def _note(owner: Any, kind: Kind, entries: dict[Place, Entry]) -> Iterable[Any]:
         for name, buffer in owner._buffers.items():
             entries[number, BUFFER, name] = Entry(owner, buffer, _stamp(buffer))
         if isinstance(owner, torch.jit.ScriptModule):
-            return ()
+            return owner.children()
         attributes = {name: value for name, value in kind.save(owner).items() if name not in _OF_TORCH}
     else:
         attributes = kind.save(owner)
     for name, value in attributes.items():
         entries[number, ATTRIBUTE, name] = Entry(owner, value, _stamp(value))
-    return attributes.values()
+    return [*attributes.values(), *(owner.children() if isinstance(owner, nn.Module) else ())]
 
 
 def _set(owner: Any, what: str, name: str, value: Any) -> None:

@@ -75,8 +75,8 @@ class ByStorage(Generic[_Content]):
     def put(self, tensor: Tensor, content: _Content) -> _Content:
         try:
             holder: StorageWeakRef | Tensor = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        except (NotImplementedError, RuntimeError):
-            holder = tensor  # without storage
+        except RuntimeError:  # it has no storage
+            holder = tensor
         self._entries[storage_key(tensor)] = (holder, content)
         return content
 

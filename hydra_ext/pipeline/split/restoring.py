@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.contents import ATTRIBUTES, ITERATOR, LEAVES, Kind, classes_of, kinds_of
+from hydra_ext.pipeline.split.contents import ITERATOR, LEAVES, Kind, walk
 
 _SIMPLE = {dict, OrderedDict, list, set, deque}
 
@@ -40,25 +40,18 @@ class HeldBefore:
     def __init__(self, *roots: Any) -> None:
         self._empty: list[Any] = []
         self._saved: list[tuple[Kind, Any, Any]] = []
-        seen: set[int] = set()
-        classes: set[type] = set()
-        rest: list[Any] = list(roots)
-        while rest:
-            value = rest.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            for kind in kinds_of(value):
-                if kind is ATTRIBUTES and type(value) not in classes:
-                    classes.add(type(value))
-                    rest += classes_of(type(value))
-                saved = kind.save(value)
-                self._saved.append((kind, value, saved))  # all of it stays alive here: an identity means one object
-                for held in kind.members(saved):
-                    if type(held) in _SIMPLE and not held:
-                        self._empty.append(held)
-                    elif type(held) not in LEAVES:
-                        rest.append(held)
+        walk(roots, self._save)
+
+    def _save(self, value: Any, kind: Kind) -> list[Any]:
+        saved = kind.save(value)
+        self._saved.append((kind, value, saved))
+        rest = []
+        for held in kind.members(saved):
+            if type(held) in _SIMPLE and not held:
+                self._empty.append(held)
+            elif type(held) not in LEAVES:
+                rest.append(held)
+        return rest
 
     def restore(self) -> None:
         for empty in self._empty:

@@ -62,7 +62,7 @@ def storage_key(tensor: Tensor) -> int:
     try:
         key: int = tensor.untyped_storage()._cdata
         return key
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:  # it has no storage
         return id(tensor)
 
 

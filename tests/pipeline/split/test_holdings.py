@@ -22,6 +22,7 @@ from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
 from support.split_side_effects import AddsUp, both_ways, branching
 from support.split_stages import SEED, Fn, assert_same, bound, cut, rehearsed, run, run_plainly
+from support.stateful_models import CountingLayer
 
 BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -250,14 +251,8 @@ class RegisteredCounter(Registered):
         self.number = 0
 
 
-class RegisteredLayer(Layer, Registered):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x + self.branch(x) / self.calls
+class RegisteredLayer(CountingLayer, Registered):
+    pass
 
 
 def test_a_rehearsal_makes_no_classes_that_a_registry_would_keep() -> None:
