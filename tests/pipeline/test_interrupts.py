@@ -27,7 +27,7 @@ def test_an_interrupted_wait_for_an_update_leaves_the_users_own_parameters_and_r
         raise KeyboardInterrupt
 
     def fails(value: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
-        pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
+        pipelines.wait_for_gradients(pipe)
         if executor._begun:
             monkeypatch.setattr(update.OptimizerStep, "wait", interrupted)
             raise ValueError("the data are wrong")

@@ -7,10 +7,9 @@ import random
 import torch
 from torch import Tensor
 
-from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.layout import Layout, copied, order_of
+from support.pipeline_links import through_a_link
 
-CPU = torch.device("cpu")
 MEMORY = torch.arange(30_000, dtype=torch.float64)
 
 
@@ -35,15 +34,6 @@ def check(got: Tensor, wanted: Tensor, layout: Layout) -> None:
     assert not got._is_view()
 
 
-def through_a_link(tensor: Tensor, layout: Layout) -> Tensor:
-    """As it arrives on another rank."""
-    data = messages.as_bytes(messages.packed(tensor, layout))
-    assert data.numel() == layout.packed.nbytes
-    arriving = layout.packed.empty(CPU)
-    messages.as_bytes(arriving).copy_(data)
-    return messages.laid_out(arriving, layout, CPU)
-
-
 def test_copies_lie_as_the_tensors_do() -> None:
     chance = random.Random(0)
     kept = 0
@@ -52,7 +42,7 @@ def test_copies_lie_as_the_tensors_do() -> None:
         layout = Layout.of(tensor)
         kept += layout.stride == tensor.stride()
         check(copied(tensor), tensor, layout)
-        check(through_a_link(tensor, layout), tensor, layout)
+        check(through_a_link(tensor), tensor, layout)
         assert order_of(copied(tensor)) == order_of(tensor)
         distinct = len(MEMORY.long().as_strided(tensor.size(), tensor.stride()).unique())
         assert layout.packed.extent == distinct
@@ -77,16 +67,21 @@ def test_dimensions_that_overlap_lie_as_they_did_unless_that_takes_room() -> Non
     assert layout.stride == windows.stride()
     assert layout.packed.extent < 200 < windows.numel()
     check(copied(windows), windows, layout)
-    check(through_a_link(windows, layout), windows, layout)
+    check(through_a_link(windows), windows, layout)
     apart = torch.arange(200.0).as_strided((2, 2, 2), (100, 1, 1))
     assert copied(apart).is_contiguous()
-    assert torch.equal(through_a_link(apart, Layout.of(apart)), apart)
+    assert torch.equal(through_a_link(apart), apart)
 
 
 def test_what_is_no_plain_memory_is_cloned() -> None:
     conjugate = torch.randn(4, 6, dtype=torch.complex64)[:, ::2].conj()
     assert torch.equal(copied(conjugate), conjugate.resolve_conj())
-    assert torch.equal(through_a_link(conjugate, Layout.of(conjugate)), conjugate.resolve_conj())
+    assert torch.equal(through_a_link(conjugate), conjugate.resolve_conj())
     sparse = torch.eye(4).to_sparse()
     assert torch.equal(copied(sparse).to_dense(), torch.eye(4))
-    assert isinstance(copied(torch.nn.Parameter(torch.ones(3))), Tensor)
+
+
+def test_a_copy_of_a_parameter_is_a_tensor_that_is_not_trained() -> None:
+    found = copied(torch.nn.Parameter(torch.ones(3)))
+    assert type(found) is Tensor
+    assert not found.requires_grad

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hydra_ext
-from hydra_ext import Checks
 from hydra_ext.pipeline import Pipeline
 from support import pipelines
 from support.pipelines import Case
@@ -69,25 +68,17 @@ def overridden_later(parameters: Any) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def hooked_for_all() -> Iterator[Callable[[Any], torch.optim.Optimizer]]:
+def hooked_for_all() -> Iterator[None]:
     handle = register_optimizer_step_post_hook(clamp)
-    yield pipelines.native_adamw
-    handle.remove()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def train(case: Case, stages: list[torch.nn.Module], fn: Callable[[Pipeline], Any] | None = None) -> list[Tensor]:
     """The losses."""
-    pipe = Pipeline(
-        None,
-        pipelines.OPTIMIZERS[case.optimizer],
-        stages=stages,
-        schedule=case.schedule,
-        microbatches=case.microbatches,
-        budget=case.budget,
-        checks=None if case.budget is None else Checks(poison_hosts=True),
-        seed=5,
-    )
-    with pipe:
+    with pipelines.pipeline_of(case, stages) as pipe:
         loss_of = pipelines.loss_of if fn is None else fn(pipe)
         outputs = [pipe.step(pipelines.data_of(case, n), loss_of, max_norm=case.max_norm) for n in range(case.steps)]
     return [torch.stack(list(output.losses)) for output in outputs]
@@ -124,7 +115,7 @@ def test_who_hooks_himself_in_while_an_update_is_made_behind_does_not_spoil_it()
     def fn(pipe: Pipeline) -> Any:
         def loss_of(value: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
             executor = pipe._engine.executor
-            pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
+            pipelines.wait_for_gradients(pipe)
             if executor._begun and not under_way:
                 under_way.extend(executor._begun)
                 pipe.optimizers[0].register_step_post_hook(lambda *_: None)

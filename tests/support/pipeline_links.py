@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.pipeline import links as pipeline_links
+from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.watch import Watch
@@ -40,7 +41,7 @@ def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
 
 
 def _lying(values: Tensor, way: int) -> Tensor:
-    """The same in another place in memory, as which it has to arrive."""
+    """Other places in memory, as which they have to arrive; ways 3 and 4 are not the same values any more."""
     rows, columns = values.shape
     if way == 0:  # in another order
         return values.t().contiguous().t()
@@ -53,6 +54,16 @@ def _lying(values: Tensor, way: int) -> Tensor:
     if way == 4:  # in windows that overlap
         return values.flatten().repeat(2).unfold(0, columns, 2)[:rows] if rows and columns > 1 else values
     return values
+
+
+def through_a_link(tensor: Tensor) -> Tensor:
+    """As it arrives on another rank, without one."""
+    layout = messages.layout_of(tensor)
+    data = messages.as_bytes(messages.packed(tensor, layout))
+    assert data.numel() == layout.packed.nbytes
+    arriving = layout.packed.empty(tensor.device)
+    messages.as_bytes(arriving).copy_(data)
+    return messages.laid_out(arriving, layout, tensor.device)
 
 
 def crossing_bytes(layout: Any, number: int) -> int:

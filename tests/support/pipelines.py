@@ -158,20 +158,31 @@ class Trained:
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
-def train(rank: int, case: Case) -> dict[str, Any]:
-    stages = make_stages(case.stages, dropout=case.dropout, checkpoints=case.checkpoints)
-    pipe = Pipeline(
+def pipeline_of(case: Case, stages: list[nn.Module], make: Any = None, *, poisons: bool = True) -> Pipeline:
+    """``make``: another optimizer than the case's. ``poisons``: hosts, where the case has a budget."""
+    return Pipeline(
         None,
-        OPTIMIZERS[case.optimizer],
+        make or OPTIMIZERS[case.optimizer],
         stages=stages,
         schedule=schedule_of(case),
         microbatches=case.microbatches,
         replicas=case.replicas,
         recompute=case.recompute,
         budget=case.budget,
-        checks=None if case.budget is None else Checks(poison_hosts=True),
+        checks=Checks(poison_hosts=True) if poisons and case.budget is not None else None,
         seed=5,
     )
+
+
+def wait_for_gradients(pipe: Pipeline) -> None:
+    """Within ``fn``: the next action will find those of the last step."""
+    executor = pipe._engine.executor
+    pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
+
+
+def train(rank: int, case: Case) -> dict[str, Any]:
+    stages = make_stages(case.stages, dropout=case.dropout, checkpoints=case.checkpoints)
+    pipe = pipeline_of(case, stages)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in pipe.optimizers]
     outputs, evaluations = [], []
     for step in range(case.steps):

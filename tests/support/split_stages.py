@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.split import (
     Rehearsal,
     SplitPass,
@@ -23,6 +22,7 @@ from hydra_ext.pipeline.split import (
 )
 from hydra_ext.pipeline.split.record import Key
 from hydra_ext.pipeline.stage_program import Crossing
+from support.pipeline_links import through_a_link
 
 Fn = Callable[[nn.Module, Any], Any]
 SEED = 7
@@ -73,7 +73,7 @@ class Stages:
         gradients: tuple[Tensor | None, ...] = ()
         for run in reversed(passes):
             gradients = run.backward(gradients)
-            gradients = tuple(None if gradient is None else _arrived(gradient) for gradient in gradients)
+            gradients = tuple(None if gradient is None else through_a_link(gradient) for gradient in gradients)
 
     def outcome(self, runs: Sequence[Sequence[SplitPass]]) -> Outcome:
         gradients: dict[str, Tensor] = {}
@@ -96,14 +96,7 @@ def sent(crossing: Crossing | None) -> Crossing | None:
     """As after a way between processes: in other memory."""
     if crossing is None:
         return None
-    return Crossing(tuple(map(_arrived, crossing.tensors)), crossing.requires_grad, crossing.structure)
-
-
-def _arrived(tensor: Tensor) -> Tensor:
-    layout = messages.layout_of(tensor)
-    arriving = layout.packed.empty(tensor.device)
-    messages.as_bytes(arriving).copy_(messages.as_bytes(messages.packed(tensor, layout)))
-    return messages.laid_out(arriving, layout, tensor.device)
+    return Crossing(tuple(map(through_a_link, crossing.tensors)), crossing.requires_grad, crossing.structure)
 
 
 def rehearsed(model: nn.Module, fn: Fn, batch: Any, *, blocks: Sequence[str] | None = None) -> Rehearsal:

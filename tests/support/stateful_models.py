@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -135,6 +137,67 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# ---- counters wherever a module may have them ------------------------------------------------------------------------
+@dataclass(slots=True)
+class Slotted:
+    calls: int = 0
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CounterModule(nn.Module):
+    calls = 0
+
+
+class CounterDict(dict[str, int]):
+    calls = 0
+
+
+def in_attribute(held: Any) -> float:
+    held.calls += 1
+    return float(held.calls)
+
+
+def in_member(held: Any) -> float:
+    held[0] += 1
+    return float(held[0])
+
+
+def in_tensor(held: Any) -> float:
+    held[0].add_(1)
+    return float(held[0])
+
+
+# What makes one, and what gives another number of it each time.
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "nested": (lambda: {"a": [0]}, lambda held: in_member(held["a"])),
+    "space": (lambda: [SimpleNamespace(calls=0)], lambda held: in_attribute(held[0])),
+    "object": (Counter, in_attribute),
+    "slots": (Slotted, in_attribute),
+    "dict with attributes": (CounterDict, in_attribute),
+    "module in a list": (lambda: [CounterModule()], lambda held: in_attribute(held[0])),
+    "array": (lambda: np.zeros(1), in_member),
+    "tuple": (lambda: (torch.zeros(()),), in_tensor),
+    "deep tensor": (lambda: SimpleNamespace(kept=[torch.zeros(())]), lambda held: in_tensor(held.kept)),
+    "source": (lambda: np.random.default_rng(0), lambda held: float(held.random())),
+    "generator": (lambda: torch.Generator().manual_seed(0), lambda held: float(torch.rand((), generator=held))),
+}
+
+
+class CountsInLayer(Layer):
+    """``count`` of ``counter`` gives a number."""
+
+    counter: Any = None
+    count: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x) / (1 + self.count(self.counter))
+
+
+# ---- trainings ------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Case:
     """One training.

@@ -6,7 +6,6 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
 from support.split_side_effects import AddsUp, both_ways, branching
 from support.split_stages import SEED, Fn, assert_same, bound, cut, rehearsed, run, run_plainly
-from support.stateful_models import CountingLayer
+from support.stateful_models import COUNTERS, CountingLayer, CountsInLayer, in_attribute
 
 BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -54,7 +53,7 @@ def seeded() -> None:
 
 # ---- sources of random numbers --------------------------------------------------------------------------------------
 def drawn(source: Any) -> float:
-    number: float = source.random() if hasattr(source, "random") else source.rand()
+    number: float = source.random()
     return number
 
 
@@ -112,61 +111,20 @@ def test_numpys_and_pythons_own_sources_may_be_held() -> None:
 
 
 # ---- arrays, modules and objects ------------------------------------------------------------------------------------
-class Counts(Layer):
-    """``count`` of ``counter`` gives a number more each time."""
-
-    counter: Any = None
-    count: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x) / self.count(self.counter)
-
-
 def counts_in(holder: Any, count: Callable[[Any], float]) -> Stack:
     """All layers count there."""
-    model = Stack(Counts)
+    model = Stack(CountsInLayer)
     for layer in model.layers:
         layer.counter, layer.count = holder, count
     return model
 
 
-def counts_in_array(array: Any) -> float:
-    array[1] += 1
-    return float(array[1])
-
-
-def counts_in_attribute(holder: Any) -> float:
-    holder.number += 1
-    return float(holder.number)
-
-
-class Tracker(nn.Module):
-    number = 0
-
-
-class Named(dict[str, int]):
-    number = 0
-
-
-@dataclass(slots=True)
-class Slotted:
-    number: int = 0
-
-    def get(self) -> float:
-        return float(self.number)
-
-
-HOLDERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
-    "array": (lambda: np.zeros(2), counts_in_array),
-    "module in a list": (lambda: [Tracker()], lambda held: counts_in_attribute(held[0])),
-    "object with slots": (Slotted, counts_in_attribute),
-    "dict with attributes": (Named, counts_in_attribute),
-}
+HOLDERS = ("array", "module in a list", "slots", "dict with attributes")
 
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_no_cut_between_blocks_that_count_in_one_place(name: str) -> None:
-    make, count = HOLDERS[name]
+    make, count = COUNTERS[name]
     holder = make()
     assert cuts_of(counts_in(holder, count)) == [1, 5]
     assert count(holder) == 1  # rehearsals and timing have left it
@@ -174,7 +132,7 @@ def test_no_cut_between_blocks_that_count_in_one_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_blocks_may_count_each_for_itself(name: str) -> None:
-    make, count = HOLDERS[name]
+    make, count = COUNTERS[name]
     model = counts_in(None, count)
     for layer in model.layers:
         layer.counter = make()
@@ -187,7 +145,7 @@ def package(tmp_path: Any) -> Iterator[ModuleType]:
     """A package of the user's that is called like a module of Python's."""
     before = sys.modules.pop("code", None)
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "__init__.py").write_text("class Counter:\n    number = 0\n")
+    (tmp_path / "code" / "__init__.py").write_text("class Counter:\n    calls = 0\n")
     sys.path.insert(0, str(tmp_path))
     try:
         yield __import__("code")
@@ -200,8 +158,8 @@ def package(tmp_path: Any) -> Iterator[ModuleType]:
 
 def test_objects_of_a_package_called_like_one_of_pythons_are_the_users(package: Any) -> None:
     counter = package.Counter()
-    assert cuts_of(counts_in(counter, counts_in_attribute)) == [1, 5]
-    assert counter.number == 0
+    assert cuts_of(counts_in(counter, in_attribute)) == [1, 5]
+    assert counter.calls == 0
 
 
 # ---- classes --------------------------------------------------------------------------------------------------------
@@ -248,7 +206,7 @@ class Registered:
 
 class RegisteredCounter(Registered):
     def __init__(self) -> None:
-        self.number = 0
+        self.calls = 0
 
 
 class RegisteredLayer(CountingLayer, Registered):
@@ -256,7 +214,7 @@ class RegisteredLayer(CountingLayer, Registered):
 
 
 def test_a_rehearsal_makes_no_classes_that_a_registry_would_keep() -> None:
-    assert cuts_of(counts_in(RegisteredCounter(), counts_in_attribute)) == [1, 5]
+    assert cuts_of(counts_in(RegisteredCounter(), in_attribute)) == [1, 5]
     assert cuts_of(Stack(RegisteredLayer)) == [1, 2, 3, 4, 5]
     assert registry == {"RegisteredCounter": RegisteredCounter, "RegisteredLayer": RegisteredLayer}
     assert all("__getattribute__" not in vars(kind) for kind in registry.values())
@@ -355,17 +313,20 @@ def reading(counter: Any, read: Callable[[Any], float], before: bool) -> Fn:
     return fn
 
 
-READ: dict[str, Callable[[Any], float]] = {"array": lambda held: float(held[1]), "object with slots": Slotted.get}
+READ: dict[str, Callable[[Any], float]] = {
+    "array": lambda held: float(held[0]),
+    "slots": lambda held: float(held.calls),
+}
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("name", "late"), [("array", []), ("object with slots", [1, 2])])
+@pytest.mark.parametrize(("name", "late"), [("array", []), ("slots", [1, 2])])
 def test_what_a_block_counts_and_the_function_reads_past_it_is_refused(
     name: str, late: list[int], before: bool
 ) -> None:
-    make, count = HOLDERS[name]
+    make, count = COUNTERS[name]
     model, counter = Stack(), make()
-    model.layers[1] = Counts()
+    model.layers[1] = CountsInLayer()
     model.layers[1].counter, model.layers[1].count = counter, count
     fn = reading(counter, READ[name], before)
     assert rehearsed(model, fn, BATCHES[0]).possible_cuts == ([] if before else late)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,7 +13,8 @@ from hydra_ext.pipeline import Pipeline
 from hydra_ext.pipeline.split.module_state import ModuleState
 from support.pipelines import sgd
 from support.split_models import Batch
-from support.split_models_own import Layer, Stack, text, text_loss
+from support.split_models_own import Stack, text, text_loss
+from support.stateful_models import COUNTERS, CountsInLayer
 
 BATCH = text(torch.Generator().manual_seed(1))
 
@@ -133,52 +130,6 @@ def test_a_later_kind_of_microbatch_that_writes_to_more_is_refused() -> None:
 
 
 # ---- counters wherever a module may have them ------------------------------------------------------------------------
-@dataclass(slots=True)
-class Slotted:
-    calls: int = 0
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-def in_attribute(held: Any) -> float:
-    held.calls += 1
-    return float(held.calls)
-
-
-def in_member(held: Any) -> float:
-    held[0] += 1
-    return float(held[0])
-
-
-def in_tensor(held: Any) -> float:
-    held[0].add_(1)
-    return float(held[0])
-
-
-COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
-    "nested": (lambda: {"a": [0]}, lambda held: in_member(held["a"])),
-    "space": (lambda: [SimpleNamespace(calls=0)], lambda held: in_attribute(held[0])),
-    "object": (Counter, in_attribute),
-    "slots": (Slotted, in_attribute),
-    "array": (lambda: np.zeros(1), in_member),
-    "tuple": (lambda: (torch.zeros(()),), in_tensor),
-    "deep tensor": (lambda: SimpleNamespace(kept=[torch.zeros(())]), lambda held: in_tensor(held.kept)),
-    "source": (lambda: np.random.default_rng(0), lambda held: float(held.random())),
-    "generator": (lambda: torch.Generator().manual_seed(0), lambda held: float(torch.rand((), generator=held))),
-}
-
-
-class CountsInLayer(Layer):
-    counter: Any = None
-    count: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x) / (1 + self.count(self.counter))
-
-
 class CountsBefore(Stack):
     """In each layer, and before the first."""
 
