@@ -23,6 +23,13 @@ def test_it_draws_a_schedule_and_says_what_it_needs(capsys: pytest.CaptureFixtur
     ]
 
 
+def test_it_draws_with_more_in_flight_and_hops_that_take_time(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--stages", "3", "--microbatches", "4", "--batches", "2"]
+    assert main.run(["schedule", "2bw", *sizes, "--ahead", "1", "--latency", "1.5"]) == 0
+    schedule = make("2bw", stages=3, microbatches=4, ahead=1)
+    assert capsys.readouterr().out.startswith(schedule.simulate(batches=2, latency=1.5).grid())
+
+
 def test_it_prints_the_text_and_reads_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = ["interleaved", "--stages", "4", "--ranks", "2", "--microbatches", "3"]
     assert main.run(["schedule", *made, "--text"]) == 0
@@ -50,6 +57,7 @@ def test_it_writes_a_picture_or_a_trace(tmp_path: Path) -> None:
         (["2bw", "--stages", "4", "--microbatches", "1"], "give at least 3"),
         (["absent.txt"], "'absent.txt' is none of gpipe, 1f1b, interleaved, 2bw, pipedream, nor a text that can be"),
         (["absent.txt", "--stages", "4"], "'absent.txt' is taken for a file, which says itself how many stages"),
+        (["absent.txt", "--ahead", "1"], "'absent.txt' is taken for a file"),
         (["1f1b", "--batches", "0"], "0 batches were asked for"),
         (["1f1b", "--perfetto", "/nowhere/at/all"], "the trace cannot be written to '/nowhere/at/all'"),
         (["1f1b", "--png", "/nowhere/at/all.png"], "the picture cannot be written to '/nowhere/at/all.png'"),

@@ -95,6 +95,7 @@ def test_a_failed_pipeline_leaves_neither_threads_nor_process_groups_and_the_nex
     nothing = {"threads": [], "groups": 0}
     (left, errors, losses), (left_too, errors_too, losses_too) = run_ranks(train_after_failures, folder=tmp_path)
     assert left == left_too == [nothing] * 3
+    assert len(errors) == 2
     assert all("rank 1 has failed in the forward of microbatch 1 of batch 1" in error for error in errors)
     assert errors_too == ["the data are wrong"] * 2
     assert losses == losses_too

@@ -27,8 +27,12 @@ def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, wher
         assert ended[FAILING]["kind"] == "ValueError"
     else:
         assert "no sign of life" in ended[0]["error"]
-    assert all(record["left"] == {"threads": [], "groups": 0} for record in ended.values())
-    assert ended[0].get("as built", True)
+    for record in ended.values():
+        # A constructor that fails does not wait for its watch, which ends by itself.
+        assert set(record["left"]["threads"]) <= {"hydra_ext watch"}
+        assert record["left"]["groups"] == 0
+    if where != "rehearsal":
+        assert ended[0]["as built"] == [True]
     assert seconds_after_the_failure(ended, tmp_path, [0]) < LIMIT_SECONDS
 
 

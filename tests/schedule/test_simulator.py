@@ -74,16 +74,17 @@ def test_a_hop_costs_two_latencies_a_round_shared_by_what_is_in_flight(depth: in
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_hops_cost_nothing_up_to_half_of_what_is_computed_ahead(depth: int, ahead: int) -> None:
     microbatches = 4 * depth * (1 + ahead)
-    schedule = make("2bw", stages=depth, microbatches=microbatches, ahead=ahead)
 
-    def cost(latency: float) -> float:
+    def cost(latency: float, ahead: int) -> float:
+        schedule = make("2bw", stages=depth, microbatches=microbatches, ahead=ahead)
         return schedule.simulate(batches=40, forward=1, backward=2, latency=latency).period / microbatches - 3
 
-    assert same(cost(1.5 * ahead), 0.0)
+    assert same(cost(1.5 * ahead, ahead), 0.0)
     beyond, hops = 0.25, depth - 1
     shared = 2 * hops * beyond / (1 + hops * (1 + ahead))  # by what is in flight
-    assert shared < 2 * hops * beyond / depth
-    assert cost(1.5 * ahead + beyond) == pytest.approx(shared, rel=0.01)  # in the long run
+    found = cost(1.5 * ahead + beyond, ahead)
+    assert found == pytest.approx(shared, rel=0.01)  # in the long run
+    assert found < cost(beyond, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])

@@ -47,11 +47,10 @@ class Rows(nn.Module):
 
 
 class Straight(nn.Linear):
-    """Without its bias, whose gradient is a sum over all rows of an expanded one."""
+    """Its bias' gradient is a sum over all rows, of an expanded gradient too."""
 
     def __init__(self) -> None:
         super().__init__(31, 31)
-        nn.init.zeros_(self.bias)
 
 
 class Narrow(nn.Linear):

@@ -94,7 +94,7 @@ def close_alone(rank: int, how: str, folder: Path) -> None:
         else:
             if rank == 0 and how == "kill":
                 with pipe._watch.changed:
-                    pipe._watch.changed.wait_for(lambda: pipe._watch.failure is not None, LIMIT_SECONDS)
+                    assert pipe._watch.changed.wait_for(lambda: pipe._watch.failure is not None, LIMIT_SECONDS)
             pipe.close()
 
     leave_record(rank, folder, body)

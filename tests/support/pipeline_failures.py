@@ -107,9 +107,8 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
 
 
 def left_behind() -> dict[str, Any]:
-    """What this process has of pipelines: threads, but for watches, which end by themselves, and process groups."""
-    names = [thread.name for thread in threading.enumerate()]
-    threads = [name for name in names if name.startswith("hydra_ext") and name != "hydra_ext watch"]
+    """What this process has of pipelines: threads and process groups."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hydra_ext")]
     return {"threads": threads, "groups": len(dist.distributed_c10d._world.pg_map) - 1}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -41,18 +42,36 @@ def check(model: nn.Module) -> Rehearsal:
     return rehearsal
 
 
+def seen_in(model: nn.Module) -> list[list[list[float]]]:
+    """What each hook of each layer has seen."""
+    found = []
+    for layer in model.layers:
+        with_arguments, called = layer.up._forward_hooks.values()
+        (partial,) = layer.down._forward_hooks.values()
+        found.append([with_arguments.__self__.seen, called.seen, partial.args[0]])
+    return found
+
+
 def test_hooks_that_look_run_where_the_block_runs() -> None:
     torch.manual_seed(0)
     model = Stack()
-    looks, called = Looks(), Looks()
     for layer in model.layers:
-        layer.up.register_forward_hook(looks.with_arguments, with_kwargs=True)
-        layer.up.register_forward_hook(called)
+        layer.up.register_forward_hook(Looks().with_arguments, with_kwargs=True)
+        layer.up.register_forward_hook(Looks())
         layer.down.register_forward_hook(functools.partial(look, []))
-    stages = cut(model, text_loss, check(model), [3])
-    stages.forward(BATCHES[0])
-    seen = [next(iter(part.layers[0].up._forward_hooks.values())).__self__.seen for part in stages.models]
-    assert len(seen[0]) == len(seen[1]) == 2 + len(looks.seen)
+    rehearsal = check(model)
+    for seen in itertools.chain.from_iterable(seen_in(model)):
+        seen.clear()
+    stages = cut(model, text_loss, rehearsal, [2])
+    for batch in BATCHES:
+        stages.forward(batch)
+        text_loss(model, batch)
+    expected = seen_in(model)
+    assert {len(seen) for seen in itertools.chain.from_iterable(expected)} == {len(BATCHES)}
+    first, second = map(seen_in, stages.models)
+    nothing: list[list[float]] = [[], [], []]
+    assert first == [expected[0], nothing, nothing, nothing]
+    assert second == [nothing, *expected[1:]]
 
 
 class Collects(Stack):

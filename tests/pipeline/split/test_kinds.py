@@ -105,5 +105,6 @@ def test_pictures_may_lie_in_another_order_than_those_before() -> None:
     for batch in several[1:]:
         batch["x"] = batch["x"].contiguous(memory_format=torch.channels_last)
     rehearsal = rehearsed(model, picture_loss, several[0])
+    assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
     for cut_at in rehearsal.possible_cuts:
         assert_same(run(model, picture_loss, several, [cut_at], rehearsal), run_plainly(model, picture_loss, several))
