@@ -45,9 +45,10 @@ FORWARD, BACKWARD = 0.020, 0.040  # seconds of a waiting stage
 STEPS = {4: 4, 8: 3, 16: 2}  # of one run, by microbatches
 LAYERS, TOKEN_WIDTH, LENGTH, TOKEN_ROWS = 8, 256, 64, 2
 
-OURS = ("2bw", "2bw, 1 ahead", "1f1b", "gpipe")
+OURS = {"2bw": ("2bw", 0), "2bw, 1 ahead": ("2bw", 1), "1f1b": ("1f1b", 0), "gpipe": ("gpipe", 0)}  # kinds, ahead
 TORCHS = {"torch 1F1B": Schedule1F1B, "torch GPipe": ScheduleGPipe}
 TWIN = "2bw, again"
+DELAYED = (TWIN, *(name for name, (kind, _) in OURS.items() if kind == "2bw"))
 
 GOAL = 0.05
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -72,15 +73,16 @@ class Problem:
 
     @property
     def ours(self) -> tuple[str, ...]:
-        return tuple(name for name in OURS if "ahead" not in name or self.count >= 2 * (len(self.stages) - 1))
+        hops = len(self.stages) - 1
+        return tuple(name for name, (_, ahead) in OURS.items() if not ahead or self.count >= (1 + ahead) * hops)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.ours, *TORCHS, TWIN)
 
     def schedule(self, name: str) -> schedule.Schedule:
-        kind, _, ahead = name.partition(", ")
-        return schedule.make(kind, stages=len(self.stages), microbatches=self.count, ahead=1 if ahead else 0)
+        kind, ahead = OURS[name]
+        return schedule.make(kind, stages=len(self.stages), microbatches=self.count, ahead=ahead)
 
 
 @dataclass
@@ -273,7 +275,7 @@ def timed_part(depth: int, rounds: int) -> None:
         flush = (count + depth - 1) / count
         print(f"(timed) {depth} ranks, {count} microbatches; spread of identical runs {figures.spread:.2%}")
         for name in figures.names:
-            formula = 1.0 if name.startswith("2bw") else flush
+            formula = 1.0 if name in DELAYED else flush
             time_of = figures.median(name) / ideal
             seen = ", ".join(f"{bubble:.1%}" for bubble in figures.bubbles[name])
             print(
@@ -287,7 +289,7 @@ def timed_part(depth: int, rounds: int) -> None:
 def judge_timed(figures: Figures, problem: Problem, costs: dict[str, Any], ideal: float, flush: float) -> None:
     spread = figures.spread
     for name in figures.ours:
-        if name.startswith("2bw"):
+        if name in DELAYED:
             share = ideal / figures.median(name)
             say(f"{name} at least 95% of the ideal", f"{share:.1%}", spread, margin=GOAL, holds=share >= 1.0 - GOAL)
     for kind in ("1f1b", "gpipe"):
@@ -345,9 +347,13 @@ def compute_part(rounds: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("timed", "compute"), action="append")
-    parser.add_argument("--depth", type=int, action="append", help="ranks of the timed part; 2 and 4 unless given")
+    parser.add_argument(
+        "--depth", type=int, action="append", help="ranks of the timed part, at least 2; 2 and 4 unless given"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     options: Any = parser.parse_args(argv)
+    if min(options.depth or (2,)) < 2:
+        parser.error("--depth: at least 2 ranks, between which there are hops")
     print(
         f"Python {platform.python_version()}, torch {torch.__version__}, hydra_ext {hydra_ext.__version__}, "
         f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
