@@ -75,20 +75,24 @@ enum class Choice : std::uint8_t {
 
 constexpr int bits_of(int value) noexcept { return static_cast<int>(std::bit_width(static_cast<unsigned>(value))); }
 
+/// `a` or `b`, without a branch where the compiler can do so.
+constexpr Tag either(bool first, Tag a, Tag b) noexcept {
+  return Tag::of(static_cast<std::uint8_t>(first ? a.byte() : b.byte()));
+}
+
 constexpr Tag shortest(const Summary& block) noexcept {
   constexpr int kNever = 1 << 20;
   const int largest = block.largest();
+  const int never = block.negative_zeros != 0 ? kNever : 0;
   const Tag with_signs{Mode::kSigned, (block.negative | block.negative_zeros) != 0, bits_of(largest)};
   const int signed_bits = 32 * (with_signs.width + static_cast<int>(with_signs.signs));
   const Tag offset{Mode::kOffset, false, bits_of(block.highest - block.lowest)};
-  const int offset_bits = block.negative_zeros != 0 ? kNever : 32 * offset.width + 16;
+  const int offset_bits = 32 * offset.width + 16 + never;
   const bool negative = block.negative != 0;
   const Tag sparse{Mode::kSparse, negative, bits_of(largest - (largest != 0)) + static_cast<int>(negative)};
-  const int sparse_bits = block.negative_zeros != 0 ? kNever : 32 + std::popcount(block.nonzero) * sparse.width;
-  if (sparse_bits < signed_bits && sparse_bits < offset_bits) {
-    return sparse;
-  }
-  return offset_bits < signed_bits ? offset : with_signs;
+  const int sparse_bits = 32 + std::popcount(block.nonzero) * sparse.width + never;
+  const Tag dense = either(offset_bits < signed_bits, offset, with_signs);
+  return either(sparse_bits < signed_bits && sparse_bits < offset_bits, sparse, dense);
 }
 
 constexpr Tag signed_tag(const Summary& block) noexcept {

@@ -200,16 +200,21 @@ HYDRA_INLINE std::uint8_t* put_sparse(std::uint8_t* to, __m512i quanta, const Su
   return put_packed(to + count, upper, count, tag.width - 8);
 }
 
-HYDRA_INLINE std::uint8_t* put_block(std::uint8_t* to, __m512i quanta, const Summary& summary, Tag tag) {
-  if (tag.mode == Mode::kSparse) {
-    return put_sparse(to, quanta, summary, tag);
-  }
-  if (tag.mode == Mode::kOffset) {
-    to = put(to, static_cast<std::int16_t>(summary.lowest));
-    return put_planes(to, _mm512_sub_epi16(quanta, _mm512_set1_epi16(static_cast<short>(summary.lowest))), tag.width);
-  }
+HYDRA_INLINE std::uint8_t* put_signed(std::uint8_t* to, __m512i quanta, const Summary& summary, Tag tag) {
   put(to, summary.negative | summary.negative_zeros);
   return put_planes(to + (tag.signs ? 4 : 0), _mm512_abs_epi16(quanta), tag.width);
+}
+
+/// kSigned or kOffset, whichever the tag says, without a branch: which one it is cannot be predicted.
+HYDRA_INLINE std::uint8_t* put_dense(std::uint8_t* to, __m512i quanta, const Summary& summary, Tag tag) {
+  std::uint32_t offset = 0U - static_cast<std::uint32_t>(tag.mode == Mode::kOffset);
+  asm("" : "+r"(offset));  // or the compiler finds the condition again, and jumps
+  const std::uint32_t signs = summary.negative | summary.negative_zeros;
+  const auto lowest = static_cast<std::uint16_t>(summary.lowest);
+  put(to, (lowest & offset) | (signs & ~offset));
+  to += (2U & offset) | ((tag.signs ? 4U : 0U) & ~offset);
+  const __m512i base = _mm512_set1_epi16(static_cast<short>(lowest));
+  return put_planes(to, _mm512_mask_sub_epi16(_mm512_abs_epi16(quanta), offset, quanta, base), tag.width);
 }
 
 template <NumberFormat F, Choice C>
@@ -252,7 +257,12 @@ HYDRA_KERNEL std::uint8_t* encode_as(const Quantizer& quantizer, const std::uint
       tag = signed_tag(summary);
     }
     tags[block] = tag.byte();
-    payload = put_block(payload, quanta, summary, tag);
+    if constexpr (C == Choice::kShortest) {
+      payload = tag.mode == Mode::kSparse ? put_sparse(payload, quanta, summary, tag)
+                                          : put_dense(payload, quanta, summary, tag);
+    } else {
+      payload = put_signed(payload, quanta, summary, tag);
+    }
   }
   return payload;
 }
