@@ -27,6 +27,7 @@ void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std:
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
 void bind_homes(pybind11::module_& module);
+void bind_stash(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);  // in builds with CUDA
 
