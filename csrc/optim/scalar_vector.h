@@ -1,6 +1,6 @@
 // One number at a time, in plain C++: the definition of the bits that all instruction sets have to give. A
 // kernels_*.cpp, or the CUDA kernels, include this file inside a namespace of their own, after they have defined
-// HYDRA_INLINE, and before kernel_frame.h. No include guard, on purpose.
+// HYDRA_INLINE and included csrc/base/half.h, and before kernel_frame.h. No include guard, on purpose.
 //
 // Compiled without fused multiply-adds, and with divisions and square roots that are rounded rightly.
 
