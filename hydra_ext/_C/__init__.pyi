@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
+from . import codec
 from . import testing
 
 __all__: list[str] = [
@@ -53,6 +54,7 @@ __all__: list[str] = [
     "WindowToken",
     "Windows",
     "clip_factor",
+    "codec",
     "human_bytes",
     "is_face",
     "make_schedule",
