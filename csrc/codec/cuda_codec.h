@@ -19,7 +19,8 @@ Bytes workspace_bytes(std::int64_t count) noexcept;
 cudaError_t launch_compress(const Quantizer& quantizer, Choice choice, const void* numbers, std::int64_t count,
                             std::uint8_t* stream, void* workspace, cudaStream_t on) noexcept;
 
-/// `header` is that of the stream, but for payload_bytes, which is not looked at; `bytes` of the stream can be read.
+/// `header` is that of the stream, but for payload_bytes, which is not looked at; `bytes` of it can be read, all before
+/// the payload and more.
 /// *damaged becomes 1 where they are no whole stream, and the numbers are undefined then; otherwise 0.
 cudaError_t launch_decompress(const StreamHeader& header, const std::uint8_t* stream, Bytes bytes, void* numbers,
                               void* workspace, std::uint32_t* damaged, cudaStream_t on) noexcept;
