@@ -98,8 +98,9 @@ def feature_maps() -> list[Kind]:
 
 def entropy(numbers: Tensor, bound: float) -> float:
     """Bits a value of the quantised numbers, if each were drawn alone."""
-    _, counts = (numbers.flatten() / (2 * bound)).round().to(torch.int32).unique(return_counts=True)
-    shares = counts.double() / counts.sum()
+    quanta = (numbers.flatten() / (2 * bound)).round().to(torch.int32)
+    counts = (quanta - quanta.min()).bincount()
+    shares = counts[counts > 0].double() / quanta.numel()
     return float(-(shares * shares.log2()).sum())
 
 

@@ -84,6 +84,13 @@ def test_shapes_that_cannot_be_are_refused_before_memory_is_taken(dimensions: li
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
 
 
+@pytest.mark.parametrize("dimensions", [[(0, 1), (-5, 1)], [(0, -1)], [(0, 1), (2**62, 1), (2**62, 1)]])
+def test_shapes_without_numbers_that_cannot_be_are_refused(dimensions: list[tuple[int, int]]) -> None:
+    stream = codec.compress(torch.empty(0)).to_bytes()[HEAD + DIMENSION :]
+    head = struct.pack("<4sHH", b"HYCT", 1, len(dimensions))
+    assert read(head + b"".join(struct.pack("<qq", *each) for each in dimensions) + stream) is None
+
+
 def test_a_count_that_the_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
     stream = bytearray(whole())
     begin = HEAD + 2 * DIMENSION
