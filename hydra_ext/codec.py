@@ -133,7 +133,8 @@ def compress(
             zeros only. For 16-bit types twice the bound is rounded down to a power of two.
         keep_signs: what is positive, zero or negative comes back so, as the backward of a ReLU needs it; takes one
             more bit of those numbers that are not zero.
-        fast: only one of the three encodings: about twice as fast, and longer where many numbers are zero.
+        fast: only the first of the three encodings: a sixth to a half faster to compress, and longer where many numbers
+            are zero, or alike.
         threads: how many of the CPU's compress; ``None``: as many as torch computes with. The bytes are the same.
 
     Raises:
