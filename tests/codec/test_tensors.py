@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import doctest
 import io
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -156,16 +158,30 @@ def test_a_packed_tensor_can_be_copied_and_saved() -> None:
         packed.error_bound = 1.0  # type: ignore[misc]
 
 
-def test_other_threads_run_while_one_compresses() -> None:
-    tensor = torch.randn(2**24)
-    packed = []
-    worker = threading.Thread(target=lambda: packed.append(codec.compress(tensor, threads=1)))
-    worker.start()
-    turns = 0
-    while worker.is_alive():
-        turns += 1
-    assert packed
-    assert turns > 1000, "the interpreter was held"
+def test_other_threads_run_meanwhile() -> None:
+    numbers = torch.randn(2**23)
+    stream = torch.zeros(_C.codec.most_bytes(numbers), dtype=torch.uint8)
+    how: dict[str, Any] = {"pool": _C.ThreadPool(1), "instructions": _C.InstructionSet.PORTABLE}
+    turns, found = [0], []
+
+    def work() -> None:
+        before = turns[0]
+        used = _C.codec.compress(numbers, stream, error_bound=0.1, keep_signs=False, fast=False, **how)
+        between = turns[0]
+        _C.codec.decompress(stream[:used], numbers, **how)
+        found.extend([between - before, turns[0] - between])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60.0)  # threads take turns only where one lets the interpreter go
+    try:
+        worker = threading.Thread(target=work)
+        worker.start()
+        while worker.is_alive():
+            turns[0] += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert min(found) > 0
 
 
 @pytest.mark.parametrize(

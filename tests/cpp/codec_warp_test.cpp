@@ -166,5 +166,11 @@ TEST(CodecWarp, RefusesDamagedStreams) {
   EXPECT_GT(refused, 30);
 }
 
+/// Nothing is read where the word that the length is in would be (this is run with AddressSanitizer, too).
+TEST(CodecWarp, RefusesASparseBlockThatIsCutOff) {
+  const Memory two(2);
+  EXPECT_GT(bytes_at(NumberFormat::kFloat32, Tag{Mode::kSparse, false, 1}, two.data(), 2), 2);
+}
+
 }  // namespace
 }  // namespace hydra::codec
