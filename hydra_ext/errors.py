@@ -119,6 +119,14 @@ class InvalidOptimizer(HydraError, ValueError):
     """An option, a parameter, a gradient or a saved state that an optimizer of hydra_ext cannot work with."""
 
 
+class InvalidBound(HydraError, ValueError):
+    """An error bound that is negative or not finite."""
+
+
+class DamagedStream(HydraError, ValueError):
+    """Bytes that are no whole stream of compressed numbers: cut off, altered, or of another version."""
+
+
 class NonFiniteNorm(HydraError, RuntimeError):
     """The norm of the gradients is infinite or NaN, and clipping was told not to go on then."""
 

@@ -40,6 +40,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_build_info", "_guard"),
     ("policy",),
     ("_C",),
+    ("codec",),
     ("blocks", "construction"),
     ("profile", "plan"),
     ("schedule",),

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_transfer(module);
   hydra::bind_paging(module);
   hydra::bind_optim(module);
+  hydra::bind_codec(module);
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
   hydra::bind_values(module);
@@ -19,5 +20,6 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA
   hydra::bind_cuda(module);
+  hydra::bind_cuda_codec(module);
 #endif
 }

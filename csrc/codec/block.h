@@ -18,6 +18,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "csrc/base/number_format.h"
+
 namespace hydra::codec {
 
 inline constexpr int kBlockNumbers = 32;
@@ -63,8 +65,6 @@ struct Summary {
   std::uint32_t nonzero = 0;
   std::uint32_t negative = 0;
   std::uint32_t negative_zeros = 0;  // of the numbers, not of q
-
-  constexpr int largest() const noexcept { return highest > -lowest ? highest : -lowest; }
 };
 
 /// Which encodings there are to choose from.
@@ -73,30 +73,61 @@ enum class Choice : std::uint8_t {
   kSigned,  // fastest
 };
 
-constexpr int bits_of(int value) noexcept { return static_cast<int>(std::bit_width(static_cast<unsigned>(value))); }
+/// Of a number below 2^24. As a float's exponent, so that a loop over it becomes vectors on every instruction set.
+constexpr int bits_of(int value) noexcept {
+  const int exponent = (std::bit_cast<std::int32_t>(static_cast<float>(value)) >> 23) - 126;
+  return exponent > 0 ? exponent : 0;
+}
 
-/// `a` or `b`, without a branch where the compiler can do so.
-constexpr Tag either(bool first, Tag a, Tag b) noexcept {
-  return Tag::of(static_cast<std::uint8_t>(first ? a.byte() : b.byte()));
+/// The tag's byte. Without branches, for the same reason; `nonzero` is how many there are.
+constexpr int shortest(int lowest, int highest, int nonzero, bool negative, bool negative_zeros) noexcept {
+  const int largest = highest > -lowest ? highest : -lowest;
+  const int never = negative_zeros ? 1 << 20 : 0;
+  const int signs = negative || negative_zeros ? 1 : 0;
+  const int signed_width = bits_of(largest);
+  const int signed_bits = 32 * (signed_width + signs);
+  const int signed_byte = signs << 5 | signed_width;
+  const int offset_width = bits_of(highest - lowest);
+  const int offset_bits = 32 * offset_width + 16 + never;
+  const int offset_byte = static_cast<int>(Mode::kOffset) << 6 | offset_width;
+  const int sparse_signs = negative ? 1 : 0;
+  const int sparse_width = bits_of(largest - (largest != 0 ? 1 : 0)) + sparse_signs;
+  const int sparse_bits = 32 + nonzero * sparse_width + never;
+  const int sparse_byte = static_cast<int>(Mode::kSparse) << 6 | sparse_signs << 5 | sparse_width;
+  const int dense_bits = offset_bits < signed_bits ? offset_bits : signed_bits;
+  const int dense_byte = offset_bits < signed_bits ? offset_byte : signed_byte;
+  return sparse_bits < dense_bits ? sparse_byte : dense_byte;
 }
 
 constexpr Tag shortest(const Summary& block) noexcept {
-  constexpr int kNever = 1 << 20;
-  const int largest = block.largest();
-  const int never = block.negative_zeros != 0 ? kNever : 0;
-  const Tag with_signs{Mode::kSigned, (block.negative | block.negative_zeros) != 0, bits_of(largest)};
-  const int signed_bits = 32 * (with_signs.width + static_cast<int>(with_signs.signs));
-  const Tag offset{Mode::kOffset, false, bits_of(block.highest - block.lowest)};
-  const int offset_bits = 32 * offset.width + 16 + never;
-  const bool negative = block.negative != 0;
-  const Tag sparse{Mode::kSparse, negative, bits_of(largest - (largest != 0)) + static_cast<int>(negative)};
-  const int sparse_bits = 32 + std::popcount(block.nonzero) * sparse.width + never;
-  const Tag dense = either(offset_bits < signed_bits, offset, with_signs);
-  return either(sparse_bits < signed_bits && sparse_bits < offset_bits, sparse, dense);
+  return Tag::of(static_cast<std::uint8_t>(shortest(block.lowest, block.highest, std::popcount(block.nonzero),
+                                                    block.negative != 0, block.negative_zeros != 0)));
 }
 
 constexpr Tag signed_tag(const Summary& block) noexcept {
-  return {Mode::kSigned, (block.negative | block.negative_zeros) != 0, bits_of(block.largest())};
+  const int largest = block.highest > -block.lowest ? block.highest : -block.lowest;
+  return {Mode::kSigned, (block.negative | block.negative_zeros) != 0, bits_of(largest)};
+}
+
+/// Of `count` values of `width` bits side by side.
+constexpr int packed_bytes(int count, int width) noexcept {
+  return static_cast<int>((static_cast<unsigned>(count * width) + 7U) / 8U);
+}
+
+/// `nonzero` is the number of ones in the first word, and matters to sparse blocks only.
+constexpr int payload_bytes(Tag tag, int nonzero, NumberFormat format) noexcept {
+  const int low = tag.width < 8 ? tag.width : 8;
+  switch (tag.mode) {
+    case Mode::kSigned:
+      return 4 * (static_cast<int>(tag.signs) + tag.width);
+    case Mode::kOffset:
+      return 2 + 4 * tag.width;
+    case Mode::kSparse:
+      return 4 + packed_bytes(nonzero, low) + packed_bytes(nonzero, tag.width - low);
+    case Mode::kRaw:
+      break;
+  }
+  return static_cast<int>(kBlockNumbers * bytes_of(format));
 }
 
 }  // namespace hydra::codec

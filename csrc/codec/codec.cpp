@@ -1,7 +1,6 @@
 #include "csrc/codec/codec.h"
 
 #include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cstring>
 #include <string>
@@ -10,36 +9,13 @@
 #include "csrc/base/errors.h"
 #include "csrc/base/float_mode.h"
 #include "csrc/codec/kernels.h"
+#include "csrc/codec/layout.h"
 
 namespace hydra::codec {
 
 namespace {
 
 static_assert(std::endian::native == std::endian::little);
-
-constexpr std::array<char, 4> kMagic = {'H', 'Y', 'C', 'X'};
-constexpr std::uint16_t kVersion = 1;
-constexpr Bytes kHeaderBytes = sizeof(StreamHeader);
-
-/// Where the parts of a stream begin.
-struct Layout {
-  std::int64_t blocks = 0;
-  std::int64_t chunks = 0;
-  Bytes tags = 0;
-  Bytes payload = 0;
-
-  explicit Layout(std::int64_t count) noexcept
-      : blocks((count + kBlockNumbers - 1) / kBlockNumbers),
-        chunks((blocks + kChunkBlocks - 1) / kChunkBlocks),
-        tags(kHeaderBytes + 8 * chunks),
-        payload(tags + round_up(blocks, 8)) {}
-
-  std::int64_t blocks_of(std::int64_t chunk) const noexcept {
-    return std::min(kChunkBlocks, blocks - chunk * kChunkBlocks);
-  }
-};
-
-Bytes block_bytes(NumberFormat format) noexcept { return kBlockNumbers * bytes_of(format); }
 
 /// One call's work on the numbers of a stream.
 class Encoder {
@@ -236,34 +212,32 @@ Bytes compress(const Quantizer& quantizer, Choice choice, const void* numbers, s
   const Bytes most = kChunkBlocks * block_bytes(quantizer.format);
   const Bytes payload_bytes =
       together ? encode_in_waves(encoder, layout, most, to, threads) : encode_in_order(encoder, layout, to);
-  const StreamHeader header{kMagic, kVersion,      quantizer.format, quantizer.keep_signs,
-                            count,  payload_bytes, quantizer.bound,  quantizer.step,
-                            {}};
+  const StreamHeader header = make_header(quantizer, count, payload_bytes);
   std::memcpy(to, &header, sizeof header);
   return layout.payload + payload_bytes;
 }
 
-StreamHeader header_of(std::span<const std::uint8_t> stream) {
+Bytes stream_bytes(const StreamHeader& header) noexcept { return Layout(header.count).payload + header.payload_bytes; }
+
+StreamHeader header_of(std::span<const std::uint8_t> begin, Bytes size) {
   StreamHeader header;
-  if (stream.size() < sizeof header) {
-    damaged(std::to_string(stream.size()) + " bytes, less than a header's");
+  if (begin.size() < sizeof header) {
+    damaged(std::to_string(begin.size()) + " bytes, less than a header's");
   }
-  std::memcpy(&header, stream.data(), sizeof header);
+  std::memcpy(&header, begin.data(), sizeof header);
   if (header.magic != kMagic) {
     damaged("it does not begin as one");
   }
   if (header.version != kVersion) {
     damaged("its version is " + std::to_string(header.version) + ", this one reads " + std::to_string(kVersion));
   }
-  const auto size = static_cast<std::int64_t>(stream.size());
   // Each block has a tag, so that a stream of so many bytes cannot have more numbers.
   if (header.format > NumberFormat::kFloat16 || header.count < 0 || header.count / kBlockNumbers > size ||
       header.payload_bytes < 0 || header.payload_bytes > size) {
     damaged("its header says what cannot be");
   }
-  const Bytes expected = Layout(header.count).payload + header.payload_bytes;
-  if (expected != size) {
-    damaged("it has " + std::to_string(size) + " bytes, its header says " + std::to_string(expected));
+  if (stream_bytes(header) != size) {
+    damaged("it has " + std::to_string(size) + " bytes, its header says " + std::to_string(stream_bytes(header)));
   }
   return header;
 }

@@ -46,8 +46,15 @@ Bytes most_bytes(NumberFormat format, std::int64_t count) noexcept;
 Bytes compress(const Quantizer& quantizer, Choice choice, const void* numbers, std::int64_t count, std::uint8_t* to,
                ThreadPool& threads, InstructionSet instructions);
 
-/// Throws DamagedStream for what is no stream, of another version, or cut off.
-StreamHeader header_of(std::span<const std::uint8_t> stream);
+/// What a stream takes that begins so.
+Bytes stream_bytes(const StreamHeader& header) noexcept;
+
+/// Throws DamagedStream for what is no stream, of another version, or cut off. Of a stream of `size` bytes no more is
+/// read than the header.
+StreamHeader header_of(std::span<const std::uint8_t> begin, Bytes size);
+inline StreamHeader header_of(std::span<const std::uint8_t> stream) {
+  return header_of(stream, static_cast<Bytes>(stream.size()));
+}
 
 /// Writes header_of(stream).count numbers. Throws DamagedStream for bytes that no compress() has written; what has been
 /// written to `numbers` then is undefined. Never reads or writes anything else.

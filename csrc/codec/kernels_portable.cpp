@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "csrc/base/half.h"
+#include "csrc/codec/bytes.h"
 #include "csrc/codec/kernels.h"
 
 namespace hydra::codec {
@@ -13,19 +14,6 @@ namespace {
 using Block = std::array<int, kBlockNumbers>;
 
 std::uint32_t bits_of_float(float value) { return std::bit_cast<std::uint32_t>(value); }
-
-template <class T>
-std::uint8_t* put(std::uint8_t* to, T value) {
-  std::memcpy(to, &value, sizeof value);
-  return to + sizeof value;
-}
-
-template <class T>
-T get(const std::uint8_t* from) {
-  T value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
 
 float load(NumberFormat format, const void* numbers, std::int64_t index) {
   if (format == NumberFormat::kFloat32) {
@@ -159,8 +147,6 @@ void get_planes(const std::uint8_t* from, int width, Block& values) {
     }
   }
 }
-
-int packed_bytes(int count, int width) { return (count * width + 7) / 8; }
 
 int get_packed(const std::uint8_t* from, int index, int width) {
   const int bit = index * width;

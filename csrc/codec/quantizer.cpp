@@ -28,13 +28,18 @@ double greatest(NumberFormat format) {
   return 0;
 }
 
+float rounded_down(double bound) {
+  const auto nearest = static_cast<float>(std::min<double>(bound, std::numeric_limits<float>::max()));
+  return nearest > bound ? std::nextafter(nearest, 0.0F) : nearest;
+}
+
 }  // namespace
 
-Quantizer Quantizer::make(NumberFormat format, float bound, bool keep_signs) {
+Quantizer Quantizer::make(NumberFormat format, double bound, bool keep_signs) {
   HYDRA_EXPECT(std::isfinite(bound) && bound >= 0, InvalidBound,
                "an error bound of " + std::to_string(bound) + ": give a finite number, 0 or more");
-  Quantizer made{format, keep_signs, bound};
-  double step = std::min((keep_signs ? 1.0 : 2.0) * bound, kMostStep);
+  Quantizer made{format, keep_signs, rounded_down(bound)};
+  double step = std::min((keep_signs ? 1.0 : 2.0) * made.bound, kMostStep);
   if (format != NumberFormat::kFloat32 && step > 0) {
     step = std::exp2(std::floor(std::log2(step)));
   }

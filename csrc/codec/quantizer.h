@@ -23,8 +23,9 @@ struct Quantizer {
   float inverse = 0;
   float limit = 0;  // of |x|, exclusive
 
-  /// Throws InvalidBound for one that is negative or not finite. With a bound of 0 zeros are all that is quantised.
-  static Quantizer make(NumberFormat format, float bound, bool keep_signs);
+  /// The bound is rounded down to fp32. Throws InvalidBound for one that is negative or not finite. With a bound of 0
+  /// zeros are all that is quantised.
+  static Quantizer make(NumberFormat format, double bound, bool keep_signs);
 };
 
 /// |q| is at most that.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
+from . import codec
 from . import testing
 
 __all__: list[str] = [
@@ -58,6 +59,7 @@ __all__: list[str] = [
     "Windows",
     "begin_treatment",
     "clip_factor",
+    "codec",
     "end_treatment",
     "human_bytes",
     "is_face",

@@ -9,38 +9,22 @@
 #include <string>
 
 #include "csrc/base/errors.h"
+#include "tests/cpp/codec_contents.h"
 #include "tests/cpp/codec_support.h"
 
 namespace hydra::codec {
 namespace {
 
 using test::compressed;
+using test::contents;
+using test::kChoices;
+using test::kFormats;
 using test::Memory;
 using test::memory_of;
 using test::restored;
 using test::violations;
 
-constexpr std::array kFormats = {NumberFormat::kFloat32, NumberFormat::kBfloat16, NumberFormat::kFloat16};
-constexpr std::array kChoices = {Choice::kShortest, Choice::kSigned};
 constexpr std::array kBounds = {0.0F, 1e-6F, 1e-3F, 0.01F, 0.3F, 2.0F, 1e5F};
-
-/// Normal numbers; of them as a ReLU leaves them; about an offset; smooth; equal; with rare special ones.
-std::vector<std::vector<float>> contents(std::size_t count) {
-  std::mt19937 random(5);
-  std::normal_distribution<float> normal(0.0F, 1.0F);
-  std::vector<std::vector<float>> all(7, std::vector<float>(count));
-  for (std::size_t i = 0; i < count; ++i) {
-    const float value = normal(random);
-    all[0][i] = value;
-    all[1][i] = std::max(value, 0.0F);
-    all[2][i] = 40.0F + value / 8;
-    all[3][i] = std::sin(static_cast<float>(i) / 700.0F);
-    all[4][i] = -3.25F;
-    all[5][i] = i % 97 == 5 ? -0.0F : i % 331 == 7 ? INFINITY : i % 331 == 8 ? -NAN : value * 1e-3F;
-    all[6][i] = i % 11 == 0 ? value * 1e4F : 0.0F;
-  }
-  return all;
-}
 
 void expect_kept(const Quantizer& quantizer, Choice choice, const Memory& numbers, const std::string& what) {
   const Memory stream = compressed(quantizer, choice, numbers, InstructionSet::kPortable);
