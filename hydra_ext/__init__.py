@@ -23,6 +23,7 @@ from hydra_ext.runtime.run import Run
 
 if TYPE_CHECKING:
     from hydra_ext import schedule
+    from hydra_ext import tiled as tiled
     from hydra_ext.construction import materialize
     from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
 
@@ -55,8 +56,8 @@ _ON_FIRST_USE = {  # who does not use them does not wait for them
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schedule":
-        return importlib.import_module("hydra_ext.schedule")
+    if name in ("schedule", "tiled"):
+        return importlib.import_module(f"hydra_ext.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")
     return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

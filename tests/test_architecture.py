@@ -45,7 +45,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule",),
     ("optim", "activations"),
     ("runtime",),
-    ("offload", "pipeline", "fleet", "data"),
+    ("offload", "pipeline", "fleet", "data", "tiled"),
     ("integrations",),
     ("cli",),
     ("__init__", "__main__"),
