@@ -24,6 +24,7 @@ from hydra_ext.tiled.run import TiledRun, made_of, row_bytes
 
 # ATen's use_mkldnn() (aten/src/ATen/native/Convolution.cpp) takes oneDNN for maps with more elements than this.
 _SMALL_ELEMENTS = 20480
+_CHANNELS_PER_BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class _Arguments:
         )
 
 
+def _with_kernels_copy(tensor: torch.Tensor) -> int:
+    """Bytes of a map's row, and of the copy in blocks of channels that oneDNN makes of it."""
+    channels = max(1, tensor.shape[1])
+    return row_bytes(tensor) // channels * (channels + -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK)
+
+
 def _least_rows(source: torch.Tensor) -> int:
     if source.dtype != torch.float32:
         return 1
@@ -63,8 +70,9 @@ def forward(
     shape = made_of(func, source, weight, bias, *arguments).shape
     result = torch.empty(shape, dtype=source.dtype)
     window = _Arguments(*arguments).window(source, weight)
-    per_row = row_bytes(result) + -(-source.shape[2] // shape[2]) * row_bytes(source)
-    parts = list(strips(shape[2], run.rows(per_row, (window.reach + window.least) * row_bytes(source))))
+    of_source = _with_kernels_copy(source)
+    per_row = _with_kernels_copy(result) + -(-source.shape[2] // shape[2]) * of_source
+    parts = list(strips(shape[2], run.rows(per_row, (window.reach + window.least) * of_source)))
     with run.device:
         whole = run.device.load(weight), None if bias is None else run.device.load(bias)
         for wanted in parts:
@@ -117,10 +125,9 @@ def backward(
         torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
         torch.empty(channels, dtype=weight.dtype) if wanted[2] else None,
     )
-    per_gradient_row = -(-gradient.shape[2] // source.shape[2]) * row_bytes(gradient)
-    per_row = 2 * row_bytes(source) + per_gradient_row
-    halo = 2 * (window.reach + window.least)
-    parts = list(strips(source.shape[2], run.rows(per_row, halo * per_row)))
+    # Both the source and its gradient are there.
+    per_row = 2 * _with_kernels_copy(source) + -(-gradient.shape[2] // source.shape[2]) * _with_kernels_copy(gradient)
+    parts = list(strips(source.shape[2], run.rows(per_row, (2 * window.reach + window.least) * per_row)))
     with run.device:
         on_device = run.device.load(weight)
         sums = _Sums.zeros(on_device, channels, wanted)

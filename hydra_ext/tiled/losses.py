@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hydra_ext.tiled.rowwise import pointwise
+from hydra_ext.tiled.rowwise import over_rows, pointwise
 from hydra_ext.tiled.run import TiledRun
 
 _NONE, _MEAN = 0, 1  # at::Reduction
@@ -47,3 +47,23 @@ def backward(run: TiledRun, func: Any, gradient: torch.Tensor, *args: Any) -> to
     given[0] = given[0].expand(args[0].shape)
     made: torch.Tensor = pointwise(run, func, *given)
     return made
+
+
+def log_sigmoid(run: TiledRun, func: Any, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.log_sigmoid_forward``, without the buffer that it keeps for its backward."""
+    result = torch.empty(source.shape, dtype=source.dtype)
+    over_rows(run, [source], [result], lambda strip: [func(strip)[0]], temporary_bytes=source.element_size())
+    return result, source.new_empty(0)
+
+
+def log_sigmoid_backward(
+    run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, _buffer: torch.Tensor
+) -> torch.Tensor:
+    """``aten.log_sigmoid_backward``: each strip makes its part of the buffer anew."""
+    result = torch.empty(source.shape, dtype=source.dtype)
+
+    def compute(outgoing: torch.Tensor, strip: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [func(outgoing, strip, torch.ops.aten.log_sigmoid_forward(strip)[1])]
+
+    over_rows(run, [gradient, source], [result], compute, temporary_bytes=2 * source.element_size())
+    return result

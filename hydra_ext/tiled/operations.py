@@ -30,6 +30,8 @@ _ON_MAPS: dict[Any, Handler] = {
 }
 
 _LOSSES: dict[Any, Handler] = {
+    aten.log_sigmoid_forward.default: losses.log_sigmoid,
+    aten.log_sigmoid_backward.default: losses.log_sigmoid_backward,
     aten.binary_cross_entropy_with_logits.default: losses.forward,
     aten.binary_cross_entropy.default: losses.forward,
     aten.binary_cross_entropy_backward.default: losses.backward,
@@ -50,7 +52,13 @@ _ALONG_A_DIMENSION = {
 }
 
 # Not tagged as pointwise in torch, but pointwise.
-_POINTWISE = {aten.threshold_backward.default, aten.leaky_relu_backward.default}
+_POINTWISE = {
+    *(aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish.default),
+    *(aten.hardswish_.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
+    *(aten.leaky_relu_backward.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
+    *(aten.mish_backward.default, aten.softplus_backward.default, aten.threshold_backward.default),
+    *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
+}
 
 # Made on the host, where maps are: they move or make numbers, or read each of them once, for which the link would take
 # longer. Random numbers are the host's, in the order of the whole map.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from hydra_ext.errors import UnsupportedOperation
 from hydra_ext.tiled.geometry import Rows, strips
 from hydra_ext.tiled.run import TiledRun, made_of
+
+_VECTOR_ELEMENTS = 64  # a multiple of what any instruction set takes at once, unrolled
 
 
 def over_rows(
@@ -34,7 +37,7 @@ def over_rows(
     cut = [operand.dim() >= -dim and operand.shape[dim] == height and height > 1 for operand in operands]
     elements = shape.numel() // max(1, height)
     each = sum(tensor.element_size() for tensor in (*operands, *results)) + temporary_bytes
-    parts = list(strips(height, run.rows(elements * each)))
+    parts = list(strips(height, _in_whole_vectors(run.rows(elements * each), elements)))
     with run.device:
         whole = [None if is_cut else run.device.load(t) for t, is_cut in zip(operands, cut, strict=True)]
 
@@ -50,6 +53,15 @@ def over_rows(
             make(rows)
         run.device.settle()
     run.count(len(parts))
+
+
+def _in_whole_vectors(rows: int, elements: int) -> int:
+    """At most ``rows`` rows of so many elements, a whole number of vectors if there can be.
+
+    torch's functions on the CPU, such as exp, are not the same to the last bit for what is left over at the end.
+    """
+    together = _VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, elements)
+    return rows if rows < together else rows - rows % together
 
 
 def _together(tensors: Sequence[torch.Tensor]) -> torch.Size:

@@ -10,8 +10,8 @@ import torch
 from hydra_ext import _C
 from hydra_ext.tiled.devices import StripDevice
 
-# A strip's operands and results take at most this part of the budget: kernels, and what is cut off, need the rest.
-_STRIPS_PER_BUDGET = 4
+# What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
+_STRIPS_PER_BUDGET = 2
 # Libraries of kernels count a tensor's elements in 32 bits: no strip has more bytes, and so no more elements.
 _MOST_STRIP_BYTES = 2**31 - 1
 

@@ -14,6 +14,8 @@ from hydra_ext.tiled import operations
 from hydra_ext.tiled.devices import choose
 from hydra_ext.tiled.run import TiledRun
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
 
 class strips:  # noqa: N801 - a verb: it is used as a function
     """Inside, operations on images larger than a strip are computed on the device strip by strip.
@@ -22,7 +24,7 @@ class strips:  # noqa: N801 - a verb: it is used as a function
     always, all of them inside. What a strip takes on the device depends on the image's width, not on its height.
 
     Args:
-        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as a quarter of it allows.
+        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows.
         rows: the most rows that a strip has of any map; as many as the budget allows unless given.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
             ``"simulated"``, a :class:`hydra_ext.SimulatedDevice`.
@@ -75,10 +77,20 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         try:
-            return operations.make(self._run, func, args, kwargs or {})
+            if _is_composite(func):  # in inference mode nobody has taken it apart before
+                with self:
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+            return operations.make(self._run, func, args, kwargs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f"{error} It was {func} in strips: give a larger budget=, or fewer rows=; no strip is lower than a row "
                 "and the halo that its kernel needs"
             ) from error
+
+
+def _is_composite(func: Any) -> bool:
+    """Whether torch has nothing for an operation but other operations: some have both, with other last bits."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CPU")

@@ -147,7 +147,7 @@ def _times(func: Any, inside: int, outside: int) -> int:
 
 
 def _refuse_corners(func: Any, settings: Sequence[Any]) -> None:
-    if isinstance(settings[0], bool) and settings[0]:
+    if settings and settings[0] is True:
         raise UnsupportedOperation(
             f"{func} with align_corners=True depends on the height of the map in every row: take align_corners=False",
             operation=str(func),
