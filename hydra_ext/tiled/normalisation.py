@@ -1,8 +1,11 @@
-"""Batch normalisation over maps: statistics of the whole map, added up over strips.
+"""Batch normalisation over maps, with the statistics of the whole map.
 
-Training reads the map twice, for the statistics and for the result, and so does its backward. Sums are made in fp64:
-means and variances are rounded to the map's dtype once, so that they are at least as near to the exact ones as those
-that torch adds up in one pass; the order of strips shows in no digit of fp32 but by rare ties.
+On the simulated device torch's own reduction makes the statistics, where the map lies: they have its bits, and so has
+every element of the result. A ReLU that follows then lets through the same elements; one that it did not would be a
+whole pixel's difference in the gradients. On a GPU, and for an image of bytes, they are merged over strips in fp64 and
+rounded once: nearer to the exact ones, and with other last bits, which the GPU's convolutions have anyway.
+
+What the backward sums over the map is added over strips in fp64.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from hydra_ext.tiled.geometry import Rows, strips
+from hydra_ext.tiled.pixels import Pixels
 from hydra_ext.tiled.rowwise import over_rows
 from hydra_ext.tiled.run import TiledRun, row_bytes
 
@@ -34,20 +38,19 @@ def forward(
     """``aten.native_batch_norm`` of a map: the result, and in training mean and 1 / sqrt(variance + eps)."""
     result = torch.empty(source.shape, dtype=source.dtype)
     if training:
-        mean, variance = _statistics(run, source)
-        count = source.numel() // source.shape[1]
-        _update(running_mean, mean, momentum)
-        _update(running_var, variance * (count / (count - 1)), momentum)
+        mean, variance = _statistics(run, source, (running_mean, running_var), momentum)
         dtype = _parameter_dtype(source, weight)
-        used = mean.to(dtype), variance.to(dtype)
-        saved = used[0], (variance + eps).rsqrt().to(dtype)
+        saved = mean.to(dtype), (1 / torch.sqrt(variance.double() + eps)).to(dtype)
+        # Scaled by the saved numbers themselves, as in torch: with a variance of 1, and nothing added to it.
+        weight = saved[1] if weight is None else saved[1] * weight
+        statistics, eps = (saved[0], torch.ones_like(saved[0])), 0.0
     else:
         if running_mean is None or running_var is None:
             raise ValueError("batch normalisation without running statistics can only be evaluated with training=True")
-        used = running_mean, running_var
+        statistics = running_mean, running_var
         saved = source.new_empty(0), source.new_empty(0)
     with run.device:
-        small = [None if tensor is None else run.device.load(tensor) for tensor in (weight, bias, *used)]
+        small = [None if tensor is None else run.device.load(tensor) for tensor in (weight, bias, *statistics)]
     over_rows(run, [source], [result], lambda strip: [func(strip, *small, False, momentum, eps)[0]])
     return result, *saved
 
@@ -57,13 +60,27 @@ def _parameter_dtype(source: torch.Tensor, weight: torch.Tensor | None) -> torch
     return source.dtype if weight is None else weight.dtype
 
 
+def _statistics(
+    run: TiledRun, source: torch.Tensor, running: tuple[torch.Tensor | None, torch.Tensor | None], momentum: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel, on the host; updates the running ones."""
+    if run.device.device.type == "cpu" and not isinstance(source, Pixels):
+        mean, variance = torch.ops.aten.batch_norm_update_stats(source, *running, momentum)
+        return mean, variance
+    mean, variance = _over_strips(run, source)
+    count = source.numel() // source.shape[1]
+    _update(running[0], mean, momentum)
+    _update(running[1], variance * (count / (count - 1)), momentum)
+    return mean, variance
+
+
 def _update(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
     if running is not None:
         running.copy_(momentum * value + (1 - momentum) * running.double())
 
 
-def _statistics(run: TiledRun, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel, fp64 on the host.
+def _over_strips(run: TiledRun, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of each channel, in fp64.
 
     Each strip's own mean and squared deviations are merged into those so far (Chan, Golub, LeVeque 1979): nothing is
     lost where the mean is far from zero.
@@ -121,24 +138,36 @@ def backward(
     result = torch.empty(source.shape, dtype=source.dtype) if wanted[0] else None
     if result is not None:
         count = source.numel() // source.shape[1]
-        scale = inverse if weight is None else inverse * weight.double()
+        scales = [inverse] if weight is None else [inverse, weight]
         # What the statistics themselves pass on, in training: the mean gradient and its part along the map.
-        shift, slope = (of_bias / count, of_weight * inverse / count) if training else (0 * mean, 0 * mean)
-        numbers = [number.to(dtype).view(-1, 1, 1) for number in (mean, slope, shift, scale)]
-        over_rows(run, [gradient, source, *numbers], [result], _input_gradient, temporary_bytes=2 * dtype.itemsize)
+        numbers = [mean, of_weight * inverse / count, of_bias / count, *scales] if training else scales
+        maps = [gradient, source] if training else [gradient]
+        compute = _through_statistics if training else _scaled
+        small = [number.to(dtype).view(-1, 1, 1) for number in numbers]
+        over_rows(run, [*maps, *small], [result], compute, temporary_bytes=2 * dtype.itemsize)
     return result, of_weight.to(dtype) if wanted[1] else None, of_bias.to(dtype) if wanted[2] else None
 
 
-def _input_gradient(
+def _through_statistics(
     gradient: torch.Tensor,
     source: torch.Tensor,
     mean: torch.Tensor,
     slope: torch.Tensor,
     shift: torch.Tensor,
-    scale: torch.Tensor,
+    *scales: torch.Tensor,
 ) -> Sequence[torch.Tensor]:
     along = (source - mean).mul_(slope)
-    return [torch.sub(gradient, along, out=along).sub_(shift).mul_(scale).to(gradient.dtype)]
+    rest = torch.sub(gradient, along, out=along).sub_(shift)
+    for scale in scales:
+        rest.mul_(scale)
+    return [rest.to(gradient.dtype)]
+
+
+def _scaled(gradient: torch.Tensor, *scales: torch.Tensor) -> Sequence[torch.Tensor]:
+    scaled = gradient
+    for scale in scales:  # one after the other, as torch does
+        scaled = scaled * scale
+    return [scaled.to(gradient.dtype)]
 
 
 def _sums(
