@@ -12,8 +12,6 @@ from hydra_ext.tiled.devices import StripDevice
 
 # What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
 _STRIPS_PER_BUDGET = 2
-# Libraries of kernels count a tensor's elements in 32 bits: no strip has more bytes, and so no more elements.
-_MOST_STRIP_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class TiledRun:
         self.device = device
         self._budget = budget
         self._rows = rows
-        self._allowance = min(budget // _STRIPS_PER_BUDGET, _MOST_STRIP_BYTES)
+        self._allowance = min(budget // _STRIPS_PER_BUDGET, device.most_strip_bytes)
         self._operations = 0
         self._strips = 0
 
