@@ -23,6 +23,7 @@ from hydra_ext.stash import stash
 if TYPE_CHECKING:
     from hydra_ext import codec as codec
     from hydra_ext import schedule
+    from hydra_ext import tiled as tiled
     from hydra_ext.construction import materialize
     from hydra_ext.pipeline import Pipeline
     from hydra_ext.pipeline import PipelineOutput as PipelineOutput
@@ -60,7 +61,7 @@ _ON_FIRST_USE = {  # who does not use them does not wait for them
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("codec", "schedule"):
+    if name in ("codec", "schedule", "tiled"):
         return importlib.import_module(f"hydra_ext.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")

@@ -57,6 +57,18 @@ class InvalidSchedule(HydraError, ValueError):
     """A pipeline schedule that cannot be made, read or run; the message names line and token, or rank and action."""
 
 
+class UnsupportedOperation(HydraError, NotImplementedError):
+    """An operation on a map that cannot be made in strips; nothing was computed. The message names it.
+
+    Attributes:
+        operation: its name in torch, such as ``aten.bmm.default``.
+    """
+
+    def __init__(self, message: str, *, operation: str) -> None:
+        super().__init__(message)
+        self.operation = operation
+
+
 class StateError(HydraError, RuntimeError):
     """A call that the present state does not allow, for example after the context has ended."""
 

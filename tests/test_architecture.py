@@ -46,7 +46,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule",),
     ("optim", "activations"),
     ("runtime",),
-    ("offload", "stash", "pipeline", "fleet", "data"),
+    ("offload", "stash", "pipeline", "fleet", "data", "tiled"),
     ("integrations",),
     ("cli",),
     ("__init__", "__main__"),

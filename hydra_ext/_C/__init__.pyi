@@ -20,6 +20,7 @@ __all__: list[str] = [
     "AdamStep",
     "BlockUpdate",
     "ChainPartition",
+    "Charged",
     "DeviceBackend",
     "FaultInjector",
     "GradientStatistics",
@@ -946,6 +947,16 @@ class Uncharged:
     def __enter__(self) -> None: ...
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
     def __init__(self) -> None: ...
+
+class Charged:
+    """
+    What the thread allocates inside is charged to one simulated device.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, limit: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def ledger(self) -> Ledger: ...
 
 class ThreadContext:
     """
