@@ -11,7 +11,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: 
 
 def assert_kept(before: torch.Tensor, after: torch.Tensor, packed: codec.Packed) -> None:
     assert (after.shape, after.dtype) == (before.shape, before.dtype)
-    before = before.contiguous()
+    before = before.resolve_neg().contiguous()
     exact = ~before.isfinite() | ((before == 0) & before.signbit())
     bits = BITS[before.dtype]
     same = before.view(bits) == after.contiguous().view(bits)
