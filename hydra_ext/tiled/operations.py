@@ -8,7 +8,6 @@ import torch
 
 from hydra_ext.errors import UnsupportedOperation
 from hydra_ext.tiled import convolutions, losses, normalisation, rowwise, windows
-from hydra_ext.tiled.pixels import Pixels
 from hydra_ext.tiled.run import Handler, TiledRun
 
 aten = torch.ops.aten
@@ -92,8 +91,7 @@ def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     handler = _LOSSES.get(func) or (rowwise.pointwise if _is_pointwise(func, args) else None)
     if handler is not None:
         return handler(run, func, *args, **kwargs)
-    on_the_host = func.is_view or func.overloadpacket in _ON_THE_HOST
-    if on_the_host and not any(isinstance(tensor, Pixels) for tensor in tensors):
+    if func.is_view or func.overloadpacket in _ON_THE_HOST:
         return func(*args, **kwargs)
     maps = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if run.is_map(tensor))
     raise UnsupportedOperation(
