@@ -113,6 +113,13 @@ Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> 
       books_(std::make_shared<StashBooks>(budget)),
       device_(device) {}
 
+Stash::~Stash() {
+  // Transfers end before the device does, and what they let go may need the interpreter.
+  const ReleaseGilIfHeld released;
+  backend_->to_host().drain();
+  backend_->to_device().drain();
+}
+
 bool Stash::can_move(const at::Tensor& tensor) const {
   const bool stays = !treatments.empty() && treatments.back() == Treatment::kKeep;
   if (stays || !is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
@@ -251,14 +258,15 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
 
 std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
   const StashedIntervalPtr& interval = saved.interval_;
+  c10::Storage storage;  // from one attempt to the next: what another thread lets go meanwhile stays
   for (;;) {
+    c10::Storage before;
     c10::Storage gone;
-    c10::Storage storage;
     TicketPtr arriving;
     {
       const Lock lock(books_->mutex());
-      storage = books_->alive(*interval);
-      arriving = interval->arriving;
+      before = std::exchange(storage, books_->alive(*interval));
+      arriving = storage ? interval->arriving : nullptr;
       if (storage && !arriving) {
         interval->waiting -= saved.taken_ ? 0 : 1;
         saved.taken_ = true;
@@ -272,7 +280,7 @@ std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
       await(interval, *arriving);
     } else {
       make_room(interval->bytes);
-      bring(interval, Priority::kFault);
+      storage = bring(interval, Priority::kFault);
     }
   }
 }
@@ -308,7 +316,7 @@ void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
   }
 }
 
-void Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
+c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
   const at::Tensor memory = at::empty({interval->lead + interval->bytes}, at::TensorOptions(at::kByte).device(device_));
   const c10::Storage& storage = memory.storage();
   FencePtr computed;
@@ -318,7 +326,7 @@ void Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
   }
   const Lock lock(books_->mutex());
   if (interval->held) {
-    return;  // another thread was faster
+    return interval->held;  // another thread was faster
   }
   Job job;
   job.priority = priority;
@@ -332,6 +340,7 @@ void Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
   books_->hold(interval, storage, interval->lead);
   interval->arriving = backend_->to_device().submit(std::move(job));
   books_->statistics.prefetched += priority == Priority::kPrefetch ? 1 : 0;
+  return storage;
 }
 
 void Stash::prefetch(std::int64_t before) {

@@ -71,6 +71,10 @@ class Stash final {
   Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, c10::Device device,
         std::optional<Bytes> budget);
 
+  ~Stash();
+  Stash(const Stash&) = delete;
+  Stash& operator=(const Stash&) = delete;
+
   SavedTensorPtr pack(const at::Tensor& tensor);
   at::Tensor unpack(SavedTensor& saved);
   /// What lies in their storages is never moved.
@@ -88,8 +92,8 @@ class Stash final {
   void make_room(Bytes bytes);
   /// Device memory of the saved tensor's interval, which is there for compute that is enqueued from now on.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);
-  /// Throws c10::OutOfMemoryError.
-  void bring(const StashedIntervalPtr& interval, Priority priority);
+  /// Memory that its bytes are in, or on their way to. Throws c10::OutOfMemoryError.
+  c10::Storage bring(const StashedIntervalPtr& interval, Priority priority);
   void await(const StashedIntervalPtr& interval, Ticket& arriving);
   void prefetch(std::int64_t before);
 
