@@ -81,6 +81,7 @@ def test_memory_lies_as_it_lay() -> None:
     base = torch.randn(5000) * 1
     ways = [base[3:2003].view(40, 50).t(), base[7:].as_strided((30, 40), (41, 2)), base[1:2].expand(5000)]
     ways += [base[6:4006].view(torch.complex64), torch.randn(10, 8, 6, 6).to(memory_format=torch.channels_last) * 1]
+    ways += [(torch.randn(5000) * 1)[3:503]]  # of something larger, of which nothing else is saved
     leads = [way.data_ptr() % 64 for way in ways]
     expected = [way.clone() for way in ways]
     strides = [way.stride() for way in ways]
