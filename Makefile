@@ -40,14 +40,14 @@ CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDR
 # ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo test test-full pytest lint format ctest asan tsan check-cuda no-nvcc gpu-test gpu-bench stubs \
+.PHONY: all help demo test test-full pytest lint format ctest ctest-full asan tsan check-cuda no-nvcc gpu-test gpu-bench stubs \
         stubs-check wheel-test other-key clean
 all: $(BUILD)/.built
 
 help:
 	@echo "demo        build, then show it at work on this machine"
 	@echo "test        everything that needs no GPU: pytest, C++ tests (plain, ASan, TSan), lint, CUDA compile check, wheel"
-	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, and other-key; SHARD=2 runs one of them; WORKERS=$(WORKERS) tests at a time"
+	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, other-key and ctest-full; SHARD=2 runs one of them; WORKERS=$(WORKERS) tests at a time"
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
 	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
@@ -93,7 +93,7 @@ test: lint ctest pytest stubs-check asan tsan $(if $(shell command -v nvcc),chec
 pytest: $(BUILD)/.built $(VENV)/.deps-test
 	$(PYTEST) $(PARALLEL) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key)
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full)
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 
@@ -109,6 +109,10 @@ other-key: $(VENV)/.deps-test
 ctest: $(VENV)/.deps
 	$(CMAKE) -B $(BUILD)-core -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
 	cmake --build $(BUILD)-core && ctest --test-dir $(BUILD)-core --output-on-failure --no-tests=error
+
+# Tests of minutes are disabled ones.
+ctest-full: ctest
+	$(BUILD)-core/hydra_tests --gtest_also_run_disabled_tests --gtest_filter='*.DISABLED_*'
 
 asan: $(VENV)/.deps
 	$(CMAKE) -B $(BUILD)-asan -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=address,undefined

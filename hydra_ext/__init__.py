@@ -15,33 +15,37 @@ if (_problem := _guard.load_extension()) is not None:
 
 from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
-from hydra_ext.policy import Checks, SimulatedDevice
-from hydra_ext.runtime.figures import StepFigures
+from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice
 from hydra_ext.runtime.report import Report
-from hydra_ext.runtime.rounds.step import StepOutput
 from hydra_ext.runtime.run import Run
+from hydra_ext.stash import stash
 
 if TYPE_CHECKING:
+    from hydra_ext import codec as codec
     from hydra_ext import schedule
+    from hydra_ext import tiled as tiled
     from hydra_ext.construction import materialize
-    from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+    from hydra_ext.pipeline import Pipeline
+    from hydra_ext.pipeline import PipelineOutput as PipelineOutput
+    from hydra_ext.pipeline import PipelineReport as PipelineReport
+    from hydra_ext.runtime.figures import StepFigures as StepFigures
+    from hydra_ext.runtime.rounds.step import StepOutput as StepOutput
 
 # ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
 __all__ = [
     "Checks",
+    "Keep",
+    "Offload",
     "Pipeline",
-    "PipelineOutput",
-    "PipelineReport",
     "Report",
     "Run",
     "SimulatedDevice",
-    "StepFigures",
-    "StepOutput",
     "__version__",
     "materialize",
     "offload",
     "optim",
     "schedule",
+    "stash",
 ]
 
 __version__ = _build_info.VERSION
@@ -50,13 +54,15 @@ _ON_FIRST_USE = {  # who does not use them does not wait for them
     "Pipeline": "hydra_ext.pipeline",
     "PipelineOutput": "hydra_ext.pipeline",
     "PipelineReport": "hydra_ext.pipeline",
+    "StepFigures": "hydra_ext.runtime.figures",
+    "StepOutput": "hydra_ext.runtime.rounds.step",
     "materialize": "hydra_ext.construction",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "schedule":
-        return importlib.import_module("hydra_ext.schedule")
+    if name in ("codec", "schedule", "tiled"):
+        return importlib.import_module(f"hydra_ext.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'hydra_ext' has no attribute '{name}'")
     return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

@@ -57,6 +57,18 @@ class InvalidSchedule(HydraError, ValueError):
     """A pipeline schedule that cannot be made, read or run; the message names line and token, or rank and action."""
 
 
+class UnsupportedOperation(HydraError, NotImplementedError):
+    """An operation on a map that cannot be made in strips; nothing was computed. The message names it.
+
+    Attributes:
+        operation: its name in torch, such as ``aten.bmm.default``.
+    """
+
+    def __init__(self, message: str, *, operation: str) -> None:
+        super().__init__(message)
+        self.operation = operation
+
+
 class StateError(HydraError, RuntimeError):
     """A call that the present state does not allow, for example after the context has ended."""
 
@@ -117,6 +129,14 @@ class MissingDependency(HydraError, ImportError):
 
 class InvalidOptimizer(HydraError, ValueError):
     """An option, a parameter, a gradient or a saved state that an optimizer of hydra_ext cannot work with."""
+
+
+class InvalidBound(HydraError, ValueError):
+    """An error bound that is negative or not finite."""
+
+
+class DamagedStream(HydraError, ValueError):
+    """Bytes that are no whole stream of compressed numbers: cut off, altered, or of another version."""
 
 
 class NonFiniteNorm(HydraError, RuntimeError):

@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from hydra_ext import _C
+from hydra_ext.activations.choice import Choice, default_policy, policies_of
+from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
-from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
+from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
@@ -43,6 +45,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         blocks: modules, or their names, that are to move as one; found by size unless given.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
+        activations: what becomes of what the forward saves for backward, as the policy of :class:`hydra_ext.stash`: a
+            policy such as ``hydra_ext.Offload()``, or one for each module. All of it stays on the device unless given.
         process_group: the ranks that train copies of this model together: None takes torch.distributed's default
             group if it is initialised and has several, False nobody. The copies have to be alike; they begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``, and so should the optimizers' states.
@@ -68,6 +72,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         blocks: Sequence[nn.Module | str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
+        activations: Choice | None = None,
         process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
@@ -87,6 +92,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
+        self._activations = activations
+        if activations is not None:
+            default_policy(activations)  # raises what is wrong with it
+            policies_of(activations, model)
         self._checks = checks or Checks()
         self._run: Run | None = None
         _refuse_unsupported(model)
@@ -119,8 +128,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         _refuse_nested(self._model)
         replicas = self._meet_others()
         arena = self._place.make_arena()
+        backend = self._place.make_backend()
         core = _C.PagedModel(
-            backend=self._place.make_backend(),
+            backend=backend,
             arena=arena,
             device=self._place.device,
             gradient_bound=self._place.gradient_bound(self._budget),
@@ -140,6 +150,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             casts=self._casts(),
+            saving=None if self._activations is None else self._make_saving(backend, arena),
         )
         try:
             self._run.open(self._optimizer, arena)
@@ -147,6 +158,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._run.close()
             raise
         return self._run
+
+    def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:
+        stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
+        return Saving(stash, self._activations or Keep(), self._model)
 
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]

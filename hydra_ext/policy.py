@@ -90,3 +90,13 @@ class Checks:
 
     poison_hosts: bool = False
     fault_path: bool = True
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Saved tensors stay where they are, as without a stash."""
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Saved tensors leave for host memory, and come back ahead of their use. Lossless."""

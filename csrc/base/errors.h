@@ -45,6 +45,18 @@ class InvalidSchedule : public Error {
   using Error::Error;
 };
 
+/// An error bound that a compression cannot keep to.
+class InvalidBound : public Error {
+ public:
+  using Error::Error;
+};
+
+/// Bytes that are no whole stream of compressed numbers.
+class DamagedStream : public Error {
+ public:
+  using Error::Error;
+};
+
 /// A device parameter was needed while absent and the fault path is off.
 class PageFaultError : public Error {
  public:

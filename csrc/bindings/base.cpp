@@ -34,6 +34,10 @@ void translate(std::exception_ptr error) {
     raise("hydra_ext.errors", "ModelChanged", known.what());
   } catch (const InvalidSchedule& known) {
     raise("hydra_ext.errors", "InvalidSchedule", known.what());
+  } catch (const InvalidBound& known) {
+    raise("hydra_ext.errors", "InvalidBound", known.what());
+  } catch (const DamagedStream& known) {
+    raise("hydra_ext.errors", "DamagedStream", known.what());
   } catch (const StateError& known) {
     raise("hydra_ext.errors", "StateError", known.what());
   } catch (const c10::Error& known) {

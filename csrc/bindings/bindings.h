@@ -18,6 +18,7 @@ void bind_memory(pybind11::module_& module);
 void bind_transfer(pybind11::module_& module);
 void bind_paging(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
+void bind_codec(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Schedule>& schedule_class);
 void bind_plan(pybind11::module_& module);
@@ -27,7 +28,9 @@ void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std:
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
 void bind_homes(pybind11::module_& module);
+void bind_stash(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
-void bind_cuda(pybind11::module_& module);  // in builds with CUDA
+void bind_cuda(pybind11::module_& module);        // in builds with CUDA
+void bind_cuda_codec(pybind11::module_& module);  // likewise
 
 }  // namespace hydra

@@ -27,6 +27,12 @@ struct Uncharged {
   std::optional<HostScope> scope;
 };
 
+struct Charged {
+  explicit Charged(Bytes limit) : account(std::make_shared<Account>(limit)) {}
+  AccountPtr account;
+  ThreadCharge before;
+};
+
 }  // namespace
 
 void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class) {
@@ -47,6 +53,14 @@ void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<
       .def("__exit__", [](Uncharged& uncharged, const py::object&, const py::object&, const py::object&) {
         uncharged.scope.reset();
       });
+  py::class_<Charged>(module, "Charged", "What the thread allocates inside is charged to one simulated device.")
+      .def(py::init<Bytes>(), py::arg("limit"))
+      .def("__enter__", [](Charged& charged) { charged.before = exchange_thread_charge({.account = charged.account}); })
+      .def("__exit__", [](Charged& charged, const py::object&, const py::object&,
+                          const py::object&) { exchange_thread_charge(std::exchange(charged.before, {})); })
+      .def_property_readonly(
+          "ledger", [](Charged& charged) -> Ledger& { return charged.account->ledger(); },
+          py::return_value_policy::reference_internal);
 }
 
 }  // namespace hydra

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_transfer(module);
   hydra::bind_paging(module);
   hydra::bind_optim(module);
+  hydra::bind_codec(module);
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
   hydra::bind_values(module);
@@ -15,8 +16,10 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_tensors(module);
   hydra::bind_rounds(module);
   hydra::bind_homes(module);
+  hydra::bind_stash(module);
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA
   hydra::bind_cuda(module);
+  hydra::bind_cuda_codec(module);
 #endif
 }

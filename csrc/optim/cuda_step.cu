@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <variant>
 
+#include "csrc/base/half.h"
 #include "csrc/optim/cuda_step.h"
 #include "csrc/optim/kernels.h"
 

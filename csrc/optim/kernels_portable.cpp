@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <variant>
 
+#include "csrc/base/half.h"
 #include "csrc/optim/kernels.h"
 
 namespace hydra {

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "csrc/optim/float_mode.h"
+#include "csrc/base/float_mode.h"
 #include "csrc/optim/kernels.h"
 #include "csrc/optim/ranges.h"
 

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "csrc/optim/float_mode.h"
+#include "csrc/base/float_mode.h"
 #include "csrc/optim/kernels.h"
 
 namespace hydra {

@@ -26,13 +26,10 @@
 #include <cstdint>
 #include <variant>
 
-#include "csrc/optim/instruction_set.h"
+#include "csrc/base/instruction_set.h"
+#include "csrc/base/number_format.h"
 
 namespace hydra {
-
-enum class NumberFormat : std::uint8_t { kFloat32, kBfloat16, kFloat16 };
-
-constexpr std::int64_t bytes_of(NumberFormat format) noexcept { return format == NumberFormat::kFloat32 ? 4 : 2; }
 
 enum class WeightLayout : std::uint8_t {
   kFloat32,  // weights: fp32; no master

@@ -1,6 +1,6 @@
 // One number at a time, in plain C++: the definition of the bits that all instruction sets have to give. A
 // kernels_*.cpp, or the CUDA kernels, include this file inside a namespace of their own, after they have defined
-// HYDRA_INLINE, and before kernel_frame.h. No include guard, on purpose.
+// HYDRA_INLINE and included csrc/base/half.h, and before kernel_frame.h. No include guard, on purpose.
 //
 // Compiled without fused multiply-adds, and with divisions and square roots that are rounded rightly.
 
@@ -11,37 +11,6 @@ constexpr std::uint32_t kQuietNan = 0x7FC00000U;
 HYDRA_INLINE std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
 HYDRA_INLINE bool is_nan(std::uint32_t bits) { return (bits & ~kSign) > kInfinity; }
 HYDRA_INLINE std::uint32_t quiet(std::uint32_t bits) { return is_nan(bits) ? (bits & kSign) | kQuietNan : bits; }
-
-HYDRA_INLINE float from_float16(std::uint16_t half) {
-  const std::uint32_t sign = (half & 0x8000U) << 16;
-  const std::uint32_t magnitude = half & 0x7FFFU;
-  if (magnitude >= 0x7C00U) {  // infinite, NaN
-    return std::bit_cast<float>(sign | kInfinity | (magnitude & 0x3FFU) << 13);
-  }
-  if (magnitude >= 0x400U) {
-    return std::bit_cast<float>(sign | ((magnitude << 13) + (112U << 23)));
-  }
-  const float denormal = static_cast<float>(magnitude) * 0x1p-24F;  // exact
-  return std::bit_cast<float>(sign | bits_of(denormal));
-}
-
-HYDRA_INLINE std::uint16_t to_float16_bits(float value) {
-  const std::uint32_t bits = bits_of(value);
-  const std::uint32_t sign = (bits & kSign) >> 16;
-  const std::uint32_t magnitude = bits & ~kSign;
-  std::uint32_t half;
-  if (magnitude > kInfinity) {
-    half = 0x7E00U;
-  } else if (magnitude >= 0x477FF000U) {  // rounds to 2^16 or more
-    half = 0x7C00U;
-  } else if (magnitude >= 0x38800000U) {  // normal: round the 13 bits that go
-    const std::uint32_t even = (magnitude >> 13) & 1U;
-    half = (magnitude - (112U << 23) + 0xFFFU + even) >> 13;
-  } else {  // denormal: the addition rounds at the last place of a half
-    half = bits_of(std::bit_cast<float>(magnitude) + 0.5F) - bits_of(0.5F);
-  }
-  return static_cast<std::uint16_t>(sign | half);
-}
 
 struct Vector {
   static constexpr std::int64_t kWidth = 1;
@@ -60,8 +29,8 @@ struct Vector {
   HYDRA_INLINE static Float load_bfloat16(const std::uint16_t* from) {
     return std::bit_cast<float>(static_cast<std::uint32_t>(*from) << 16);
   }
-  HYDRA_INLINE static Float load_float16(const std::uint16_t* from) { return from_float16(*from); }
-  HYDRA_INLINE static void store_float16(std::uint16_t* to, Float value) { *to = to_float16_bits(value); }
+  HYDRA_INLINE static Float load_float16(const std::uint16_t* from) { return float_of_float16(*from); }
+  HYDRA_INLINE static void store_float16(std::uint16_t* to, Float value) { *to = float16_of(value); }
 
   /// To nearest even, and back.
   HYDRA_INLINE static Float to_bfloat16(Float value) {
@@ -71,7 +40,7 @@ struct Vector {
     }
     return std::bit_cast<float>((bits + 0x7FFFU + ((bits >> 16) & 1U)) & 0xFFFF0000U);
   }
-  HYDRA_INLINE static Float to_float16(Float value) { return from_float16(to_float16_bits(value)); }
+  HYDRA_INLINE static Float to_float16(Float value) { return float_of_float16(float16_of(value)); }
 
   HYDRA_INLINE static void store_bfloat16_half_up(std::uint16_t* to, Float value) {
     *to = static_cast<std::uint16_t>((quiet(bits_of(value)) + 0x8000U) >> 16);

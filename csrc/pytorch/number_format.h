@@ -1,11 +1,11 @@
-// The types of torch's that the native optimizer loops work with.
+// The types of torch's that the native loops of optimizers and of the codec work with.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 
 #include <optional>
 
-#include "csrc/optim/parameter_update.h"
+#include "csrc/base/number_format.h"
 
 namespace hydra {
 
@@ -20,6 +20,17 @@ inline std::optional<NumberFormat> number_format(c10::ScalarType type) noexcept 
       return NumberFormat::kFloat16;
     default:
       return std::nullopt;
+  }
+}
+
+inline c10::ScalarType scalar_type(NumberFormat format) noexcept {
+  switch (format) {
+    case NumberFormat::kBfloat16:
+      return c10::ScalarType::BFloat16;
+    case NumberFormat::kFloat16:
+      return c10::ScalarType::Half;
+    default:
+      return c10::ScalarType::Float;
   }
 }
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
+from . import codec
 from . import testing
 
 __all__: list[str] = [
@@ -19,6 +20,7 @@ __all__: list[str] = [
     "AdamStep",
     "BlockUpdate",
     "ChainPartition",
+    "Charged",
     "DeviceBackend",
     "FaultInjector",
     "GradientStatistics",
@@ -36,6 +38,7 @@ __all__: list[str] = [
     "PagerStatistics",
     "PassKind",
     "PlannedStage",
+    "SavedTensor",
     "Schedule",
     "SchedulePeaks",
     "ScheduleStream",
@@ -43,16 +46,22 @@ __all__: list[str] = [
     "SimulatedDevice",
     "SiteVisit",
     "StagedBackward",
+    "Stash",
+    "StashStatistics",
     "TensorPlan",
     "ThreadContext",
     "ThreadPool",
     "TimedAction",
     "Timeline",
+    "Treatment",
     "Uncharged",
     "Verification",
     "WindowToken",
     "Windows",
+    "begin_treatment",
     "clip_factor",
+    "codec",
+    "end_treatment",
     "human_bytes",
     "is_face",
     "make_schedule",
@@ -939,6 +948,16 @@ class Uncharged:
     def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
     def __init__(self) -> None: ...
 
+class Charged:
+    """
+    What the thread allocates inside is charged to one simulated device.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, limit: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def ledger(self) -> Ledger: ...
+
 class ThreadContext:
     """
     What torch keeps of the calling thread, for another thread.
@@ -993,9 +1012,96 @@ class HomeStatistics:
     @property
     def settled(self) -> int: ...
 
+class StashStatistics:
+    @property
+    def backward_wait_seconds(self) -> float: ...
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def intervals(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def peak_held_bytes(self) -> int: ...
+    @property
+    def prefetched(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def stayed(self) -> int: ...
+    @property
+    def tensors(self) -> int: ...
+    @property
+    def to_device_bytes(self) -> int: ...
+    @property
+    def to_host_bytes(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
+
+class Treatment:
+    """
+    Members:
+
+      MOVE
+
+      KEEP
+    """
+
+    KEEP: typing.ClassVar[Treatment]
+    MOVE: typing.ClassVar[Treatment]
+    __members__: typing.ClassVar[dict[str, Treatment]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class SavedTensor:
+    """
+    What a stash hands to autograd.
+    """
+
+class Stash:
+    """
+    Saved tensors, off the device until backward.
+    """
+    def __init__(
+        self,
+        *,
+        backend: DeviceBackend,
+        arena: HostArena,
+        device: torch.device,
+        budget: typing.SupportsInt | typing.SupportsIndex | None,
+    ) -> None: ...
+    def close(self) -> None: ...
+    def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
+    def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def statistics(self) -> StashStatistics:
+        """
+        Once the transfers under way have ended.
+        """
+    def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
+
+def begin_treatment(treatment: Treatment) -> None:
+    """
+    What the calling thread saves is treated so, until the matching end_treatment().
+    """
+
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
+def end_treatment() -> None: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     Bytes for messages, with a binary unit.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from hydra_ext import _C
+from hydra_ext.activations.report import StashReport
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.replicas import Replicas
 
@@ -48,6 +50,7 @@ class Report:
         ranks: how many train copies of the model together.
         reduced_bytes: of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: it waited for the others meanwhile; a GPU's own waits are not seen.
+        activations: what became of saved tensors, with ``activations=``; None without.
     """
 
     budget_bytes: int
@@ -88,6 +91,7 @@ class Report:
     ranks: int
     reduced_bytes: int
     waited_for_ranks_seconds: float
+    activations: StashReport | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,6 +131,8 @@ class Report:
                 f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "
                 f"{self.waited_for_ranks_seconds:.3f} s waited for the others"
             )
+        if self.activations is not None:
+            lines += ["saved tensors", textwrap.indent(str(self.activations), "  ")]
         return "\n".join(lines)
 
 

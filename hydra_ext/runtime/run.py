@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
+from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.optim.host_optimizer import HostOptimizer
@@ -54,11 +55,13 @@ class Run:
         place: Place,
         replicas: Replicas | None = None,
         casts: str = "",
+        saving: Saving | None = None,
     ):
         self.budget = budget
         self.device = place.device
         self._place = place
         self._casts = casts
+        self._saving = saving
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
@@ -80,6 +83,8 @@ class Run:
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
         report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
+        if self._saving is not None:
+            report = replace(report, activations=self._saving.report())
         peak = self._place.peak_bytes()
         return report if peak is None else replace(report, peak_bytes=peak)
 
@@ -247,6 +252,8 @@ class Run:
                 self.core.watch(module._modules, f"the modules of '{name}'")
         sites.install(self, self.layout.sites)
         root.swap(self.model, self)
+        if self._saving is not None:
+            self._saving.hook()
         self.optimizer = optimizer
         if optimizer is not None:
             self._optimizer_handles = [
@@ -285,6 +292,9 @@ class Run:
             if root.is_swapped(self.model):
                 stack.callback(root.restore, self.model)
             stack.callback(sites.remove, self.layout.sites)
+            if self._saving is not None:
+                stack.callback(self._saving.close)
+                stack.callback(self._saving.unhook)
             for handle in self._optimizer_handles:
                 stack.callback(handle.remove)
             if self.updates is not None:
@@ -332,7 +342,8 @@ class Run:
             self.core.enter(token, self.forward_kind())
             try:
                 args, kwargs = arguments.place((args, kwargs))
-                output = call(*args, **kwargs)
+                with nullcontext() if self._saving is None else self._saving.inside():
+                    output = call(*args, **kwargs)
                 if torch.is_grad_enabled():
                     self.core.returns(token, list(sites.tensors_in(output)))
                 failed = False

@@ -5,7 +5,7 @@ module's buffers, and the containers among the arguments (caches that a block ap
 cannot be known; so the calls of one microbatch are repeated once, before the first backward that relies on them, and
 sites that do not give the same again keep their activations from then on.
 
-Only sites that hold no other site are recomputed, and not inside a user's checkpoint or other hooks on saved tensors.
+Only sites that hold no other site are recomputed, and not inside a user's checkpoint or hooks of his on saved tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
+from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.buffers import BlockBuffers
 from hydra_ext.runtime.rounds.fibers import Fiber
@@ -74,7 +75,7 @@ class Recomputation:
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: Call, args: Any, kwargs: Any) -> Any:
         """``call(args, kwargs)``; with a graph, as a checkpoint."""
         at_the_end = len(fiber.marks) == self.last_stay
-        if number in self._kept or at_the_end or not torch.is_grad_enabled() or _saved_tensors_hooked(True) is not None:
+        if number in self._kept or at_the_end or not torch.is_grad_enabled() or _hooked_by_others():
             return call(args, kwargs)
         repeatable = RepeatableCall(site.module, call, args, kwargs)
         notes = not self.checked and fiber.index == 0
@@ -172,6 +173,11 @@ def _copy(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
         for key, part in value.__dict__.items():
             made.__dict__[key] = _copy(part, known)
     return made
+
+
+def _hooked_by_others() -> bool:
+    hooks = _saved_tensors_hooked(True)
+    return hooks is not None and not goes_to_a_stash(hooks)
 
 
 def _is_shared(value: Any) -> bool:

@@ -1,4 +1,4 @@
-#include "csrc/optim/instruction_set.h"
+#include "csrc/base/instruction_set.h"
 
 namespace hydra {
 

@@ -1,0 +1,1 @@
+"""What autograd saves for backward: who keeps it, and where."""

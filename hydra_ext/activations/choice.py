@@ -1,0 +1,69 @@
+"""Which policy each module's saved tensors follow."""
+
+from __future__ import annotations
+
+import fnmatch
+import reprlib
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.policy import Keep, Offload
+
+Policy = Keep | Offload
+Choice = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
+
+_KINDS = (Keep, Offload)
+
+
+def default_policy(choice: Choice) -> Policy:
+    """For what is saved in no module that has a policy of its own.
+
+    Raises:
+        InvalidArgument: it is no choice.
+    """
+    if isinstance(choice, _KINDS):
+        return choice
+    if not isinstance(choice, Mapping) and not callable(choice):
+        raise InvalidArgument(
+            f"policy={reprlib.repr(choice)} is a {type(choice).__name__}: give hydra_ext.Offload() or another policy, "
+            "a mapping from names of modules to policies, or a function of a module's name and the module"
+        )
+    return Keep()
+
+
+def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Policy]:
+    """Those of modules; what is saved while one runs follows the innermost of them.
+
+    A name is a pattern as of :mod:`fnmatch`; of several that fit, the last one counts.
+
+    Raises:
+        InvalidArgument: policies are chosen by module and there is no model, a name fits no module, or what is chosen
+            is no policy.
+    """
+    if isinstance(choice, _KINDS):
+        return {}
+    if model is None:
+        raise InvalidArgument("policies by module need the model: stash(..., model=model)")
+    found: dict[nn.Module, Policy] = {}
+    if isinstance(choice, Mapping):
+        for pattern, policy in choice.items():
+            chosen = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
+            if not chosen:
+                raise InvalidArgument(f"no module of {type(model).__name__} is called like '{pattern}'")
+            found |= dict.fromkeys(chosen, _checked(policy, pattern))
+        return found
+    for name, module in model.named_modules():
+        chosen_policy = choice(name, module)
+        if chosen_policy is not None:
+            found[module] = _checked(chosen_policy, name)
+    return found
+
+
+def _checked(policy: object, name: str) -> Policy:
+    if not isinstance(policy, _KINDS):
+        raise InvalidArgument(
+            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), or Keep()"
+        )
+    return policy

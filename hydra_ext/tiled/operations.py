@@ -1,0 +1,116 @@
+"""Which operation of torch is made how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hydra_ext.errors import UnsupportedOperation
+from hydra_ext.tiled import convolutions, losses, normalisation, rowwise, windows
+from hydra_ext.tiled.run import Handler, TiledRun
+
+aten = torch.ops.aten
+
+# On maps of four dimensions, whatever their size: all of these are computed on the device.
+_ON_MAPS: dict[Any, Handler] = {
+    aten.convolution.default: convolutions.forward,
+    aten.convolution_backward.default: convolutions.backward,
+    aten.native_batch_norm.default: normalisation.forward,
+    aten.native_batch_norm_backward.default: normalisation.backward,
+    aten.max_pool2d_with_indices.default: windows.maximum,
+    aten.max_pool2d_with_indices_backward.default: windows.maximum_backward,
+    aten.avg_pool2d.default: windows.average,
+    aten.avg_pool2d_backward.default: windows.average_backward,
+    aten.upsample_nearest2d.default: windows.upsample,
+    aten.upsample_nearest2d_backward.default: windows.upsample_backward,
+    aten.upsample_bilinear2d.default: windows.upsample,
+    aten.upsample_bilinear2d_backward.default: windows.upsample_backward,
+}
+
+_LOSSES: dict[Any, Handler] = {
+    aten.log_sigmoid_forward.default: losses.log_sigmoid,
+    aten.log_sigmoid_backward.default: losses.log_sigmoid_backward,
+    aten.binary_cross_entropy_with_logits.default: losses.forward,
+    aten.binary_cross_entropy.default: losses.forward,
+    aten.binary_cross_entropy_backward.default: losses.backward,
+    aten.mse_loss.default: losses.forward,
+    aten.mse_loss_backward.default: losses.backward,
+    aten.smooth_l1_loss.default: losses.forward,
+    aten.smooth_l1_loss_backward.default: losses.backward,
+    aten.huber_loss.default: losses.forward,
+    aten.huber_loss_backward.default: losses.backward,
+}
+
+# Each element depends on others of its row at most, where the dimension they have in common is not that of rows.
+_ALONG_A_DIMENSION = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}
+
+# Not tagged as pointwise in torch, but pointwise.
+_POINTWISE = {
+    *(aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish.default),
+    *(aten.hardswish_.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
+    *(aten.leaky_relu_backward.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.masked_fill.Tensor),
+    *(aten.mish_backward.default, aten.softplus_backward.default, aten.threshold_backward.default),
+    *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
+}
+
+# Made on the host, where maps are: they move or make numbers, or read each of them once, for which the link would take
+# longer. Random numbers are the host's, in the order of the whole map.
+_ON_THE_HOST = {
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+    *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
+    *(aten.fill_, aten.zero_, aten.bernoulli, aten.bernoulli_, aten.uniform_, aten.normal_),
+    *(aten.clone, aten.copy_, aten._to_copy, aten.cat, aten.stack, aten.repeat, aten.flip, aten.roll),
+    *(aten.slice_backward, aten.select_backward, aten.constant_pad_nd, aten.pixel_shuffle, aten.pixel_unshuffle),
+    *(aten.reflection_pad2d, aten.reflection_pad2d_backward, aten.replication_pad2d),
+    *(aten.replication_pad2d_backward, aten._unsafe_view, aten.reshape, aten.index_select),
+    *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.all, aten.any, aten.equal),
+    *(aten.nll_loss2d_forward, aten.nll_loss2d_backward, aten._local_scalar_dense, aten.linalg_vector_norm),
+}
+
+
+def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation, as autograd calls it: in strips where it is one of maps.
+
+    Raises:
+        UnsupportedOperation: it is, and cannot be.
+    """
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return func(*args, **kwargs)
+    handler = _ON_MAPS.get(func)
+    if handler is not None and _is_image(args):
+        return handler(run, func, *args, **kwargs)
+    if not any(run.is_map(tensor) for tensor in tensors):
+        return func(*args, **kwargs)
+    handler = _LOSSES.get(func) or (rowwise.pointwise if _is_pointwise(func, args) else None)
+    if handler is not None:
+        return handler(run, func, *args, **kwargs)
+    if func.is_view or func.overloadpacket in _ON_THE_HOST:
+        return func(*args, **kwargs)
+    maps = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if run.is_map(tensor))
+    raise UnsupportedOperation(
+        f"{func} on a map of shape {maps} cannot be made in strips, and was not made; what can is listed in "
+        "hydra_ext/tiled/operations.py. Put it into other operations, or make it outside 'with "
+        "hydra_ext.tiled.strips(...)', on the whole map",
+        operation=str(func),
+    )
+
+
+def _is_image(args: tuple[Any, ...]) -> bool:
+    """Four dimensions, and rows: torch's own words for what is neither."""
+    first: torch.Tensor = args[0]
+    return first.dim() == 4 and first.numel() > 0
+
+
+def _is_pointwise(func: Any, args: tuple[Any, ...]) -> bool:
+    if func in _ALONG_A_DIMENSION:
+        along: int = args[_ALONG_A_DIMENSION[func]]
+        dimensions: int = args[0].dim()
+        return along % dimensions != max(0, dimensions - 2)
+    return func in _POINTWISE or torch.Tag.pointwise in func.tags

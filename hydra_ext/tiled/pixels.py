@@ -1,0 +1,98 @@
+"""An image that stays bytes on the host: each strip is normalised on the device.
+
+A photograph of 16000 x 64000 pixels is 3 GB as bytes and 12 GB as numbers; what autograd keeps of a first convolution
+is its input, here the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hydra_ext.errors import InvalidArgument, UnsupportedOperation
+
+_HIGHEST = 255  # of a byte: the value that becomes 1 before the mean is subtracted
+
+
+class Pixels(torch.Tensor):
+    """A floating image (N, C, H, W) whose memory is bytes: ``(bytes / 255 - mean) / std``, made strip by strip.
+
+    It has no numbers of its own: only operations inside ``strips`` read it.
+    """
+
+    pixels: torch.Tensor  # (N, C, H, W) uint8, on the host
+    channel_mean: torch.Tensor  # (C, 1, 1), of the image's dtype
+    channel_std: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, pixels: torch.Tensor, mean: torch.Tensor, _std: torch.Tensor) -> Pixels:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, pixels.shape, dtype=mean.dtype, device=pixels.device, requires_grad=False
+        )
+
+    def __init__(self, pixels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
+        self.pixels = pixels
+        self.channel_mean = mean
+        self.channel_std = std
+
+    def normalised(self, strip: torch.Tensor) -> torch.Tensor:
+        """Numbers of a strip of bytes (N, C, rows, W), where the strip is."""
+        numbers = strip.to(self.dtype).div_(_HIGHEST)
+        return numbers.sub_(self.channel_mean.to(strip.device)).div_(self.channel_std.to(strip.device))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Pixels(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].pixels, args[0].channel_mean, args[0].channel_std)
+        raise UnsupportedOperation(
+            f"{func} on an image of bytes: hydra_ext.tiled.image makes what convolutions, poolings and pointwise "
+            "operations inside 'with hydra_ext.tiled.strips(...)' read strip by strip; for anything else use the "
+            "bytes themselves",
+            operation=str(func),
+        )
+
+
+def image(
+    pixels: torch.Tensor,
+    *,
+    mean: Sequence[float] = (0.0,),
+    std: Sequence[float] = (1.0,),
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """An image of bytes as a network's input: ``(pixels / 255 - mean) / std``, normalised strip by strip.
+
+    The numbers are those of ``pixels.to(dtype).div(255).sub(mean).div(std)``, to the bit.
+
+    Args:
+        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied and must not change while it is used.
+        mean: of each channel, in the unit of 1 = 255; one for all of them if it is one number.
+        std: likewise; not 0.
+        dtype: a floating dtype.
+
+    Returns:
+        A tensor (N, C, H, W) of ``dtype``, without memory of its own.
+
+    Raises:
+        InvalidArgument: ``pixels`` are no such tensor, ``mean`` or ``std`` have another number of channels, or ``std``
+            has a 0.
+    """
+    if pixels.dtype != torch.uint8 or pixels.device.type != "cpu" or pixels.dim() not in (3, 4):
+        raise InvalidArgument(
+            f"pixels are {pixels.dtype} of shape {tuple(pixels.shape)} on {pixels.device}: give torch.uint8 on the "
+            "CPU, (N, C, H, W) or (C, H, W)"
+        )
+    if not dtype.is_floating_point:
+        raise InvalidArgument(f"dtype={dtype}: give a floating dtype, such as torch.float32")
+    pixels = pixels if pixels.dim() == 4 else pixels.unsqueeze(0)
+    channels = pixels.shape[1]
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise InvalidArgument(f"{name} has {len(values)} numbers, the image {channels} channels: give 1 or as many")
+    if 0 in std:
+        raise InvalidArgument(f"std={tuple(std)} has a 0, by which nothing can be divided")
+    return Pixels(pixels, *(torch.tensor(list(values), dtype=dtype).view(-1, 1, 1) for values in (mean, std)))

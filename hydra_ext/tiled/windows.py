@@ -1,0 +1,200 @@
+"""Poolings and upsampling in strips, forward and backward: the kernel of the whole map, on rows with their halo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hydra_ext.errors import UnsupportedOperation
+from hydra_ext.tiled.geometry import BackwardStrip, Rows, Window, strips
+from hydra_ext.tiled.run import TiledRun, made_of, row_bytes
+
+
+def _pooling(height: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> Window:
+    reach = dilation * (kernel - 1)
+
+    def outputs(rows: int) -> int:
+        span = rows + 2 * padding - reach - 1
+        count = (-(-span // stride) if ceil_mode else span // stride) + 1
+        # A window of ceil mode may begin in the map or in the padding above it, not below.
+        return count - 1 if ceil_mode and (count - 1) * stride >= rows + padding else count
+
+    return Window(height, reach, stride, padding, outputs)
+
+
+def _first(sizes: Sequence[int], default: int) -> int:
+    """Of (rows, columns); torch leaves out what is as by default."""
+    return sizes[0] if sizes else default
+
+
+def _window_of(source: torch.Tensor, settings: Sequence[Any], *, dilated: bool) -> Window:
+    """From the arguments after the map: kernel, stride, padding, then dilation if there is one, then ceil mode."""
+    given = [*settings, *([[], [], [1], False] if dilated else [[], [], False])[len(settings) - 1 :]]
+    kernel = given[0][0]
+    dilation = _first(given[3], 1) if dilated else 1
+    ceil_mode = given[4] if dilated else given[3]
+    return _pooling(source.shape[2], kernel, _first(given[1], kernel), _first(given[2], 0), dilation, ceil_mode)
+
+
+def _parts(run: TiledRun, source: torch.Tensor, result: torch.Tensor, window: Window, *, of_source: bool) -> list[Rows]:
+    """Strips of the source's rows or the result's, counting what lies on the device of both."""
+    per_source, per_result = row_bytes(source), row_bytes(result)
+    if of_source:
+        per_row = 2 * per_source + -(-result.shape[2] // source.shape[2]) * 2 * per_result
+    else:
+        per_row = per_result + window.stride * per_source
+    cut = source if of_source else result
+    parts = list(strips(cut.shape[2], run.rows(per_row, 2 * (window.reach + window.stride) * per_source)))
+    run.count(len(parts))
+    return parts
+
+
+def average(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> torch.Tensor:
+    """``aten.avg_pool2d``."""
+    window = _window_of(source, settings[:4], dilated=False)
+    result = torch.empty(made_of(func, source, *settings).shape, dtype=source.dtype)
+    for wanted in _parts(run, source, result, window, of_source=False):
+        with run.device:
+            strip = window.forward(wanted)
+            keep = strip.keep.within(strip.result)
+            made = func(run.device.load(source, strip.load), *settings).narrow(-2, keep.begin, keep.count)
+            run.device.store(made, result, wanted)
+            del made
+    run.device.settle()
+    return result
+
+
+def average_backward(
+    run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, *settings: Any
+) -> torch.Tensor:
+    """``aten.avg_pool2d_backward``: of the source it takes the shape alone."""
+    window = _window_of(source, settings[:4], dilated=False)
+    result = torch.empty(source.shape, dtype=gradient.dtype)
+    for own in _parts(run, source, gradient, window, of_source=True):
+        strip = window.backward(own)
+        with run.device:
+            shape = [*source.shape[:2], strip.input.count, source.shape[3]]
+            like = torch.empty(shape, dtype=source.dtype, device=run.device.device)
+            made = func(run.device.load(gradient, strip.output), like, *settings)
+            _store_own(run, made, result, strip)
+            del made, like
+    run.device.settle()
+    return result
+
+
+def maximum(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.max_pool2d_with_indices``: indices count in the whole map, in 64 bits."""
+    window = _window_of(source, settings, dilated=True)
+    shape = made_of(func, source, *settings)[0].shape
+    result, indices = torch.empty(shape, dtype=source.dtype), torch.empty(shape, dtype=torch.int64)
+    for wanted in _parts(run, source, indices, window, of_source=False):
+        strip = window.forward(wanted)
+        keep = strip.keep.within(strip.result)
+        with run.device:
+            values, places = func(run.device.load(source, strip.load), *settings)
+            places += strip.load.begin * source.shape[3]
+            run.device.store(values.narrow(-2, keep.begin, keep.count), result, wanted)
+            run.device.store(places.narrow(-2, keep.begin, keep.count), indices, wanted)
+            del values, places
+    run.device.settle()
+    return result, indices
+
+
+def maximum_backward(
+    run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, *settings: Any
+) -> torch.Tensor:
+    """``aten.max_pool2d_with_indices_backward``; ``settings`` end with the indices."""
+    *shape_settings, indices = settings
+    window = _window_of(source, shape_settings, dilated=True)
+    result = torch.empty(source.shape, dtype=gradient.dtype)
+    for own in _parts(run, source, indices, window, of_source=True):
+        strip = window.backward(own)
+        with run.device:
+            outgoing, places = run.device.load(gradient, strip.output), run.device.load(indices, strip.output)
+            places -= strip.input.begin * source.shape[3]
+            # Windows at the strip's ends may have found their maximum outside: there the kernel would write.
+            outside = (places < 0) | (places >= strip.input.count * source.shape[3])
+            outgoing.masked_fill_(outside, 0)
+            places.masked_fill_(outside, 0)
+            shape = [*source.shape[:2], strip.input.count, source.shape[3]]
+            like = torch.empty(shape, dtype=source.dtype, device=run.device.device)
+            made = func(outgoing, like, *shape_settings, places)
+            _store_own(run, made, result, strip)
+            del made, like, outgoing, places, outside
+    run.device.settle()
+    return result
+
+
+def _store_own(run: TiledRun, made: torch.Tensor, result: torch.Tensor, strip: BackwardStrip) -> None:
+    own = strip.own.within(strip.input)
+    run.device.store(made.narrow(-2, own.begin, own.count), result, strip.own)
+
+
+def _times(func: Any, inside: int, outside: int) -> int:
+    """How many rows upsampling makes of one, where strips can have the whole map's numbers."""
+    times, rest = divmod(outside, inside)
+    exact = func.overloadpacket in (torch.ops.aten.upsample_nearest2d, torch.ops.aten.upsample_nearest2d_backward)
+    # torch finds the rows between which it interpolates in fp32; far down a map only halves, quarters... are exact.
+    if rest or times < 1 or not (exact or times & (times - 1) == 0):
+        raise UnsupportedOperation(
+            f"{func} from {inside} to {outside} rows: strips have the whole map's numbers for a whole factor "
+            "('nearest') or a power of two ('bilinear', align_corners=False)",
+            operation=str(func),
+        )
+    return times
+
+
+def _refuse_corners(func: Any, settings: Sequence[Any]) -> None:
+    if settings and settings[0] is True:
+        raise UnsupportedOperation(
+            f"{func} with align_corners=True depends on the height of the map in every row: take align_corners=False",
+            operation=str(func),
+        )
+
+
+def upsample(run: TiledRun, func: Any, source: torch.Tensor, size: Sequence[int], *settings: Any) -> torch.Tensor:
+    """``aten.upsample_nearest2d`` and ``aten.upsample_bilinear2d``."""
+    _refuse_corners(func, settings)
+    times = _times(func, source.shape[2], size[0])
+    result = torch.empty(made_of(func, source, size, *settings).shape, dtype=source.dtype)
+    per_row = row_bytes(source) + times * row_bytes(result)
+    parts = list(strips(source.shape[2], run.rows(per_row, 2 * per_row)))
+    for own in parts:
+        # A row above and below: what bilinear rows lie between.
+        load = Rows(max(0, own.begin - 1), min(source.shape[2], own.end + 1))
+        with run.device:
+            made = func(run.device.load(source, load), [load.count * times, size[1]], *settings)
+            wanted = Rows(own.begin * times, own.end * times)
+            made = made.narrow(-2, wanted.begin - load.begin * times, wanted.count)
+            run.device.store(made, result, wanted)
+            del made
+    run.device.settle()
+    run.count(len(parts))
+    return result
+
+
+def upsample_backward(
+    run: TiledRun, func: Any, gradient: torch.Tensor, size: Sequence[int], shape: Sequence[int], *settings: Any
+) -> torch.Tensor:
+    """``aten.upsample_nearest2d_backward`` and ``aten.upsample_bilinear2d_backward``."""
+    _refuse_corners(func, settings)
+    height = shape[2]
+    times = _times(func, height, size[0])
+    result = torch.empty(list(shape), dtype=gradient.dtype)
+    per_row = row_bytes(result) + times * row_bytes(gradient)
+    parts = list(strips(height, run.rows(per_row, 4 * per_row)))
+    for own in parts:
+        # Two rows above and below: the nearer ones get what lies between them and the strip's own.
+        given = Rows(max(0, own.begin - 2), min(height, own.end + 2))
+        with run.device:
+            outgoing = run.device.load(gradient, Rows(given.begin * times, given.end * times))
+            its_shape = [*shape[:2], given.count, shape[3]]
+            made = func(outgoing, [given.count * times, size[1]], its_shape, *settings)
+            own_here = own.within(given)
+            run.device.store(made.narrow(-2, own_here.begin, own_here.count), result, own)
+            del made, outgoing
+    run.device.settle()
+    run.count(len(parts))
+    return result

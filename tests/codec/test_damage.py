@@ -1,0 +1,111 @@
+"""Bytes that are no compressed tensor are refused by a typed error, and cost no more memory than they justify."""
+
+from __future__ import annotations
+
+import resource
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydra_ext import codec
+from hydra_ext.errors import DamagedStream
+
+HEAD = 8
+DIMENSION = 16
+
+
+def whole(count: int = 5000, seed: int = 0) -> bytes:
+    numbers = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    numbers[count // 3 : count // 2] = 0.0
+    numbers[0] = float("nan")
+    return codec.compress(numbers.view(2, -1), error_bound=0.01).to_bytes()
+
+
+def read(data: bytes) -> torch.Tensor | None:
+    """None where it was refused; any other error is a failure."""
+    try:
+        return codec.decompress(codec.Packed.from_bytes(data), threads=1)
+    except DamagedStream:
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_altered_bytes_are_refused_or_give_a_tensor_of_that_shape(data: st.DataObject) -> None:
+    stream = bytearray(whole(data.draw(st.sampled_from([64, 1000, 40_000]))))
+    size = len(stream)
+    place = st.one_of(st.integers(0, 150), st.integers(0, size - 1)).map(lambda at: min(at, size - 1))
+    for _ in range(data.draw(st.integers(1, 4))):
+        stream[data.draw(place)] = data.draw(st.integers(0, 255))
+    found = read(bytes(stream))
+    assert found is None or found.numel() <= 32 * size
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10_000))
+def test_what_is_cut_off_is_refused(length: int) -> None:
+    stream = whole()
+    assert read(stream[: min(length, len(stream) - 1)]) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300), st.sampled_from([0, 2, 8, 24, 56]))
+def test_any_bytes_are_refused(noise: bytes, kept: int) -> None:
+    assert read(whole()[:kept] + noise) is None
+
+
+def test_more_bytes_than_there_should_be_are_refused() -> None:
+    assert read(whole() + b"\0") is None
+
+
+@pytest.mark.parametrize(
+    "dimensions",
+    [
+        [(2**62, 1)],
+        [(2**40, 2**22), (2**22, 1)],
+        [(0, 1), (2**62, 1), (2**62, 1)],
+        [(-5000, 1)],
+        [(5000, -1)],
+        [(5000, 0)],
+        [(5000, 2)],
+        [(2, 1), (2500, 1)],
+        [(2**63 - 1, 1), (2**63 - 1, 2**63 - 1)],
+    ],
+)
+def test_shapes_that_cannot_be_are_refused_before_memory_is_taken(dimensions: list[tuple[int, int]]) -> None:
+    stream = whole()
+    begin = HEAD + 2 * DIMENSION
+    head = struct.pack("<4sHH", b"HYCT", 1, len(dimensions))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert read(head + b"".join(struct.pack("<qq", *each) for each in dimensions) + stream[begin:]) is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB
+
+
+@pytest.mark.parametrize("dimensions", [[(0, 1), (-5, 1)], [(0, -1)], [(0, 1), (2**62, 1), (2**62, 1)]])
+def test_shapes_without_numbers_that_cannot_be_are_refused(dimensions: list[tuple[int, int]]) -> None:
+    stream = codec.compress(torch.empty(0)).to_bytes()[HEAD + DIMENSION :]
+    head = struct.pack("<4sHH", b"HYCT", 1, len(dimensions))
+    assert read(head + b"".join(struct.pack("<qq", *each) for each in dimensions) + stream) is None
+
+
+def test_a_count_that_the_bytes_cannot_hold_is_refused_before_memory_is_taken() -> None:
+    stream = bytearray(whole())
+    begin = HEAD + 2 * DIMENSION
+    for count in (2**40, 2**62, 2**63 - 1, -1):
+        struct.pack_into("<q", stream, begin + 8, count)
+        struct.pack_into("<qq", stream, HEAD, abs(count), 1)
+        assert read(bytes(stream)) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [(0, b"X", "begin"), (4, b"\2", "version 2"), (HEAD + 2 * DIMENSION + 4, b"\7", "version")],
+)
+def test_the_message_says_what_is_wrong(place: int, value: bytes, message: str) -> None:
+    stream = bytearray(whole())
+    stream[place : place + 1] = value
+    with pytest.raises(DamagedStream, match=message):
+        codec.Packed.from_bytes(stream)

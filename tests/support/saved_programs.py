@@ -1,0 +1,96 @@
+"""Random programs of operations whose backwards need what was saved: views, in-place writes, expanded, overlapping,
+complex, 0-d and empty tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+SIDE = 24  # 24 * 24 floats are more than what is left alone
+
+Operation = Callable[[Tensor], Tensor]
+
+# Each takes and gives a matrix of SIDE by SIDE that requires a gradient.
+PLAIN: dict[str, Operation] = {
+    "sin": torch.sin,
+    "exp": lambda x: (x * 0.1).exp(),
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "matmul": lambda x: x @ x.t() / SIDE,
+    "softmax": lambda x: x.softmax(-1),
+    "layer norm": lambda x: torch.nn.functional.layer_norm(x, (SIDE,)),
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.3),
+    "product of all": lambda x: x * (x.abs() + 0.5).log().mean().exp(),
+}
+VIEWS: dict[str, Operation] = {
+    "transposed": lambda x: x.t().sin(),
+    "halves": lambda x: torch.cat([half.sin() * half for half in x.chunk(2)]),
+    "a row over all": lambda x: x * x[3].expand(SIDE, SIDE).tanh(),
+    "overlapping": lambda x: x + x.reshape(-1).as_strided((SIDE, SIDE), (1, 2), 5).exp() * 0.1,
+    "shifted": lambda x: x.reshape(-1)[1:].sin().mean() * x,
+    "narrow": lambda x: x * x[:, 2:3].tanh(),
+    "0-d": lambda x: x * x[0, 0].sin(),
+    "empty": lambda x: x + x[:0].sin().sum() + x[:, :0].exp().prod(),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.reshape(-1, 2)).exp() * 0.1).reshape(SIDE, SIDE),
+    "conjugated": lambda x: (torch.complex(x, x.t()).conj() * torch.complex(x, x)).real * 0.1,
+}
+WRITES: dict[str, Operation] = {
+    "added in place": lambda x: (x * 1).add_(1).sin(),
+    "relu in place": lambda x: torch.relu_(x * 1.5),
+    "written before it is saved": lambda x: (x * 2).mul_(x).cos(),
+    "a part written": lambda x: _written_part(x),
+    "written after its last use": lambda x: _written_after(x),
+}
+OPERATIONS = PLAIN | VIEWS | WRITES
+
+
+def _written_part(x: Tensor) -> Tensor:
+    y = x * 1
+    y[2:5] = y[5:8].sin()
+    return y.tanh()
+
+
+def _written_after(x: Tensor) -> Tensor:
+    y = x.sin()
+    z = y + x
+    y.add_(1)
+    return z * 0.5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation, on the value so many before the latest."""
+
+    operation: str
+    source: int
+    added: bool  # the source is added to what it gives
+
+
+@dataclass(frozen=True)
+class SavedProgram:
+    steps: tuple[Step, ...]
+    budget: int | None
+    seed: int
+
+    def run(self, x: Tensor) -> Tensor:
+        torch.manual_seed(self.seed)
+        values = [x]
+        for step in self.steps:
+            source = values[-1 - min(step.source, len(values) - 1)]
+            result = OPERATIONS[step.operation](source)
+            values.append(result + source if step.added else result)
+        return torch.stack([value.sum() for value in values]).mean()
+
+
+def saved_programs() -> st.SearchStrategy[SavedProgram]:
+    step = st.builds(Step, operation=st.sampled_from(sorted(OPERATIONS)), source=st.integers(0, 3), added=st.booleans())
+    return st.builds(
+        SavedProgram,
+        steps=st.lists(step, min_size=1, max_size=12).map(tuple),
+        budget=st.sampled_from([None, 2000, 10_000, 1_000_000]),
+        seed=st.integers(0, 2**16),
+    )

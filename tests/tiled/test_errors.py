@@ -1,0 +1,122 @@
+"""What strips cannot do, or are asked wrongly, is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hydra_ext
+from hydra_ext import tiled
+from hydra_ext.errors import InvalidArgument, InvalidBudget, InvalidDevice, StateError, UnsupportedOperation
+
+
+def image(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(1, 3, 40, 12, dtype=dtype)
+
+
+REFUSED = {
+    "aten.mm.default": lambda x: x.flatten(0, 2) @ torch.ones(12, 2),
+    "aten.cumsum.default": lambda x: x.cumsum(2),
+    "aten.native_group_norm.default": lambda x: F.group_norm(x, 3),
+    "aten._softmax.default": lambda x: F.softmax(x, dim=2),
+    "aten._adaptive_avg_pool2d.default": lambda x: F.adaptive_avg_pool2d(x, (3, 5)),
+    "aten.upsample_nearest2d.default": lambda x: F.interpolate(x, size=(50, 12)),
+    "aten.upsample_bilinear2d.default": lambda x: F.interpolate(x, scale_factor=3, mode="bilinear"),
+    "aten.upsample_bicubic2d.default": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "aten.add.out": lambda x: torch.add(x, x, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("operation", REFUSED)
+def test_what_cannot_be_made_in_strips_is_named(operation: str) -> None:
+    source = image()
+    with tiled.strips(budget="4KiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=operation.replace(".", r"\.")) as error:
+            REFUSED[operation](source)
+        assert error.value.operation == operation
+    assert run.report().operations == 0
+
+
+def test_corners_that_are_aligned_are_refused() -> None:
+    with (
+        tiled.strips(budget="1GiB", rows=10, device="simulated"),
+        pytest.raises(UnsupportedOperation, match="align_corners=False"),
+    ):
+        F.interpolate(image(), scale_factor=2, mode="bilinear", align_corners=True)
+
+
+def test_what_is_smaller_than_a_strip_is_left_alone() -> None:
+    source = image()
+    with tiled.strips(budget="1GiB", device="simulated") as run:
+        assert torch.equal(source.cumsum(2), torch.cumsum(source, 2))
+        torch.optim.SGD([torch.zeros(3, requires_grad=True)]).step()
+    assert run.report().operations == 0
+
+
+def test_wrong_shapes_are_torch_s_to_refuse() -> None:
+    with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+        with pytest.raises(RuntimeError, match="channel"):
+            F.conv2d(image(), torch.zeros(3, 2, 3, 3))
+        with pytest.raises(RuntimeError, match="Float"):
+            F.conv2d(image(), torch.zeros(3, 3, 3, 3, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="broadcast"):
+            image() + torch.zeros(1, 3, 41, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"budget": "much"}, InvalidBudget, "'8GiB'"),
+        ({"budget": "1GiB", "rows": 0}, InvalidArgument, "rows=0"),
+        ({"budget": "1GiB", "rows": 2.5}, InvalidArgument, r"rows=2\.5"),
+        ({"budget": "1GiB", "device": "tpu"}, InvalidDevice, "'tpu'"),
+        ({"budget": "1GiB", "device": "cpu"}, InvalidDevice, "'simulated'"),
+        ({"budget": "1GiB", "device": "cuda:99"}, InvalidDevice, "finds"),
+        ({"budget": "1GiB", "device": hydra_ext.SimulatedDevice(asynchronous=True)}, InvalidArgument, "asynchronous"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), tiled.strips(**arguments):
+        pass
+
+
+def test_a_context_is_entered_once() -> None:
+    context = tiled.strips(budget="1GiB", device="simulated")
+    with context:
+        pass
+    with pytest.raises(StateError, match="make a new one"), context:
+        pass
+
+
+def test_an_error_inside_leaves_torch_as_it_was() -> None:
+    with pytest.raises(ZeroDivisionError), tiled.strips(budget="1KiB", rows=1, device="simulated") as run:
+        raise ZeroDivisionError
+    F.conv2d(image(), torch.zeros(3, 3, 3, 3))
+    assert run.report().operations == 0
+
+
+@pytest.mark.parametrize(
+    ("pixels", "options", "message"),
+    [
+        (torch.zeros(1, 3, 4, 4), {}, "uint8"),
+        (torch.zeros(4, 4, dtype=torch.uint8), {}, r"\(C, H, W\)"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"mean": (0.0, 0.0)}, "3 channels"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"std": (1.0, 0.0, 1.0)}, "has a 0"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"dtype": torch.int32}, "floating"),
+    ],
+)
+def test_images(pixels: torch.Tensor, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        tiled.image(pixels, **options)
+
+
+def test_an_image_of_bytes_outside_strips_is_refused() -> None:
+    photograph = tiled.image(torch.zeros(3, 8, 8, dtype=torch.uint8))
+    assert "(1, 3, 8, 8)" in repr(photograph)
+    with pytest.raises(UnsupportedOperation, match="inside 'with"):
+        photograph + 1
+    with tiled.strips(budget="1GiB", rows=2, device="simulated"), pytest.raises(UnsupportedOperation):
+        torch.cat([photograph, photograph])
