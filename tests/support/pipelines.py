@@ -123,6 +123,7 @@ class Case:
     drains: tuple[int, ...] = ()  # after which steps
     evaluates: bool = False  # after each step
     spoils: tuple[int, int] | None = None  # a replica and a step: one of its microbatches has a loss that is no number
+    waits: bool = False  # in each forward, for the gradients of the last step: the next action finds them
 
     def count(self, step: int) -> int:
         return self.counts[step % len(self.counts)] if self.counts else self.microbatches
@@ -175,7 +176,7 @@ def pipeline_of(case: Case, stages: list[nn.Module], make: Any = None, *, poison
 
 
 def wait_for_gradients(pipe: Pipeline) -> None:
-    """Within ``fn``: the next action will find those of the last step."""
+    """Within a forward or ``fn``: the next action will find those of the last step."""
     executor = pipe._engine.executor
     pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
 
@@ -183,6 +184,8 @@ def wait_for_gradients(pipe: Pipeline) -> None:
 def train(rank: int, case: Case) -> dict[str, Any]:
     stages = make_stages(case.stages, dropout=case.dropout, checkpoints=case.checkpoints)
     pipe = pipeline_of(case, stages)
+    for stage in stages if case.waits else ():
+        stage.register_forward_pre_hook(lambda *_: wait_for_gradients(pipe))
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in pipe.optimizers]
     outputs, evaluations = [], []
     for step in range(case.steps):
