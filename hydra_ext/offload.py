@@ -161,7 +161,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:
         stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
-        return Saving(stash, self._activations or Keep(), self._model)
+        return Saving(stash, self._activations or Keep(), self._model, self._optimizer, self._face_of)
+
+    def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if self._run is None else self._run.face_of(parameter)
 
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]

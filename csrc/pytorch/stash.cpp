@@ -1,15 +1,16 @@
 #include "csrc/pytorch/stash.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/clone.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <bit>
 #include <chrono>
-#include <cstring>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/fault_key.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/treatment.h"
 
 namespace hydra {
 
@@ -21,9 +22,6 @@ using Clock = std::chrono::steady_clock;
 using Lock = StashBooks::Lock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-/// torch's memory begins at a multiple of it, and kernels choose their way by what is left over.
-Bytes alignment(c10::Device device) { return device.is_cuda() ? kPageAlignment : 64; }
 
 /// First byte and the one after the last, in the storage.
 std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
@@ -52,58 +50,23 @@ bool is_plain(const at::Tensor& tensor) {
          !keys.has(kFaultKey);  // of which there may be nothing on the device now
 }
 
-thread_local std::vector<Treatment> treatments;
+/// A GPU's kernels take memory from multiples of 16 bytes on.
+bool can_encode(const DeviceBytes& from) {
+  constexpr std::uintptr_t kMultiple = 16;
+  return from.device.is_cpu() || reinterpret_cast<std::uintptr_t>(from.data) % kMultiple == 0;
+}
+
+/// Buffers for streams, whose lengths change a little from step to step, are used again.
+Bytes buffer_bytes(const StashedInterval& interval) {
+  if (!interval.coder) {
+    return interval.bytes;
+  }
+  constexpr Bytes kLeastGranularity = 4096;
+  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(interval.bytes)));
+  return round_up(interval.bytes, std::max(kLeastGranularity, power / 8));
+}
 
 }  // namespace
-
-void begin_treatment(Treatment treatment) { treatments.push_back(treatment); }
-
-void end_treatment() noexcept {
-  if (!treatments.empty()) {
-    treatments.pop_back();
-  }
-}
-
-// ---- a saved tensor -------------------------------------------------------------------------------------------------
-SavedTensor::SavedTensor(const at::Tensor& tensor)
-    : sizes_(tensor.sizes()), dtype_(tensor.dtype()), device_(tensor.device()) {
-  if (!tensor.is_inference()) {
-    counter_ = autograd::impl::version_counter(tensor);
-    version_ = counter_.current_version();
-  }
-}
-
-VersionMark SavedTensor::mark() const noexcept {
-  // torch shows no identity of a counter, but it is nothing else than a pointer.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  VersionMark mark{nullptr, version_};
-  std::memcpy(&mark.counter, &counter_, sizeof mark.counter);
-  return mark;
-}
-
-void SavedTensor::expect_unchanged() const {
-  if (!counter_.enabled()) {
-    return;
-  }
-  const std::uint32_t now = counter_.current_version();
-  TORCH_CHECK(
-      now == version_,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-      device_.is_cuda() ? "torch.cuda." : "torch.", c10::toString(c10::typeMetaToScalarType(dtype_)), "Tensor ",
-      at::IntArrayRef(sizes_), "] is at version ", now, "; expected version ", version_,
-      " instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-      "torch.autograd.set_detect_anomaly(True).");
-}
-
-at::Tensor SavedTensor::over(const c10::Storage& storage, Bytes begin) const {
-  const auto backend = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  at::Tensor tensor =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(backend), dtype_);
-  auto* const impl = tensor.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(sizes_, strides_, (begin + offset_) / static_cast<Bytes>(dtype_.itemsize()));
-  impl->set_version_counter(counter_);
-  return tensor;
-}
 
 // ---- saving ---------------------------------------------------------------------------------------------------------
 Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, c10::Device device,
@@ -121,8 +84,7 @@ Stash::~Stash() {
 }
 
 bool Stash::can_move(const at::Tensor& tensor) const {
-  const bool stays = !treatments.empty() && treatments.back() == Treatment::kKeep;
-  if (stays || !is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
+  if (!is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
       is_parameter(tensor)) {
     return false;
   }
@@ -133,7 +95,8 @@ bool Stash::can_move(const at::Tensor& tensor) const {
 
 SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   auto saved = std::make_shared<SavedTensor>(tensor);
-  if (!can_move(tensor)) {
+  const Treatment& treatment = current_treatment();
+  if (treatment.kind == TreatmentKind::kKeep || !can_move(tensor)) {
     saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
     const Lock lock(books_->mutex());
     ++books_->statistics.tensors;
@@ -147,31 +110,188 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
     begin = 0;
     end = whole;
   }
-  bool is_new = false;
+  const bool resident = treatment.kind == TreatmentKind::kMoveConvolutionInputs && !use_of(tensor).into_convolution;
+  Wishes wishes = treatment.kind == TreatmentKind::kCompress ? Wishes::of(tensor, *treatment.bounds) : Wishes::exact();
+  bool to_be_placed = false;
   {
     const Lock lock(books_->mutex());
     ++books_->statistics.tensors;
-    saved->interval_ = books_->find(storage, begin, end, saved->mark());
-    is_new = saved->interval_ == nullptr;
-    if (is_new) {
+    saved->interval_ = books_->find(storage, begin, end, saved->mark(), wishes);
+    if (saved->interval_ == nullptr) {
       const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
-      const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(alignment(device_)));
-      saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark());
+      const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_)));
+      saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark(), std::move(wishes), resident);
+      to_be_placed = !resident;
+    } else {
+      saved->interval_->wishes.add(wishes);
+      if (saved->interval_->resident && !resident) {
+        books_->end_residence(saved->interval_);
+        to_be_placed = true;
+      }
     }
     ++saved->interval_->waiting;
     saved->strides_ = tensor.strides();
     saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - saved->interval_->begin;
   }
-  if (is_new) {
-    if (saved->interval_->leaves_at_once) {
-      begin_leaving(saved->interval_);
-    }
-    make_room(0);
+  if (to_be_placed) {
+    place(saved->interval_);
   }
+  const Lock lock(books_->mutex());
+  books_->note_peak();
   return saved;
 }
 
+void Stash::place(const StashedIntervalPtr& interval) {
+  bool waits = false;
+  {
+    const Lock lock(books_->mutex());
+    waits = interval->encodes_at_once && interval->wishes.encodable;
+    if (waits) {
+      undecided_.push_back(interval);
+    }
+  }
+  decide();
+  if (!waits && interval->leaves_at_once) {
+    begin_leaving(interval);
+  }
+  make_room(0);
+}
+
+void Stash::decide() {
+  for (;;) {
+    const auto [interval, is_made] = next_to_decide();
+    if (!interval) {
+      return;
+    }
+    if (!is_made) {
+      encode(interval);
+    }
+    bool leaves = false;
+    {
+      const Lock lock(books_->mutex());
+      leaves = interval->leaves_at_once && (is_made || !interval->in_making);
+    }
+    if (leaves) {
+      begin_leaving(interval);
+    } else if (is_made) {
+      finish(interval);
+    }
+  }
+}
+
+std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
+  constexpr std::int64_t kUndecided = 2;
+  constexpr std::size_t kInMaking = 3;
+  const Lock lock(books_->mutex());
+  for (; !in_making_.empty(); in_making_.pop_front()) {
+    StashedIntervalPtr oldest = in_making_.front().lock();
+    if (!oldest || !oldest->in_making) {
+      continue;
+    }
+    if (!oldest->made->reached() && in_making_.size() <= kInMaking) {
+      break;
+    }
+    in_making_.pop_front();
+    return {std::move(oldest), true};
+  }
+  for (; !undecided_.empty(); undecided_.pop_front()) {
+    StashedIntervalPtr oldest = undecided_.front().lock();
+    if (!oldest) {
+      continue;
+    }
+    if (!books_->is_followed(*oldest, kUndecided)) {
+      break;
+    }
+    undecided_.pop_front();
+    return {std::move(oldest), false};
+  }
+  return {};
+}
+
+bool Stash::encode(const StashedIntervalPtr& interval) {
+  CoderPtr coder;
+  c10::Storage storage;
+  DeviceBytes from;
+  {
+    const Lock lock(books_->mutex());
+    if (interval->sealed || interval->begun_to_leave || !interval->held || interval->resident) {
+      return false;
+    }
+    coder = interval->wishes.coder(device_, interval->raw_bytes);
+    storage = interval->held;
+    from = {static_cast<const std::byte*>(storage.data()) + interval->held_begin, interval->raw_bytes, device_};
+    if (!coder || !can_encode(from)) {
+      return false;
+    }
+    interval->sealed = true;
+  }
+  Encoded encoded;
+  FencePtr made;
+  const char* refusal = nullptr;
+  try {
+    encoded = coder->encode(from, room_);
+    made = encoded.header.defined() ? backend_->record() : nullptr;
+    if (!encoded.stream.defined()) {
+      refusal = "an index outside its window";
+    } else if (!made && encoded.length() > interval->raw_bytes / 16 * 15) {
+      refusal = "does not become smaller";
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    refusal = "no memory to encode it in";
+  }
+  c10::Storage gone;
+  const Lock lock(books_->mutex());
+  if (refusal != nullptr) {
+    interval->sealed = false;
+    interval->wishes.encodable = false;
+    interval->wishes.exact_for = refusal;
+    return false;
+  }
+  const Bytes length = made ? encoded.stream.numel() : encoded.length();
+  gone = books_->become_stream(interval, std::move(coder), encoded.stream.storage(), length);
+  if (made) {
+    interval->in_making = std::move(encoded);
+    interval->made = std::move(made);
+    in_making_.push_back(interval);
+  } else {
+    interval->wishes.count(interval->raw_bytes, length);
+  }
+  return true;
+}
+
+void Stash::finish(const StashedIntervalPtr& interval) {
+  const auto made_of = [&]() -> std::pair<std::optional<Encoded>, FencePtr> {
+    const Lock lock(books_->mutex());
+    return {interval->in_making, interval->made};
+  };
+  if (!made_of().first) {
+    return;
+  }
+  const auto alone = lock_without_gil(finishing_);
+  const auto [encoded, made] = made_of();
+  if (!encoded) {
+    return;
+  }
+  {
+    const ReleaseGilIfHeld released;
+    made->wait();
+  }
+  const Bytes length = encoded->length();
+  at::Tensor exact = encoded->stream;
+  try {
+    exact = encoded->stream.narrow(0, 0, length).clone();
+  } catch (const c10::OutOfMemoryError&) {  // it stays in the memory that it was made in
+  }
+  c10::Storage gone;
+  const Lock lock(books_->mutex());
+  gone = books_->shorten(interval, exact.storage(), length);
+  interval->wishes.count(interval->raw_bytes, length);
+  interval->in_making.reset();
+  interval->made = nullptr;
+}
+
 void Stash::begin_leaving(const StashedIntervalPtr& interval) {
+  finish(interval);
   c10::Storage storage;
   {
     const Lock lock(books_->mutex());
@@ -196,13 +316,14 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
 
 void Stash::send(const StashedIntervalPtr& interval, c10::Storage storage) {
   const ReleaseGilIfHeld released;
-  ArenaRegionPtr host = buffers_->take(interval->bytes);
+  const Bytes bytes = interval->bytes;  // it has begun to leave, and so does not change
+  ArenaRegionPtr host = buffers_->take(buffer_bytes(*interval));
   Job job;
-  job.segments = {{host->data(), static_cast<const std::byte*>(storage.data()) + interval->begin, interval->bytes}};
+  job.segments = {{host->data(), static_cast<const std::byte*>(storage.data()) + interval->held_begin, bytes}};
   job.fences = {backend_->record()};
   // The copy may end after everybody who wanted it.
-  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(storage), host]() {
-    books->left(known.lock(), host);
+  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(storage), host, bytes]() {
+    books->left(known.lock(), host, bytes);
   };
   TicketPtr leaving = backend_->to_host().submit(std::move(job));
   const Lock lock(books_->mutex());
@@ -232,7 +353,9 @@ void Stash::make_room(Bytes bytes) {
       continue;
     }
     if (!leaving) {
-      begin_leaving(oldest);
+      if (!encode(oldest)) {
+        begin_leaving(oldest);
+      }
       continue;
     }
     const Clock::time_point start = Clock::now();
@@ -242,123 +365,6 @@ void Stash::make_room(Bytes bytes) {
     }
     const Lock lock(books_->mutex());
     books_->statistics.wait_seconds += seconds_since(start);
-  }
-}
-
-// ---- backward -------------------------------------------------------------------------------------------------------
-at::Tensor Stash::unpack(SavedTensor& saved) {
-  saved.expect_unchanged();
-  if (saved.kept_.defined()) {
-    return saved.kept_;
-  }
-  const auto [storage, begin] = fetched(saved);
-  prefetch(saved.interval_->number);
-  return saved.over(storage, begin);
-}
-
-std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
-  const StashedIntervalPtr& interval = saved.interval_;
-  c10::Storage storage;  // from one attempt to the next: what another thread lets go meanwhile stays
-  for (;;) {
-    c10::Storage before;
-    c10::Storage gone;
-    TicketPtr arriving;
-    {
-      const Lock lock(books_->mutex());
-      before = std::exchange(storage, books_->alive(*interval));
-      arriving = storage ? interval->arriving : nullptr;
-      if (storage && !arriving) {
-        interval->waiting -= saved.taken_ ? 0 : 1;
-        saved.taken_ = true;
-        if (interval->waiting == 0 && interval->host) {
-          gone = books_->let_go(*interval);  // the caller has it
-        }
-        return {storage, interval->begin};
-      }
-    }
-    if (arriving) {
-      await(interval, *arriving);
-    } else {
-      make_room(interval->bytes);
-      storage = bring(interval, Priority::kFault);
-    }
-  }
-}
-
-void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
-  const Clock::time_point start = Clock::now();
-  c10::Storage gone;
-  std::exception_ptr error;
-  try {
-    const ReleaseGilIfHeld released;
-    backend_->compute_waits(arriving);
-  } catch (...) {  // re-raised below, once the next attempt can begin anew
-    error = std::current_exception();
-  }
-  {
-    const Lock lock(books_->mutex());
-    books_->statistics.backward_wait_seconds += seconds_since(start);
-    if (interval->arriving.get() == &arriving) {
-      interval->arriving = nullptr;
-      if (error) {
-        interval->data = nullptr;
-        gone = books_->let_go(*interval);
-      }
-    }
-  }
-  if (error) {
-    try {
-      std::rethrow_exception(error);
-    } catch (...) {  // re-raised as what Python knows
-      rethrow_for_torch("");
-      throw;
-    }
-  }
-}
-
-c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
-  const at::Tensor memory = at::empty({interval->lead + interval->bytes}, at::TensorOptions(at::kByte).device(device_));
-  const c10::Storage& storage = memory.storage();
-  FencePtr computed;
-  {
-    const ReleaseGilIfHeld released;
-    computed = backend_->record();
-  }
-  const Lock lock(books_->mutex());
-  if (interval->held) {
-    return interval->held;  // another thread was faster
-  }
-  Job job;
-  job.priority = priority;
-  job.segments = {
-      {static_cast<std::byte*>(storage.mutable_data()) + interval->lead, interval->host->data(), interval->bytes}};
-  job.fences = {std::move(computed)};
-  job.after = [books = books_, storage, host = interval->host] {
-    const Lock counting(books->mutex());
-    books->statistics.to_device_bytes += host->bytes();
-  };
-  books_->hold(interval, storage, interval->lead);
-  interval->arriving = backend_->to_device().submit(std::move(job));
-  books_->statistics.prefetched += priority == Priority::kPrefetch ? 1 : 0;
-  return storage;
-}
-
-void Stash::prefetch(std::int64_t before) {
-  for (;;) {
-    StashedIntervalPtr next;
-    {
-      const Lock lock(books_->mutex());
-      next = books_->latest_away(before);
-      if (!next || !books_->has_room(next->bytes)) {
-        return;
-      }
-    }
-    before = next->number;
-    try {
-      bring(next, Priority::kPrefetch);
-    } catch (const c10::OutOfMemoryError&) {
-      return;  // it comes when it is needed
-    }
   }
 }
 
@@ -373,7 +379,20 @@ void Stash::protect(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-void Stash::close() noexcept { buffers_->close(); }
+void Stash::close() noexcept {
+  buffers_->close();
+  room_.clear();
+}
+
+std::optional<StashPass> Stash::last_pass() const {
+  const Lock lock(books_->mutex());
+  return books_->last_pass();
+}
+
+std::map<std::string, StashBooks::Exact> Stash::exact() const {
+  const Lock lock(books_->mutex());
+  return books_->exact;
+}
 
 StashStatistics Stash::statistics() const {
   {

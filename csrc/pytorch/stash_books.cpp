@@ -6,7 +6,8 @@ namespace hydra {
 
 StashedInterval::~StashedInterval() { books->forget(*this); }
 
-StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark) const {
+StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
+                                    const Wishes& wishes) const {
   const auto found = known_.find(storage.unsafeGetStorageImpl());
   if (found == known_.end() || mark.counter == nullptr) {
     return nullptr;
@@ -15,8 +16,8 @@ StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, By
     StashedIntervalPtr interval = known.lock();
     // The counter cannot be another one at the same address: the interval's tensors have theirs, as this one has.
     if (interval && interval->saved_at == mark && interval->begin <= begin &&
-        end <= interval->begin + interval->bytes && interval->storage == storage.unsafeGetStorageImpl() &&
-        interval->data == storage.data()) {
+        end <= interval->begin + interval->raw_bytes && interval->storage == storage.unsafeGetStorageImpl() &&
+        interval->data == storage.data() && (!interval->sealed || interval->wishes.grant(wishes))) {
       return interval;
     }
   }
@@ -24,20 +25,40 @@ StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, By
 }
 
 StashedIntervalPtr StashBooks::enter(const c10::Storage& storage, Bytes begin, Bytes bytes, Bytes lead,
-                                     VersionMark mark) {
-  const Bytes before = std::exchange(pass_bytes_, pass_bytes_ + bytes);
-  const bool at_once =
-      !budget_ || !last_pass_bytes_ || before >= *last_pass_bytes_ || *last_pass_bytes_ - before > *budget_;
-  auto interval = std::make_shared<StashedInterval>(shared_from_this(), numbered_++, bytes, lead, mark, at_once);
+                                     VersionMark mark, Wishes wishes, bool resident) {
+  auto interval = std::make_shared<StashedInterval>(shared_from_this(), numbered_++, bytes, lead, mark);
+  interval->wishes = std::move(wishes);
+  interval->resident = resident;
   saved_[interval->number] = interval;
-  largest_ = std::max(largest_, bytes);
   ++statistics.intervals;
   statistics.saved_bytes += bytes;
+  pass_.saved_bytes += bytes;
+  lend(interval, storage, begin);
+  if (!resident) {
+    plan(*interval);
+  }
   hold(interval, storage, begin);
   return interval;
 }
 
-void StashBooks::hold(const StashedIntervalPtr& interval, c10::Storage storage, Bytes begin) {
+void StashBooks::plan(StashedInterval& interval) {
+  const Bytes before = pass_.form_bytes;
+  interval.leaves_at_once =
+      !budget_ || !last_pass_ || before >= last_pass_->form_bytes || last_pass_->form_bytes - before > *budget_;
+  interval.encodes_at_once = !budget_ || !last_pass_ || last_pass_->raw_bytes > *budget_;
+  pass_.raw_bytes += interval.raw_bytes;
+  pass_.form_bytes += interval.raw_bytes;
+  largest_ = std::max(largest_, interval.raw_bytes);
+}
+
+void StashBooks::end_residence(const StashedIntervalPtr& interval) {
+  c10::Storage held = let_go(*interval);
+  interval->resident = false;
+  plan(*interval);
+  hold(interval, std::move(held), interval->held_begin);
+}
+
+void StashBooks::lend(const StashedIntervalPtr& interval, const c10::Storage& storage, Bytes begin) {
   auto* const impl = storage.unsafeGetStorageImpl();
   if (std::ranges::find(interval->known_by, impl) == interval->known_by.end()) {
     interval->known_by.push_back(impl);
@@ -46,29 +67,67 @@ void StashBooks::hold(const StashedIntervalPtr& interval, c10::Storage storage, 
   interval->lent = storage.getWeakStorageImpl();
   interval->storage = impl;
   interval->data = storage.data();
-  interval->held = std::move(storage);
   interval->begin = begin;
-  held_[interval->number] = interval;
-  statistics.held_bytes += interval->bytes;
-  statistics.peak_held_bytes = std::max(statistics.peak_held_bytes, statistics.held_bytes);
+}
+
+c10::Storage StashBooks::alive(const StashedInterval& interval) const {
+  if (interval.held && !interval.coder) {
+    return interval.held;
+  }
+  c10::intrusive_ptr<c10::StorageImpl> lent = interval.lent.lock();
+  // Others may have given it other memory.
+  return lent && lent->data() == interval.data ? c10::Storage(std::move(lent)) : c10::Storage();
+}
+
+void StashBooks::hold(const StashedIntervalPtr& interval, c10::Storage storage, Bytes begin) {
+  interval->held = std::move(storage);
+  interval->held_begin = begin;
+  if (interval->resident) {
+    statistics.resident_bytes += interval->bytes;
+  } else {
+    held_[interval->number] = interval;
+    statistics.held_bytes += interval->bytes;
+    statistics.peak_held_bytes = std::max(statistics.peak_held_bytes, statistics.held_bytes);
+  }
+}
+
+void StashBooks::note_peak() noexcept {
+  pass_.peak_bytes = std::max(pass_.peak_bytes, statistics.held_bytes + statistics.resident_bytes);
 }
 
 c10::Storage StashBooks::let_go(StashedInterval& interval) {
   if (!interval.held) {
     return {};
   }
-  held_.erase(interval.number);
-  statistics.held_bytes -= interval.bytes;
+  if (interval.resident) {
+    statistics.resident_bytes -= interval.bytes;
+  } else {
+    held_.erase(interval.number);
+    statistics.held_bytes -= interval.bytes;
+  }
   return std::exchange(interval.held, c10::Storage());
 }
 
-c10::Storage StashBooks::alive(const StashedInterval& interval) const {
-  if (interval.held) {
-    return interval.held;
-  }
-  c10::intrusive_ptr<c10::StorageImpl> lent = interval.lent.lock();
-  // Others may have given it other memory.
-  return lent && lent->data() == interval.data ? c10::Storage(std::move(lent)) : c10::Storage();
+c10::Storage StashBooks::become_stream(const StashedIntervalPtr& interval, CoderPtr coder, const c10::Storage& stream,
+                                       Bytes length) {
+  c10::Storage before = let_go(*interval);
+  ++statistics.encoded;
+  statistics.encoded_bytes += interval->raw_bytes;
+  statistics.stream_bytes += length;
+  pass_.form_bytes += length - interval->bytes;
+  interval->coder = std::move(coder);
+  interval->bytes = length;
+  hold(interval, stream, 0);
+  return before;
+}
+
+c10::Storage StashBooks::shorten(const StashedIntervalPtr& interval, const c10::Storage& stream, Bytes length) {
+  c10::Storage before = let_go(*interval);
+  statistics.stream_bytes += length - interval->bytes;
+  pass_.form_bytes += length - interval->bytes;
+  interval->bytes = length;
+  hold(interval, stream, 0);
+  return before;
 }
 
 StashedIntervalPtr StashBooks::oldest_held() {
@@ -100,10 +159,10 @@ StashedIntervalPtr StashBooks::latest_away(std::int64_t number) const {
   return nullptr;
 }
 
-void StashBooks::left(const StashedIntervalPtr& interval, ArenaRegionPtr host) {
+void StashBooks::left(const StashedIntervalPtr& interval, ArenaRegionPtr host, Bytes bytes) {
   c10::Storage gone;
   const Lock lock(mutex_);
-  statistics.to_host_bytes += host->bytes();
+  statistics.to_host_bytes += bytes;
   if (!interval) {
     return;
   }
@@ -120,6 +179,11 @@ void StashBooks::forget(StashedInterval& interval) noexcept {
   const bool failed = interval.leaving && interval.leaving->finished() && !interval.host;
   statistics.stayed += failed && !interval.stays ? 1 : 0;
   saved_.erase(interval.number);
+  if (!interval.coder && !interval.wishes.exact_for.empty()) {
+    Exact& counted = exact[interval.wishes.exact_for];
+    ++counted.intervals;
+    counted.bytes += interval.raw_bytes;
+  }
   for (c10::StorageImpl* storage : interval.known_by) {
     const auto found = known_.find(storage);
     if (found != known_.end()) {
@@ -130,7 +194,8 @@ void StashBooks::forget(StashedInterval& interval) noexcept {
     }
   }
   if (saved_.empty()) {
-    last_pass_bytes_ = std::exchange(pass_bytes_, 0);
+    const std::int64_t next = pass_.number + 1;
+    last_pass_ = std::exchange(pass_, StashPass{next});
   }
 }
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from hydra_ext.errors import InvalidArgument
-from hydra_ext.policy import Keep, Offload
+from hydra_ext.policy import Compress, Keep, Offload
 
-Policy = Keep | Offload
+Policy = Keep | Offload | Compress
 Choice = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
 
-_KINDS = (Keep, Offload)
+_KINDS = (Keep, Offload, Compress)
 
 
 def default_policy(choice: Choice) -> Policy:
@@ -62,6 +62,8 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
 
 
 def _checked(policy: object, name: str) -> Policy:
+    if policy == Offload("dynamic"):
+        raise InvalidArgument(f"the policy of '{name}' is Offload('dynamic'), which is one for the whole model")
     if not isinstance(policy, _KINDS):
         raise InvalidArgument(
             f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), or Keep()"

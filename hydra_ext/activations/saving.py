@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
+from hydra_ext.activations.dynamic import DynamicOffload
+from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.report import StashReport
-from hydra_ext.policy import Keep
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.policy import Compress, Keep, Offload
 
 
 class Saving:
@@ -23,27 +27,52 @@ class Saving:
         core: the stash.
         choice: of policies.
         model: whose parameters and buffers are left alone; needed for policies by module.
+        optimizer: whose momentum the errors of compressed tensors are measured by.
+        face_of: what forwards take in place of parameters.
+        budget: device bytes of saved tensors, which ``Offload("dynamic")`` needs.
 
     Raises:
         InvalidArgument: a policy is none, or names no module.
     """
 
-    def __init__(self, core: _C.Stash, choice: Choice, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        core: _C.Stash,
+        choice: Choice,
+        model: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None = None,
+        face_of: FaceOf = lambda _: None,
+        budget: int | None = None,
+    ) -> None:
         self._core = core
-        self._default = _treatment(default_policy(choice))
-        self._policies = policies_of(choice, model)
         self._model = model
+        self._optimizer = optimizer
+        default, policies = default_policy(choice), policies_of(choice, model)
+        self._layers = {
+            policy: Layers(policy, model, optimizer, face_of)
+            for policy in (default, *policies.values())
+            if isinstance(policy, Compress)
+        }
+        self._dynamic: DynamicOffload | None = None
+        if default == Offload("dynamic"):
+            if budget is None:
+                raise InvalidArgument("Offload('dynamic') finds out what fits: give stash(..., budget=)")
+            self._dynamic = DynamicOffload(core, budget)
+        self._default = self._treatment(default)
+        self._policies = {module: self._treatment(policy) for module, policy in policies.items()}
         self._handles: list[RemovableHandle] = []
 
     def hook(self) -> None:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
-        for module, policy in self._policies.items():
+        for module, treatment in self._policies.items():
             self._handles += [
-                module.register_forward_pre_hook(_Begin(_treatment(policy)), prepend=True),
+                module.register_forward_pre_hook(_Begin(treatment), prepend=True),
                 module.register_forward_hook(_end, always_call=True),  # also of a forward that raises
             ]
+        if self._optimizer is not None and self._layers:
+            self._handles.append(self._optimizer.register_step_pre_hook(lambda *_: self._step_begins()))
 
     def unhook(self) -> None:
         for handle in self._handles:
@@ -54,7 +83,7 @@ class Saving:
     def inside(self) -> Iterator[None]:
         """What the calling thread saves meanwhile goes to the stash."""
         with saved_tensors_hooks(self._core.pack, self._core.unpack):
-            _C.begin_treatment(self._default)
+            _C.begin_treatment(self._default if self._dynamic is None else self._dynamic.treatment())
             try:
                 yield
             finally:
@@ -62,20 +91,28 @@ class Saving:
 
     def report(self) -> StashReport:
         """Once the transfers under way have ended."""
-        return StashReport.of(self._core.statistics())
+        layers = [each for layers in self._layers.values() for each in layers.report()]
+        return StashReport.of(self._core, layers, None if self._dynamic is None else self._dynamic.chosen)
 
     def close(self) -> None:
         """No host memory is kept for a next pass. Graphs that are alive stay whole."""
         self._core.close()
 
+    def _step_begins(self) -> None:
+        for layers in self._layers.values():
+            layers.step_begins()
+
+    def _treatment(self, policy: Policy) -> _C.Treatment:
+        if isinstance(policy, Compress):
+            return _C.Treatment.compress(self._layers[policy].bounds)
+        if policy == Offload("conv"):
+            return _C.Treatment.move_convolution_inputs()
+        return _C.Treatment.keep() if isinstance(policy, Keep) else _C.Treatment.move()
+
 
 def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
     """Whether these hooks on saved tensors, as torch has them, are a stash's."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _C.Stash)
-
-
-def _treatment(policy: Policy) -> _C.Treatment:
-    return _C.Treatment.KEEP if isinstance(policy, Keep) else _C.Treatment.MOVE
 
 
 class _Begin:
