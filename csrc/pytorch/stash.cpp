@@ -136,6 +136,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   if (to_be_placed) {
     place(saved->interval_);
   }
+  make_room(0);
   const Lock lock(books_->mutex());
   books_->note_peak();
   return saved;
@@ -154,7 +155,6 @@ void Stash::place(const StashedIntervalPtr& interval) {
   if (!waits && interval->leaves_at_once) {
     begin_leaving(interval);
   }
-  make_room(0);
 }
 
 void Stash::decide() {

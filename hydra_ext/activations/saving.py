@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,7 +47,6 @@ class Saving:
     ) -> None:
         self._core = core
         self._model = model
-        self._optimizer = optimizer
         default, policies = default_policy(choice), policies_of(choice, model)
         self._layers = {
             policy: Layers(policy, model, optimizer, face_of)
@@ -61,6 +61,11 @@ class Saving:
         self._default = self._treatment(default)
         self._policies = {module: self._treatment(policy) for module, policy in policies.items()}
         self._handles: list[RemovableHandle] = []
+        if optimizer is not None and self._layers:
+            layers = list(self._layers.values())
+            # Steps are outside of what hook() and unhook() enclose; the optimizer does not keep this alive.
+            handle = optimizer.register_step_pre_hook(lambda *_: _step_begins(layers))
+            weakref.finalize(self, handle.remove)
 
     def hook(self) -> None:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
@@ -71,8 +76,6 @@ class Saving:
                 module.register_forward_pre_hook(_Begin(treatment), prepend=True),
                 module.register_forward_hook(_end, always_call=True),  # also of a forward that raises
             ]
-        if self._optimizer is not None and self._layers:
-            self._handles.append(self._optimizer.register_step_pre_hook(lambda *_: self._step_begins()))
 
     def unhook(self) -> None:
         for handle in self._handles:
@@ -98,10 +101,6 @@ class Saving:
         """No host memory is kept for a next pass. Graphs that are alive stay whole."""
         self._core.close()
 
-    def _step_begins(self) -> None:
-        for layers in self._layers.values():
-            layers.step_begins()
-
     def _treatment(self, policy: Policy) -> _C.Treatment:
         if isinstance(policy, Compress):
             return _C.Treatment.compress(self._layers[policy].bounds)
@@ -113,6 +112,11 @@ class Saving:
 def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
     """Whether these hooks on saved tensors, as torch has them, are a stash's."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _C.Stash)
+
+
+def _step_begins(layers: Iterable[Layers]) -> None:
+    for each in layers:
+        each.step_begins()
 
 
 class _Begin:
