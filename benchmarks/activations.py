@@ -3,8 +3,8 @@
 Two models: VGG-16 with batch normalisation and half its channels, and a GPT-2 of six layers; random images and tokens.
 A step is forward and backward. Every candidate's gradients are first compared with plain PyTorch's, bit for bit.
 
-Beside plain PyTorch (keep): hydra_ext.stash(Offload()) as it comes, and with a budget of an eighth of what a step saves;
-torch's save_on_cpu; copies on a stream as torchtune's. CANDIDATES is the list, to which others are added by a line each.
+Beside plain PyTorch (keep): hydra_ext.stash(Offload()) as it comes, and with a budget of an eighth of what a step
+saves; torch's save_on_cpu; copies on a stream as torchtune's. To CANDIDATES others are added by a line each.
 
 (bytes) The highest sum of what a step has allocated on the simulated device, counted by its allocator: activations,
     the batch, gradients of activations, what operations use meanwhile. Parameters are not in it, nor are their
