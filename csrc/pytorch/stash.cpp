@@ -136,7 +136,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   if (to_be_placed) {
     place(saved->interval_);
   }
-  make_room(0);
+  make_room(0, /*in_backward=*/false);
   const Lock lock(books_->mutex());
   books_->note_peak();
   return saved;
@@ -180,7 +180,6 @@ void Stash::decide() {
 }
 
 std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
-  constexpr std::int64_t kUndecided = 2;
   constexpr std::size_t kInMaking = 3;
   const Lock lock(books_->mutex());
   for (; !in_making_.empty(); in_making_.pop_front()) {
@@ -199,7 +198,7 @@ std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
     if (!oldest) {
       continue;
     }
-    if (!books_->is_followed(*oldest, kUndecided)) {
+    if (books_->is_newest(*oldest)) {
       break;
     }
     undecided_.pop_front();
@@ -330,7 +329,7 @@ void Stash::send(const StashedIntervalPtr& interval, c10::Storage storage) {
   interval->leaving = std::move(leaving);
 }
 
-void Stash::make_room(Bytes bytes) {
+void Stash::make_room(Bytes bytes, bool in_backward) {
   for (;;) {
     c10::Storage gone;
     StashedIntervalPtr oldest;
@@ -340,7 +339,7 @@ void Stash::make_room(Bytes bytes) {
       if (books_->has_room(bytes)) {
         return;
       }
-      oldest = books_->oldest_held();
+      oldest = books_->oldest_held(in_backward);
       if (!oldest) {
         return;
       }

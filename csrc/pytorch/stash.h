@@ -6,9 +6,9 @@
 // the newest, up to its budget; once a pass has been seen, what will fit to its end does not leave at all. What forward
 // and backward hold themselves comes on top.
 //
-// What need not come back exactly (treatment.h, wishes.h) is encoded once the next few tensors have been saved, and it
-// is known who else wants it; that stays on the device while there is room, and leaves otherwise. It is decoded by
-// unpack().
+// What need not come back exactly (treatment.h, wishes.h) is encoded as soon as something else has been saved: who else
+// wants it says so right behind, as a rule. The stream stays on the device while there is room, and leaves otherwise;
+// unpack() decodes it.
 //
 // What unpack() gives otherwise has the bytes, sizes, strides, dtype and alignment of what pack() was given, and counts
 // versions with it: if that was written to since, unpack() raises what torch raises. What cannot be moved is handed
@@ -78,7 +78,7 @@ class Stash final {
   void begin_leaving(const StashedIntervalPtr& interval);
   void send(const StashedIntervalPtr& interval, c10::Storage storage);
   /// Lets others go, until so many bytes more fit or nothing is left to do.
-  void make_room(Bytes bytes);
+  void make_room(Bytes bytes, bool in_backward);
   /// Device memory of the saved tensor's interval, which is there for compute that is enqueued from now on.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);
   /// Memory that its bytes are in, or on their way to. Throws c10::OutOfMemoryError.

@@ -24,6 +24,7 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
   if (saved.kept_.defined()) {
     return saved.kept_;
   }
+  room_.clear();  // of use in forward alone, and no small part of what there is
   const auto [storage, begin] = fetched(saved);
   prefetch(saved.interval_->number);
   return saved.over(storage, begin);
@@ -52,6 +53,7 @@ std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
         if (interval->waiting == 0 && interval->host) {
           gone = books_->let_go(*interval);  // the caller has it
         }
+        books_->note_asked_for(*interval);
         return {storage, interval->begin};
       }
     }
@@ -60,7 +62,7 @@ std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
     } else if (stream) {
       storage = decode(interval, stream);
     } else {
-      make_room(interval->bytes);
+      make_room(interval->bytes, /*in_backward=*/true);
       storage = bring(interval, Priority::kFault);  // or a stream, which serves as well to keep it
     }
   }
@@ -150,7 +152,7 @@ void Stash::prefetch(std::int64_t before) {
     {
       const Lock lock(books_->mutex());
       next = books_->latest_away(before);
-      if (!next || !books_->has_room(next->bytes)) {
+      if (!next || !books_->may_come_ahead(next->bytes)) {
         return;
       }
     }

@@ -4,6 +4,12 @@
 
 namespace hydra {
 
+namespace {
+
+constexpr Bytes kShareOfPass = 8;
+
+}  // namespace
+
 StashedInterval::~StashedInterval() { books->forget(*this); }
 
 StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
@@ -43,8 +49,10 @@ StashedIntervalPtr StashBooks::enter(const c10::Storage& storage, Bytes begin, B
 
 void StashBooks::plan(StashedInterval& interval) {
   const Bytes before = pass_.form_bytes;
-  interval.leaves_at_once =
-      !budget_ || !last_pass_ || before >= last_pass_->form_bytes || last_pass_->form_bytes - before > *budget_;
+  const Bytes known = last_pass_ ? last_pass_->form_bytes : 0;
+  // What comes from here on, as far as the last pass tells; if this one is the longer one, what there is.
+  const Bytes to_come = before < known ? known - before : before + interval.raw_bytes;
+  interval.leaves_at_once = !budget_ || !last_pass_ || to_come > *budget_;
   interval.encodes_at_once = !budget_ || !last_pass_ || last_pass_->raw_bytes > *budget_;
   pass_.raw_bytes += interval.raw_bytes;
   pass_.form_bytes += interval.raw_bytes;
@@ -91,6 +99,24 @@ void StashBooks::hold(const StashedIntervalPtr& interval, c10::Storage storage, 
   }
 }
 
+bool StashBooks::has_room(Bytes bytes) const noexcept {
+  const Bytes wanted = statistics.held_bytes + bytes;
+  return budget_ ? statistics.resident_bytes + wanted <= *budget_
+                 : wanted <= std::max(2 * largest_, pass_bytes() / kShareOfPass);
+}
+
+bool StashBooks::may_come_ahead(Bytes bytes) const noexcept {
+  return budget_ ? has_room(bytes)
+                 : statistics.held_bytes - asked_for_bytes_ + bytes <= std::max(largest_, pass_bytes() / kShareOfPass);
+}
+
+void StashBooks::note_asked_for(StashedInterval& interval) noexcept {
+  if (interval.held && !interval.resident && !interval.asked_for) {
+    interval.asked_for = true;
+    asked_for_bytes_ += interval.bytes;
+  }
+}
+
 void StashBooks::note_peak() noexcept {
   pass_.peak_bytes = std::max(pass_.peak_bytes, statistics.held_bytes + statistics.resident_bytes);
 }
@@ -104,6 +130,7 @@ c10::Storage StashBooks::let_go(StashedInterval& interval) {
   } else {
     held_.erase(interval.number);
     statistics.held_bytes -= interval.bytes;
+    asked_for_bytes_ -= std::exchange(interval.asked_for, false) ? interval.bytes : 0;
   }
   return std::exchange(interval.held, c10::Storage());
 }
@@ -130,10 +157,10 @@ c10::Storage StashBooks::shorten(const StashedIntervalPtr& interval, const c10::
   return before;
 }
 
-StashedIntervalPtr StashBooks::oldest_held() {
+StashedIntervalPtr StashBooks::oldest_held(bool in_backward) {
   for (const auto& [number, known] : held_) {
     StashedIntervalPtr interval = known.lock();
-    if (!interval || interval->stays) {
+    if (!interval || interval->stays || (in_backward && interval->asked_for)) {
       continue;
     }
     if (!interval->host && interval->leaving && interval->leaving->finished()) {

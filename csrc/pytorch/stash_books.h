@@ -107,6 +107,7 @@ struct StashedInterval {
   TicketPtr arriving;
   bool begun_to_leave = false;
   bool stays = false;
+  bool asked_for = false;  // by one of those that share it, since it has been held; others will want it next
 };
 
 using StashedIntervalPtr = std::shared_ptr<StashedInterval>;
@@ -115,7 +116,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
  public:
   using Lock = std::lock_guard<std::mutex>;
 
-  /// Without a budget as little as transfers need is held: twice the largest interval.
+  /// Without a budget as little as transfers need is held: twice the largest interval, or an eighth of the last pass.
   explicit StashBooks(std::optional<Bytes> budget) : budget_(budget) {}
 
   std::mutex& mutex() const noexcept { return mutex_; }
@@ -129,19 +130,15 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   };
   std::map<std::string, Exact> exact;
 
-  Bytes room() const noexcept { return budget_.value_or(2 * largest_); }
-  bool has_room(Bytes bytes) const noexcept {
-    const Bytes others = budget_ ? statistics.resident_bytes : 0;
-    return others + statistics.held_bytes + bytes <= room();
-  }
+  bool has_room(Bytes bytes) const noexcept;
+  /// Whether so much more may come back ahead of time. Without a budget one of the largest intervals, or an eighth of
+  /// the last pass, is on its way.
+  bool may_come_ahead(Bytes bytes) const noexcept;
   /// Of what is there now, with room made for it.
   void note_peak() noexcept;
   /// The last one that has ended.
   const std::optional<StashPass>& last_pass() const noexcept { return last_pass_; }
-  /// Whether so many others have been saved after it.
-  bool is_followed(const StashedInterval& interval, std::int64_t others) const noexcept {
-    return interval.number + others < numbered_ - 1;
-  }
+  bool is_newest(const StashedInterval& interval) const noexcept { return interval.number == numbered_ - 1; }
   /// An interval that these bytes of the storage lie in, as they are now, and that has what is wished; null if there is
   /// none.
   StashedIntervalPtr find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
@@ -152,6 +149,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   /// Memory with its form.
   void hold(const StashedIntervalPtr& interval, c10::Storage storage, Bytes begin);
   c10::Storage let_go(StashedInterval& interval);
+  void note_asked_for(StashedInterval& interval) noexcept;
   /// It is one that may leave after all.
   void end_residence(const StashedIntervalPtr& interval);
   /// Memory with the bytes themselves, which its owners keep alive.
@@ -163,8 +161,8 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
                              Bytes length);
   /// Its stream is found to be shorter.
   c10::Storage shorten(const StashedIntervalPtr& interval, const c10::Storage& stream, Bytes length);
-  /// The oldest that is held and can be let go, or leave, or is on its way.
-  StashedIntervalPtr oldest_held();
+  /// The oldest that is held and can be let go, or leave, or is on its way; but not one that others will ask for next.
+  StashedIntervalPtr oldest_held(bool in_backward);
   /// The one saved last before `number` that is on the host alone.
   StashedIntervalPtr latest_away(std::int64_t number) const;
 
@@ -175,6 +173,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
 
  private:
   void plan(StashedInterval& interval);
+  Bytes pass_bytes() const noexcept { return last_pass_ ? last_pass_->form_bytes : pass_.form_bytes; }
 
   const std::optional<Bytes> budget_;
   mutable std::mutex mutex_;
@@ -183,6 +182,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   std::unordered_map<c10::StorageImpl*, std::vector<std::weak_ptr<StashedInterval>>> known_;
   std::int64_t numbered_ = 0;
   Bytes largest_ = 0;
+  Bytes asked_for_bytes_ = 0;  // of what is held
   StashPass pass_;
   std::optional<StashPass> last_pass_;
 };

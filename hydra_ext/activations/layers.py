@@ -42,7 +42,7 @@ class Layers:
         self._steps += 1
 
     def report(self) -> Iterator[LayerReport]:
-        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
+        named = [] if self._model is None else self._model.named_parameters()
         names = {id(self._face(parameter)): name for name, parameter in named}
         for figures in self.bounds.layers():
             yield LayerReport(
