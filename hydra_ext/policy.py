@@ -103,9 +103,9 @@ class Offload:
 
     Attributes:
         which: of vDNN's policies (Rhu et al., MICRO 2016, section 3.3): ``"all"`` tensors; ``"conv"``: the inputs of
-            convolutions, while all others stay; or ``"dynamic"``, for a whole model and with a budget: nothing leaves if
-            everything fits, else both are timed in the first passes, and the faster one that fits is taken. A pass is a
-            forward and its backward.
+            convolutions, while all others stay; or ``"dynamic"``, for a whole model and with a budget: nothing leaves
+            if everything fits, else both are timed in the first passes, and the faster one that fits is taken. A pass
+            is a forward and its backward.
     """
 
     which: Literal["all", "conv", "dynamic"] = "all"
@@ -133,9 +133,9 @@ class Compress:
     uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2. |dW|, |G| and r are measured in the backward of a
     layer's first forward and of each ``every``-th from then on, and averaged with half the weight for each older one; a
     bound changes by no more than a factor of 2 at a time. M is the optimizer's (Adam's first moment, SGD's buffer times
-    1 - momentum) where one is given, of every ``every``-th step, and never taken to be larger than the gradient; without
-    one it is the gradient. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants
-    the variance above replaces.
+    1 - momentum) where one is given, of every ``every``-th step, and never taken to be larger than the gradient;
+    without one it is the gradient. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted
+    constants the variance above replaces.
 
     Attributes:
         error: the bound for all layers, in units of the tensors themselves; or ``"adaptive"``.

@@ -34,8 +34,9 @@ class stash:  # noqa: N801 - a verb: it is used as a function
 
     Args:
         policy: :class:`hydra_ext.Offload`, :class:`hydra_ext.Compress` or :class:`hydra_ext.Keep` for everything; or
-            for each module, by a mapping from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by a function of a module's name
-            and the module, that returns a policy or None. What is saved in no such module stays.
+            for each module, by a mapping from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by
+            a function of a module's name and the module, that returns a policy or None. What is saved in no such module
+            stays.
         budget: device bytes of saved tensors that may stay: an int, or a text such as ``"6GiB"``; the newest stay. What
             forward and backward themselves use at a moment comes on top. Without one as little as transfers need stays:
             twice the largest saved tensor.

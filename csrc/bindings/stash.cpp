@@ -23,31 +23,7 @@ std::map<std::string, std::pair<std::int64_t, Bytes>> exact(const Stash& stash) 
   return found;
 }
 
-}  // namespace
-
-void bind_stash(py::module_& module) {
-  py::class_<StashStatistics>(module, "StashStatistics")
-      .def_readonly("tensors", &StashStatistics::tensors)
-      .def_readonly("kept", &StashStatistics::kept)
-      .def_readonly("intervals", &StashStatistics::intervals)
-      .def_readonly("saved_bytes", &StashStatistics::saved_bytes)
-      .def_readonly("encoded", &StashStatistics::encoded)
-      .def_readonly("encoded_bytes", &StashStatistics::encoded_bytes)
-      .def_readonly("stream_bytes", &StashStatistics::stream_bytes)
-      .def_readonly("resident_bytes", &StashStatistics::resident_bytes)
-      .def_readonly("to_host_bytes", &StashStatistics::to_host_bytes)
-      .def_readonly("to_device_bytes", &StashStatistics::to_device_bytes)
-      .def_readonly("prefetched", &StashStatistics::prefetched)
-      .def_readonly("stayed", &StashStatistics::stayed)
-      .def_readonly("wait_seconds", &StashStatistics::wait_seconds)
-      .def_readonly("backward_wait_seconds", &StashStatistics::backward_wait_seconds)
-      .def_readonly("held_bytes", &StashStatistics::held_bytes)
-      .def_readonly("peak_held_bytes", &StashStatistics::peak_held_bytes)
-      .def_readonly("host_bytes", &StashStatistics::host_bytes);
-  py::class_<StashPass>(module, "StashPass", "From when nothing was saved until there was nothing again.")
-      .def_readonly("number", &StashPass::number)
-      .def_readonly("saved_bytes", &StashPass::saved_bytes)
-      .def_readonly("peak_bytes", &StashPass::peak_bytes);
+void bind_treatments(py::module_& module) {
   py::class_<LayerFigures>(module, "LayerFigures")
       .def_readonly("weight", &LayerFigures::weight)
       .def_readonly("forwards", &LayerFigures::forwards)
@@ -76,6 +52,35 @@ void bind_stash(py::module_& module) {
       "begin_treatment", [](std::shared_ptr<Treatment> treatment) { begin_treatment(std::move(treatment)); },
       py::arg("treatment"), "What the calling thread saves is treated so, until the matching end_treatment().");
   module.def("end_treatment", &end_treatment);
+}
+
+}  // namespace
+
+void bind_stash(py::module_& module) {
+  py::class_<StashStatistics>(module, "StashStatistics")
+      .def_readonly("tensors", &StashStatistics::tensors)
+      .def_readonly("kept", &StashStatistics::kept)
+      .def_readonly("intervals", &StashStatistics::intervals)
+      .def_readonly("saved_bytes", &StashStatistics::saved_bytes)
+      .def_readonly("encoded", &StashStatistics::encoded)
+      .def_readonly("encoded_bytes", &StashStatistics::encoded_bytes)
+      .def_readonly("stream_bytes", &StashStatistics::stream_bytes)
+      .def_readonly("resident_bytes", &StashStatistics::resident_bytes)
+      .def_readonly("to_host_bytes", &StashStatistics::to_host_bytes)
+      .def_readonly("to_device_bytes", &StashStatistics::to_device_bytes)
+      .def_readonly("prefetched", &StashStatistics::prefetched)
+      .def_readonly("stayed", &StashStatistics::stayed)
+      .def_readonly("wait_seconds", &StashStatistics::wait_seconds)
+      .def_readonly("backward_wait_seconds", &StashStatistics::backward_wait_seconds)
+      .def_readonly("held_bytes", &StashStatistics::held_bytes)
+      .def_readonly("peak_held_bytes", &StashStatistics::peak_held_bytes)
+      .def_readonly("host_bytes", &StashStatistics::host_bytes);
+  py::class_<StashPass>(module, "StashPass", "From when nothing was saved until there was nothing again.")
+      .def(py::init<>())
+      .def_readonly("number", &StashPass::number)
+      .def_readonly("saved_bytes", &StashPass::saved_bytes)
+      .def_readonly("peak_bytes", &StashPass::peak_bytes);
+  bind_treatments(module);
   py::class_<SavedTensor, SavedTensorPtr>(module, "SavedTensor", "What a stash hands to autograd.");
   py::class_<Stash, std::shared_ptr<Stash>>(module, "Stash", "Saved tensors, off the device until backward.")
       .def(py::init<std::shared_ptr<DeviceBackend>, std::shared_ptr<HostArena>, at::Device, std::optional<Bytes>>(),

@@ -69,7 +69,8 @@ class Stash final {
   void place(const StashedIntervalPtr& interval);
   /// Encodes those that others have been saved after, and sends what is to leave.
   void decide();
-  /// One whose turn it is, and whether that is because its stream is made; or null. Destroys nothing with the lock held.
+  /// One whose turn it is, and whether that is because its stream is made; or null. Destroys nothing with the lock
+  /// held.
   std::pair<StashedIntervalPtr, bool> next_to_decide();
   /// False where it stays what it is.
   bool encode(const StashedIntervalPtr& interval);

@@ -52,9 +52,9 @@ struct StashStatistics {
 
 /// From when nothing was saved until there was nothing again.
 struct StashPass {
-  std::int64_t number = 0;
-  Bytes saved_bytes = 0;  // of intervals
-  Bytes peak_bytes = 0;   // on the device, at one time
+  std::int64_t number = 0;  // from 1 on
+  Bytes saved_bytes = 0;    // of intervals
+  Bytes peak_bytes = 0;     // on the device, at one time
 
   // Of those that may leave:
   Bytes raw_bytes = 0;
@@ -183,7 +183,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   std::int64_t numbered_ = 0;
   Bytes largest_ = 0;
   Bytes asked_for_bytes_ = 0;  // of what is held
-  StashPass pass_;
+  StashPass pass_{.number = 1};
   std::optional<StashPass> last_pass_;
 };
 

@@ -32,21 +32,21 @@ class DynamicOffload:
         self._candidate = "all"
         self._trial = self._try_out()
         self._lock = threading.Lock()
-        self._last: int | None = None
+        self._ended = _C.StashPass()  # the last one
         self.chosen: str | None = None
 
     def treatment(self) -> _C.Treatment:
         """As a forward begins."""
         with self._lock:
             ended = self._core.last_pass()
-            if self.chosen is None and ended is not None and ended.number != self._last:
-                self._last = ended.number
+            if self.chosen is None and ended is not None and ended.number != self._ended.number:
+                self._ended = ended
                 self._candidate = next(self._trial)
             return self._treatments[self._candidate]
 
     def _try_out(self) -> Iterator[str]:
         """Goes on whenever a pass has ended, and says what to do in the next one."""
-        if self._ended().saved_bytes <= self._budget:
+        if self._ended.saved_bytes <= self._budget:
             self.chosen = "keep"
             yield self.chosen
         seconds = {}
@@ -58,12 +58,7 @@ class DynamicOffload:
                 begin = time.perf_counter()
                 yield candidate
                 times.append(time.perf_counter() - begin)
-            if candidate == "all" or self._ended().peak_bytes <= self._budget:
+            if candidate == "all" or self._ended.peak_bytes <= self._budget:
                 seconds[candidate] = min(times)
         self.chosen = min(seconds, key=seconds.__getitem__)
         yield self.chosen
-
-    def _ended(self) -> _C.StashPass:
-        ended = self._core.last_pass()
-        assert ended is not None
-        return ended

@@ -221,7 +221,9 @@ def test_graphs_that_are_kept_give_the_same_again_and_dropped_ones_go() -> None:
 
 def test_gradients_of_gradients_are_near() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1, bias=False))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1, bias=False)
+    )
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
     def penalty() -> Tensor:

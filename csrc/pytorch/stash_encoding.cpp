@@ -1,0 +1,155 @@
+// What becomes of intervals that may be encoded: when, and how long their streams are.
+#include <ATen/ops/clone.h>
+
+#include <utility>
+
+#include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/stash.h"
+
+namespace hydra {
+
+namespace {
+
+using Lock = StashBooks::Lock;
+
+/// A GPU's kernels take memory from multiples of 16 bytes on.
+bool can_encode(const DeviceBytes& from) {
+  constexpr std::uintptr_t kMultiple = 16;
+  return from.device.is_cpu() || reinterpret_cast<std::uintptr_t>(from.data) % kMultiple == 0;
+}
+
+}  // namespace
+
+void Stash::decide() {
+  for (;;) {
+    const auto [interval, is_made] = next_to_decide();
+    if (!interval) {
+      return;
+    }
+    if (!is_made) {
+      encode(interval);
+    }
+    bool leaves = false;
+    {
+      const Lock lock(books_->mutex());
+      leaves = interval->leaves_at_once && (is_made || !interval->in_making);
+    }
+    if (leaves) {
+      begin_leaving(interval);
+    } else if (is_made) {
+      finish(interval);
+    }
+  }
+}
+
+std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
+  constexpr std::size_t kInMaking = 3;
+  const Lock lock(books_->mutex());
+  for (; !in_making_.empty(); in_making_.pop_front()) {
+    StashedIntervalPtr oldest = in_making_.front().lock();
+    if (!oldest || !oldest->in_making) {
+      continue;
+    }
+    if (!oldest->made->reached() && in_making_.size() <= kInMaking) {
+      break;
+    }
+    in_making_.pop_front();
+    return {std::move(oldest), true};
+  }
+  for (; !undecided_.empty(); undecided_.pop_front()) {
+    StashedIntervalPtr oldest = undecided_.front().lock();
+    if (!oldest) {
+      continue;
+    }
+    if (books_->is_newest(*oldest)) {
+      break;
+    }
+    undecided_.pop_front();
+    return {std::move(oldest), false};
+  }
+  return {};
+}
+
+bool Stash::encode(const StashedIntervalPtr& interval) {
+  CoderPtr coder;
+  c10::Storage storage;
+  DeviceBytes from;
+  {
+    const Lock lock(books_->mutex());
+    if (interval->sealed || interval->begun_to_leave || !interval->held || interval->resident) {
+      return false;
+    }
+    coder = interval->wishes.coder(device_, interval->raw_bytes);
+    storage = interval->held;
+    from = {static_cast<const std::byte*>(storage.data()) + interval->held_begin, interval->raw_bytes, device_};
+    if (!coder || !can_encode(from)) {
+      return false;
+    }
+    interval->sealed = true;
+  }
+  Encoded encoded;
+  FencePtr made;
+  const char* refusal = nullptr;
+  try {
+    encoded = coder->encode(from, room_);
+    made = encoded.header.defined() ? backend_->record() : nullptr;
+    if (!encoded.stream.defined()) {
+      refusal = "an index outside its window";
+    } else if (!made && encoded.length() > interval->raw_bytes / 16 * 15) {
+      refusal = "does not become smaller";
+    }
+  } catch (const c10::OutOfMemoryError&) {
+    refusal = "no memory to encode it in";
+  }
+  c10::Storage gone;
+  const Lock lock(books_->mutex());
+  if (refusal != nullptr) {
+    interval->sealed = false;
+    interval->wishes.encodable = false;
+    interval->wishes.exact_for = refusal;
+    return false;
+  }
+  const Bytes length = made ? encoded.stream.numel() : encoded.length();
+  gone = books_->become_stream(interval, std::move(coder), encoded.stream.storage(), length);
+  if (made) {
+    interval->in_making = std::move(encoded);
+    interval->made = std::move(made);
+    in_making_.push_back(interval);
+  } else {
+    interval->wishes.count(interval->raw_bytes, length);
+  }
+  return true;
+}
+
+void Stash::finish(const StashedIntervalPtr& interval) {
+  const auto made_of = [&]() -> std::pair<std::optional<Encoded>, FencePtr> {
+    const Lock lock(books_->mutex());
+    return {interval->in_making, interval->made};
+  };
+  if (!made_of().first) {
+    return;
+  }
+  const auto alone = lock_without_gil(finishing_);
+  const auto [encoded, made] = made_of();
+  if (!encoded) {
+    return;
+  }
+  {
+    const ReleaseGilIfHeld released;
+    made->wait();
+  }
+  const Bytes length = encoded->length();
+  at::Tensor exact = encoded->stream;
+  try {
+    exact = encoded->stream.narrow(0, 0, length).clone();
+  } catch (const c10::OutOfMemoryError&) {  // it stays in the memory that it was made in
+  }
+  c10::Storage gone;
+  const Lock lock(books_->mutex());
+  gone = books_->shorten(interval, exact.storage(), length);
+  interval->wishes.count(interval->raw_bytes, length);
+  interval->in_making.reset();
+  interval->made = nullptr;
+}
+
+}  // namespace hydra
