@@ -23,7 +23,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Site
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 
 class SiteListener(Protocol):
