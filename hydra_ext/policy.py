@@ -100,3 +100,14 @@ class Keep:
 @dataclass(frozen=True)
 class Offload:
     """Saved tensors leave for host memory, and come back ahead of their use. Lossless."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Saved tensors of a module are not kept: its forward is called again in backward. For modules, chosen by name or
+    by a function. Lossless.
+
+    The second call has the same inputs, random numbers, autocast state, buffers and attributes. The inputs are kept by
+    the policy that holds around the module. Of several such modules inside each other the outermost is called again,
+    whatever is chosen for those inside it.
+    """

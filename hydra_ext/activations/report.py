@@ -22,6 +22,7 @@ class StashReport:
         waited_in_backward_seconds: backward waited for what had to come back.
         held_bytes: on the device now, by the stash itself; at most ``peak_held_bytes``.
         host_bytes: on the host now.
+        recomputed: calls of modules that were made again in backward, by ``hydra_ext.Recompute()``.
     """
 
     tensors: int
@@ -37,9 +38,10 @@ class StashReport:
     held_bytes: int
     peak_held_bytes: int
     host_bytes: int
+    recomputed: int
 
     @staticmethod
-    def of(figures: _C.StashStatistics) -> StashReport:
+    def of(figures: _C.StashStatistics, *, recomputed: int) -> StashReport:
         return StashReport(
             tensors=figures.tensors,
             kept=figures.kept,
@@ -54,6 +56,7 @@ class StashReport:
             held_bytes=figures.held_bytes,
             peak_held_bytes=figures.peak_held_bytes,
             host_bytes=figures.host_bytes,
+            recomputed=recomputed,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,7 +67,7 @@ class StashReport:
         return "\n".join(
             (
                 f"saved    {self.tensors} tensors, {self.kept} of them kept; the others {sizes['saved_bytes']} in "
-                f"{self.intervals} intervals",
+                f"{self.intervals} intervals; {self.recomputed} calls made again",
                 f"moved    {sizes['to_host_bytes']} to the host, {sizes['to_device_bytes']} back "
                 f"({self.prefetched} intervals ahead of time); {self.stayed} could not leave",
                 f"held     {sizes['held_bytes']} on the device, at most {sizes['peak_held_bytes']}; "
