@@ -73,7 +73,7 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
 def _checked(policy: object, name: str) -> Policy:
     if not isinstance(policy, _KINDS):
         raise InvalidArgument(
-            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), or Keep()"
+            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), Keep() or Recompute()"
         )
     return policy
 

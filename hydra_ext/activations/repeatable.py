@@ -7,7 +7,8 @@ among the arguments (caches that a block appends to). What a module keeps elsewh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -83,12 +84,31 @@ class _Place:
         self.number = number
 
 
+@not_traced
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from tensors_in(getattr(value, item.name, None))
+
+
 def fingerprint(output: Any) -> Fingerprint:
-    """Of every tensor in a call's output: its shape, and the sum of its bits."""
+    """Of every tensor in a call's output that has numbers at hand: its shape, and the sum of its bits."""
     found: Fingerprint = []
-    for tensor in without_tensors(output)[1]:
-        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        bits = value.detach().contiguous().view(_INTEGERS[value.itemsize])
+    for tensor in tensors_in(output):
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            continue
+        value = tensor.detach().resolve_conj().resolve_neg()
+        value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
+        bits = value.view(_INTEGERS[value.itemsize])
         found.append((tensor.shape, tensor.dtype, int(bits.sum(dtype=torch.int64))))
     return found
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
+from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import InvalidArgument, StateError
@@ -345,7 +346,7 @@ class Run:
                 with nullcontext() if self._saving is None else self._saving.inside():
                     output = call(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    self.core.returns(token, list(sites.tensors_in(output)))
+                    self.core.returns(token, list(tensors_in(output)))
                 failed = False
                 return output
             finally:

@@ -168,3 +168,20 @@ def test_a_module_that_keeps_something_elsewhere_is_found_out() -> None:
             loss = model(X).sum()
         with pytest.raises(UnsupportedModel, match=r"Drawing .* gives something else"):
             loss.backward()
+
+
+def test_results_of_any_kind_are_compared() -> None:
+    """The first time, whatever a module gives beside tensors of numbers."""
+
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, object]:
+            wide = torch.complex(x.sin(), x.cos()).conj()
+            return {"a": (wide, wide.imag), "b": [x > 0, x.bfloat16()], "c": torch.eye(3).to_sparse(), "d": "text"}
+
+    model = nn.ModuleList([nn.Linear(64, 64), Mixed()])
+
+    def loss() -> Tensor:
+        out = model[1](model[0](X))
+        return out["a"][0].real.sum() + out["a"][1].exp().sum() + out["b"][1].float().exp().sum()  # type: ignore[no-any-return]
+
+    compare(model, loss, "1", calls=1)
