@@ -206,3 +206,38 @@ def test_a_chain_of_blocks_keeps_nothing_on_the_device() -> None:
     deeper = 16 * 6 * 2**10  # the random state that each call has begun with
     assert held(20, recompute) <= held(4, recompute) + deeper
     assert held(20, {"": hydra_ext.Keep()}) > held(20, recompute) + 30 * x.nbytes
+
+
+def test_steps_that_recompute_by_themselves_come_first() -> None:
+    family = FAMILIES["llama"]
+
+    def step(policy: object) -> tuple[list[Tensor], hydra_ext.Report]:
+        model = family.make(seed=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hydra_ext.offload(
+            model, optimizer, budget="64MiB", device="simulated", checks=CHECKS,
+            blocks=blocks_of(model), activations=policy,  # type: ignore[arg-type]
+        ) as run:  # fmt: skip
+            torch.manual_seed(5)
+            run.step(family.batches(seed=2, count=2), lambda batch: family.loss(model, batch), recompute=True)
+            return [parameter.detach() for parameter in model.parameters()], run.report()
+
+    (expected, _), (found, report) = step(None), step(recomputed_blocks(hydra_ext.Offload()))
+    assert_same(found, expected)
+    assert report.activations is not None
+    assert report.activations.recomputed == 0
+
+
+def test_a_weight_on_the_host_that_is_written_to_before_backward_raises() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    policies = {"1": hydra_ext.Recompute()}
+    with hydra_ext.offload(model, budget="64MiB", device="simulated", activations=policies) as run:
+        loss = model(torch.randn(8, 64)).sum()
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* Linear"):
+            loss.backward()
+        model(torch.randn(8, 64)).sum().backward()
+        report = run.report().activations
+        assert report is not None
+        assert report.recomputed == 1
