@@ -27,8 +27,11 @@ def may_have_changed(buffer: Tensor, version: int) -> bool:
 class ModuleState:
     """The buffers and attributes of a module, and of those inside it, as they are when this is made.
 
-    Attributes: what the call itself sets, and all numbers, flags and texts. What is inside a list, a dictionary or
+    Of attributes: what the call itself sets, and all numbers, flags and texts. What is inside a list, a dictionary or
     another object is not looked at.
+
+    Attributes:
+        trusted: buffers that are not copied, and their versions.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,6 +40,7 @@ class ModuleState:
         self._copies = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._values: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.trusted: list[tuple[Tensor, int]] = []
 
     def drop_unchanged(self, hold: Hold) -> None:
         """After the call: tensors that it has changed are held by ``hold``, the others are not kept."""
@@ -50,6 +54,8 @@ class ModuleState:
         for buffer, version, value in self._copies:
             if may_have_changed(buffer, version):
                 self._values.append((buffer, hold(value)))
+            else:
+                self.trusted.append((buffer, version))
         self._before.clear()
         self._copies.clear()
 

@@ -93,7 +93,7 @@ class RecomputedModule:
         output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not checks)  # checked at its end
         if checks:
             call.result = fingerprint(output)
-        if any(tensor._version != version for tensor, version in versions):
+        if any(_version(tensor) != version for tensor, version in versions):
             raise UnsupportedModel(
                 f"a {type(self.module).__name__} writes to its inputs, or to its parameters, so that it cannot be "
                 "called a second time with what was there: choose hydra_ext.Recompute() for the module around it, or "
@@ -129,13 +129,17 @@ class _CheckedCall(RepeatableCall):
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
-        for parameter, version in self.parameters:
-            if parameter._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a parameter of {list(parameter.shape)} of a {self._kind} that is called a second time in "
-                    f"backward is at version {parameter._version}; expected version {version} instead"
-                )
+        noted = [*self.parameters, *self.trusted]
+        now = [*self._owner.module.parameters(), *(buffer for buffer, _ in self.trusted)]
+        same = len(now) == len(noted) and all(
+            one is other and _version(one) == version for one, (other, version) in zip(now, noted, strict=True)
+        )
+        if not same:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation, or "
+                f"replaced: a parameter or buffer of a {self._kind} that is called a second time in backward, after "
+                "its first call"
+            )
         self._owner.again.add()
         output = super().again(tensors[: self._given])
         if self.result is not None:
@@ -162,7 +166,11 @@ def _held(core: _C.Stash, tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    return [(tensor, _version(tensor)) for tensor in tensors]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _witness(module: nn.Module) -> list[Tensor]:

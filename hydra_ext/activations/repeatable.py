@@ -60,6 +60,11 @@ class RepeatableCall:
         self._state = state
         return output
 
+    @property
+    def trusted(self) -> list[tuple[Tensor, int]]:
+        """Buffers of the module that the second call uses as they are, and their versions after the first."""
+        return [] if self._state is None else self._state.trusted
+
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
         """The second call, or a later one, with the same tensors: they have no graph there, and need gradients as

@@ -120,12 +120,19 @@ def test_writing_to_an_input_after_the_call_raises_as_without() -> None:
         assert stash.report().recomputed == 0
 
 
-def test_writing_to_a_parameter_after_the_call_raises() -> None:
+@pytest.mark.parametrize("way", ["written", "replaced", "large buffer"])
+def test_changing_a_weight_after_the_call_raises(way: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].register_buffer("large", torch.zeros(2**19))
     with recomputing(model, "1"):
         loss = model(X).sum()
     with torch.no_grad():
-        model[1].weight.mul_(2)
+        if way == "written":
+            model[1].weight.mul_(2)
+        elif way == "replaced":
+            model[1].weight = nn.Parameter(torch.zeros(64, 64))
+        else:
+            model[1].large.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*Linear"):
         loss.backward()
 
