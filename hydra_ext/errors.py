@@ -42,7 +42,8 @@ class BudgetTooSmall(HydraError, ValueError):
 
 
 class UnsupportedModel(HydraError, ValueError):
-    """A model, a parameter or a combination that cannot be offloaded; the message names it and the way out."""
+    """A model, a parameter or a combination that cannot be offloaded or recomputed; the message names it, and what to
+    do."""
 
 
 class AlreadyOffloaded(HydraError, RuntimeError):

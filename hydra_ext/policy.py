@@ -124,18 +124,18 @@ class Compress:
     Attention, norms, products of activations and everything else have what they saved bit for bit, also where a layer
     above saved the same tensor. A layer's input is compressed once the layer has been seen in a backward.
 
-    The adaptive bound b keeps the error of a weight's gradient dW at ``fraction`` of the momentum M::
+    The adaptive bound b keeps the error of a weight's gradient dW at ``fraction`` of the momentum::
 
-        b = fraction * |M| / |dW| * |dW| / |G| * sqrt(3 / (r * n))
+        b = fraction * m * |dW| / |G| * sqrt(3 / (r * n))
 
     G is the gradient of the layer's output, r the share of its input that is not 0, and n the number of elements of dW
     that one of G adds to: input channels times kernel elements, or input features. For errors that are independent and
     uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2. |dW|, |G| and r are measured in the backward of a
     layer's first forward and of each ``every``-th from then on, and averaged with half the weight for each older one; a
-    bound changes by no more than a factor of 2 at a time. M is the optimizer's (Adam's first moment, SGD's buffer times
-    1 - momentum) where one is given, of every ``every``-th step, and never taken to be larger than the gradient;
-    without one it is the gradient. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted
-    constants the variance above replaces.
+    bound changes by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
+    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1; without
+    an optimizer it is 1. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants the
+    variance above replaces.
 
     Attributes:
         error: the bound for all layers, in units of the tensors themselves; or ``"adaptive"``.
@@ -154,3 +154,14 @@ class Compress:
             raise InvalidArgument(f"fraction={self.fraction!r}: give a number between 0 and 1")
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise InvalidArgument(f"every={self.every!r}: give a number of forwards, 1 or more")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Saved tensors of a module are not kept: its forward is called again in backward. For modules, chosen by name or
+    by a function. Lossless.
+
+    The second call has the same inputs, random numbers, autocast state, buffers and attributes. The inputs are kept by
+    the policy that holds around the module. Of several such modules inside each other the outermost is called again,
+    whatever is chosen for those inside it.
+    """

@@ -17,6 +17,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices
+from hydra_ext.runtime.rounds import fibers
 
 
 class stash:  # noqa: N801 - a verb: it is used as a function
@@ -36,7 +37,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         policy: :class:`hydra_ext.Offload`, :class:`hydra_ext.Compress` or :class:`hydra_ext.Keep` for everything; or
             for each module, by a mapping from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by
             a function of a module's name and the module, that returns a policy or None. What is saved in no such module
-            stays.
+            stays. :class:`hydra_ext.Recompute` can only be chosen so.
         budget: device bytes of saved tensors that may stay: an int, or a text such as ``"6GiB"``; the newest stay. What
             forward and backward themselves use at a moment comes on top. Without one as little as transfers need stays:
             twice the largest saved tensor.
@@ -48,6 +49,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
 
     Raises:
         InvalidArgument: a policy is none, or names no module.
+        UnsupportedModel: a module's policy cannot be followed.
         InvalidBudget: the budget is no size.
         InvalidDevice: there is no such device, or this build cannot use it.
     """
@@ -64,13 +66,11 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         if model is not None and not isinstance(model, nn.Module):
             raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module")
         place = devices.choose(device)
-        core = _C.Stash(
-            backend=place.make_backend(),
-            arena=place.make_arena(),
-            device=place.device,
-            budget=None if budget is None else parse_bytes(budget),
+        room = None if budget is None else parse_bytes(budget)
+        core = _C.Stash(backend=place.make_backend(), arena=place.make_arena(), device=place.device, budget=room)
+        self._saving = Saving(
+            core, policy, model, whole=lambda _: fibers.current() is None, optimizer=optimizer, budget=room
         )
-        self._saving = Saving(core, policy, model, optimizer, budget=None if budget is None else parse_bytes(budget))
         self._lock = threading.Lock()
         self._inside = 0
         self._threads = threading.local()

@@ -4,10 +4,11 @@
 // none where x is 0, the error of the weight's gradient dW = x^T G has, as every element of G adds to `touched` of
 // them,
 //   E |ddW|^2 = b^2 / 3 * r * touched * |G|^2                       r: the share of x that is not 0
-// The bound is therefore chosen so that this is `fraction` of the momentum's norm |M|:
-//   b = fraction * |M| / |dW| * |dW| / |G| * sqrt(3 / (r * touched))
+// The bound is therefore chosen so that this is `fraction` of the momentum's norm:
+//   b = fraction * m * |dW| / |G| * sqrt(3 / (r * touched))
 // |G|, |dW| and r are measured in the backward of a layer's 1st forward and of every `every`-th one from then on. Means
-// over the samples forget half with each one. |M| / |dW| is as it was told last, 1 until it is. A bound never grows or
+// over the samples forget half with each one. m, the momentum's norm over that of the gradient, is as it was told last,
+// 1 until it is. A bound never grows or
 // falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section 4, has the rule
 // with constants that were fitted; this derivation needs none.)
 //

@@ -77,6 +77,7 @@ class StashReport:
         held_bytes: on the device now, by the stash itself; at most ``peak_held_bytes``.
         resident_bytes: on the device now, which are not to leave by ``Offload("conv")``; not among the held ones.
         host_bytes: on the host now.
+        recomputed: calls of modules that were made again in backward, by ``hydra_ext.Recompute()``.
         chosen: by ``Offload("dynamic")``: "keep", "conv" or "all"; None while it tries, and with other policies.
     """
 
@@ -97,12 +98,13 @@ class StashReport:
     peak_held_bytes: int
     resident_bytes: int
     host_bytes: int
+    recomputed: int
     chosen: str | None = None
     layers: tuple[LayerReport, ...] = ()
     exact: tuple[ExactReport, ...] = ()
 
     @staticmethod
-    def of(core: _C.Stash, layers: Iterable[LayerReport], chosen: str | None) -> StashReport:
+    def of(core: _C.Stash, *, recomputed: int, layers: Iterable[LayerReport], chosen: str | None) -> StashReport:
         figures = core.statistics()
         return StashReport(
             tensors=figures.tensors,
@@ -122,6 +124,7 @@ class StashReport:
             peak_held_bytes=figures.peak_held_bytes,
             resident_bytes=figures.resident_bytes,
             host_bytes=figures.host_bytes,
+            recomputed=recomputed,
             chosen=chosen,
             layers=tuple(layers),
             exact=tuple(ExactReport(operator, *counted) for operator, counted in core.exact().items()),
@@ -134,7 +137,7 @@ class StashReport:
         sizes = {name: _C.human_bytes(size) for name, size in self.as_dict().items() if name.endswith("_bytes")}
         lines = [
             f"saved    {self.tensors} tensors, {self.kept} of them kept; the others {sizes['saved_bytes']} in "
-            f"{self.intervals} intervals",
+            f"{self.intervals} intervals; {self.recomputed} calls made again",
             f"moved    {sizes['to_host_bytes']} to the host, {sizes['to_device_bytes']} back "
             f"({self.prefetched} intervals ahead of time); {self.stayed} could not leave",
             f"held     {sizes['held_bytes']} on the device, at most {sizes['peak_held_bytes']}; "

@@ -16,9 +16,10 @@ from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.layers import FaceOf, Layers
+from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.errors import InvalidArgument
-from hydra_ext.policy import Compress, Keep, Offload
+from hydra_ext.policy import Compress, Keep, Offload, Recompute
 
 
 class Saving:
@@ -28,12 +29,15 @@ class Saving:
         core: the stash.
         choice: of policies.
         model: whose parameters and buffers are left alone; needed for policies by module.
+        whole: whether a call of a module, as things are, runs to its end before another one begins; one that does not
+            is not made again.
         optimizer: whose momentum the errors of compressed tensors are measured by.
         face_of: what forwards take in place of parameters.
         budget: device bytes of saved tensors, which ``Offload("dynamic")`` needs.
 
     Raises:
         InvalidArgument: a policy is none, or names no module.
+        UnsupportedModel: a module's policy cannot be followed.
     """
 
     def __init__(
@@ -41,7 +45,9 @@ class Saving:
         core: _C.Stash,
         choice: Choice,
         model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None = None,
+        whole: Whole,
+        *,
+        optimizer: torch.optim.Optimizer | None,
         face_of: FaceOf = lambda _: None,
         budget: int | None = None,
     ) -> None:
@@ -59,8 +65,16 @@ class Saving:
                 raise InvalidArgument("Offload('dynamic') finds out what fits: give stash(..., budget=)")
             self._dynamic = DynamicOffload(core, budget)
         self._default = self._treatment(default)
-        self._policies = {module: self._treatment(policy) for module, policy in policies.items()}
+        self._treatments = {
+            module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
+        }
         self._handles: list[RemovableHandle] = []
+        self._again = Count()
+        self._recomputed = [
+            RecomputedModule(core, module, whole, self._again)
+            for module, policy in policies.items()
+            if isinstance(policy, Recompute)
+        ]
         if optimizer is not None and self._layers:
             layers = list(self._layers.values())
             # Steps are outside of what hook() and unhook() enclose; the optimizer does not keep this alive.
@@ -71,13 +85,17 @@ class Saving:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
-        for module, treatment in self._policies.items():
+        for module, treatment in self._treatments.items():
             self._handles += [
                 module.register_forward_pre_hook(_Begin(treatment), prepend=True),
                 module.register_forward_hook(_end, always_call=True),  # also of a forward that raises
             ]
+        for recomputed in self._recomputed:
+            recomputed.install()
 
     def unhook(self) -> None:
+        for recomputed in reversed(self._recomputed):
+            recomputed.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -94,8 +112,12 @@ class Saving:
 
     def report(self) -> StashReport:
         """Once the transfers under way have ended."""
-        layers = [each for layers in self._layers.values() for each in layers.report()]
-        return StashReport.of(self._core, layers, None if self._dynamic is None else self._dynamic.chosen)
+        return StashReport.of(
+            self._core,
+            recomputed=self._again.value,
+            layers=[each for layers in self._layers.values() for each in layers.report()],
+            chosen=None if self._dynamic is None else self._dynamic.chosen,
+        )
 
     def close(self) -> None:
         """No host memory is kept for a next pass. Graphs that are alive stay whole."""

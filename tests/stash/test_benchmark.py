@@ -35,13 +35,16 @@ def printed() -> str:
     return ended.stdout
 
 
-def test_every_candidate_holds_less_than_keeping_everything(printed: str) -> None:
+def test_what_leaves_is_not_held(printed: str) -> None:
     shares = {(model, name): float(share) for model, name, _, share in COUNTED.findall(printed)}
     ours = ("Offload", "Offload, 1/8", "conv", "dynamic, 5/8", "Compress", "Compress, 1/2")
     names = (*ours, "save_on_cpu", "streamed copies")
     assert set(shares) == {(model, name) for model in ("VGG-16", "GPT-2") for name in names}
-    assert all(share < (75 if "Offload" in name else 100) for (_, name), share in shares.items() if name != "conv")
-    assert shares["VGG-16", "conv"] < 100 == shares["GPT-2", "conv"]  # which has no convolutions
+    for (model, name), share in shares.items():  # of so little what is on its way is much, unless there is room for none
+        if name in ("Offload", "Offload, 1/8"):
+            assert share < 75, shares
+        if name == "conv":  # the other model has no convolutions
+            assert share < 100 if model == "VGG-16" else share == 100, shares
 
 
 def test_verdicts_are_those_of_the_goals(printed: str) -> None:
