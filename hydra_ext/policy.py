@@ -133,9 +133,9 @@ class Compress:
     uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2. |dW|, |G| and r are measured in the backward of a
     layer's first forward and of each ``every``-th from then on, and averaged with half the weight for each older one; a
     bound changes by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
-    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1; without
-    an optimizer it is 1. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants the
-    variance above replaces.
+    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1;
+    without an optimizer it is 1. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted
+    constants the variance above replaces.
 
     Attributes:
         error: the bound for all layers, in units of the tensors themselves; or ``"adaptive"``.

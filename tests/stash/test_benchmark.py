@@ -40,7 +40,8 @@ def test_what_leaves_is_not_held(printed: str) -> None:
     ours = ("Offload", "Offload, 1/8", "conv", "dynamic, 5/8", "Compress", "Compress, 1/2")
     names = (*ours, "save_on_cpu", "streamed copies")
     assert set(shares) == {(model, name) for model in ("VGG-16", "GPT-2") for name in names}
-    for (model, name), share in shares.items():  # of so little what is on its way is much, unless there is room for none
+    for (model, name), share in shares.items():
+        # Of so little what is on its way is much, unless there is room for none.
         if name in ("Offload", "Offload, 1/8"):
             assert share < 75, shares
         if name == "conv":  # the other model has no convolutions
