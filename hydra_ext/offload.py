@@ -170,7 +170,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             return fibers.current() is None or module not in around
 
         return Saving(
-            stash, self._activations or Keep(), self._model, whole, optimizer=self._optimizer, face_of=self._face_of
+            stash,
+            self._activations or Keep(),
+            self._model,
+            whole,
+            optimizer=self._optimizer,
+            face_of=self._face_of,
         )
 
     def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:

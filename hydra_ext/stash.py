@@ -69,7 +69,12 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         room = None if budget is None else parse_bytes(budget)
         core = _C.Stash(backend=place.make_backend(), arena=place.make_arena(), device=place.device, budget=room)
         self._saving = Saving(
-            core, policy, model, whole=lambda _: fibers.current() is None, optimizer=optimizer, budget=room
+            core,
+            policy,
+            model,
+            whole=lambda _: fibers.current() is None,
+            optimizer=optimizer,
+            budget=room,
         )
         self._lock = threading.Lock()
         self._inside = 0

@@ -52,6 +52,9 @@ void bind_treatments(py::module_& module) {
       "begin_treatment", [](std::shared_ptr<Treatment> treatment) { begin_treatment(std::move(treatment)); },
       py::arg("treatment"), "What the calling thread saves is treated so, until the matching end_treatment().");
   module.def("end_treatment", &end_treatment);
+  module.def("begin_part", &begin_part, py::arg("part"),
+             "This part of a model runs on the calling thread, until the matching end_part().");
+  module.def("end_part", &end_part);
 }
 
 }  // namespace
@@ -81,6 +84,12 @@ void bind_stash(py::module_& module) {
       .def_readonly("saved_bytes", &StashPass::saved_bytes)
       .def_readonly("peak_bytes", &StashPass::peak_bytes);
   bind_treatments(module);
+  py::class_<StashBooks::Part>(module, "StashPart", "What became of what a part of a model saved, in bytes.")
+      .def_readonly("kept", &StashBooks::Part::kept)
+      .def_readonly("stayed", &StashBooks::Part::stayed)
+      .def_readonly("moved", &StashBooks::Part::moved)
+      .def_readonly("encoded", &StashBooks::Part::encoded)
+      .def_readonly("streams", &StashBooks::Part::streams);
   py::class_<SavedTensor, SavedTensorPtr>(module, "SavedTensor", "What a stash hands to autograd.");
   py::class_<Stash, std::shared_ptr<Stash>>(module, "Stash", "Saved tensors, off the device until backward.")
       .def(py::init<std::shared_ptr<DeviceBackend>, std::shared_ptr<HostArena>, at::Device, std::optional<Bytes>>(),
@@ -89,6 +98,7 @@ void bind_stash(py::module_& module) {
       .def("unpack", &Stash::unpack, py::arg("saved"))
       .def("protect", &Stash::protect, py::arg("tensors"))
       .def("last_pass", &Stash::last_pass, "The last one that has ended.")
+      .def("parts", &Stash::parts)
       .def("exact", &exact, "Intervals and bytes that were not encoded, by the operator that needs them exactly.")
       .def("close", &Stash::close)
       .def("statistics", &Stash::statistics, "Once the transfers under way have ended.");

@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
+#include <exception>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -113,11 +115,7 @@ void read_max_pool(Followed& op, c10::ArrayRef<const c10::IValue> inputs) {
   op.pool.input_width = op.first.defined() && op.first.dim() > 0 ? op.first.size(-1) : 0;
 }
 
-std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
-  Followed op;
-  op.name = function.name();
-  const auto found = rules().find(op.name);
-  op.rule = found == rules().end() ? Rule::kNone : found->second;
+void read(Followed& op, const at::RecordFunction& function) {
   switch (op.rule) {
     case Rule::kConvolution:
       read_convolution(op, function.inputs());
@@ -138,7 +136,20 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
     case Rule::kSigns:
       break;
   }
-  following.running.push_back(std::move(op));
+}
+
+std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
+  Followed& op = following.running.emplace_back();  // whatever happens next: ends() takes it away
+  op.name = function.name();
+  const auto found = rules().find(op.name);
+  if (found != rules().end()) {
+    op.rule = found->second;
+    try {
+      read(op, function);
+    } catch (const std::exception&) {  // arguments that are none of what torch documents: then it is not known
+      op.rule = Rule::kNone;
+    }
+  }
   return nullptr;
 }
 

@@ -90,9 +90,11 @@ bool Stash::can_move(const at::Tensor& tensor) const {
 SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   auto saved = std::make_shared<SavedTensor>(tensor);
   const Treatment& treatment = current_treatment();
-  if (treatment.kind == TreatmentKind::kKeep || !can_move(tensor)) {
+  const bool movable = can_move(tensor);
+  if (treatment.kind == TreatmentKind::kKeep || !movable) {
     saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
     const Lock lock(books_->mutex());
+    books_->parts[current_part()].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
     ++books_->statistics.tensors;
     ++books_->statistics.kept;
     return saved;
@@ -115,6 +117,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
       const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
       const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_)));
       saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark(), std::move(wishes), resident);
+      saved->interval_->part = current_part();
       to_be_placed = !resident;
     } else {
       saved->interval_->wishes.add(wishes);
@@ -248,6 +251,11 @@ void Stash::close() noexcept {
 std::optional<StashPass> Stash::last_pass() const {
   const Lock lock(books_->mutex());
   return books_->last_pass();
+}
+
+std::map<std::int32_t, StashBooks::Part> Stash::parts() const {
+  const Lock lock(books_->mutex());
+  return books_->parts;
 }
 
 std::map<std::string, StashBooks::Exact> Stash::exact() const {

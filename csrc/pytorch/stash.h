@@ -59,6 +59,7 @@ class Stash final {
   /// Once the transfers under way have ended.
   StashStatistics statistics() const;
   std::optional<StashPass> last_pass() const;
+  std::map<std::int32_t, StashBooks::Part> parts() const;
   /// Intervals and bytes that were to be encoded and are kept as they are, by the operator that needs them so, as far
   /// as nobody needs them any more.
   std::map<std::string, StashBooks::Exact> exact() const;

@@ -206,6 +206,13 @@ void StashBooks::forget(StashedInterval& interval) noexcept {
   const bool failed = interval.leaving && interval.leaving->finished() && !interval.host;
   statistics.stayed += failed && !interval.stays ? 1 : 0;
   saved_.erase(interval.number);
+  Part& part = parts[interval.part];
+  if (interval.coder) {
+    part.encoded += interval.raw_bytes;
+    part.streams += interval.bytes;
+  } else {
+    (interval.begun_to_leave ? part.moved : part.stayed) += interval.raw_bytes;
+  }
   if (!interval.coder && !interval.wishes.exact_for.empty()) {
     Exact& counted = exact[interval.wishes.exact_for];
     ++counted.intervals;

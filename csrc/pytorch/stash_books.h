@@ -80,6 +80,7 @@ struct StashedInterval {
   const Bytes raw_bytes;
   const Bytes lead;  // of its first byte after a multiple of the device's alignment
   const VersionMark saved_at;
+  std::int32_t part = -1;       // of the model
   bool leaves_at_once = false;  // what comes after it in this pass will need all the room, as far as is known
   bool encodes_at_once = false;
 
@@ -123,6 +124,15 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
 
   // ---- with the mutex held ------------------------------------------------------------------------------------------
   StashStatistics statistics;
+  /// What became of what a part of the model saved, as far as nobody needs it any more; in bytes of the tensors.
+  struct Part {
+    Bytes kept = 0;     // by choice
+    Bytes stayed = 0;   // there was room, or a policy that moves convolutions' inputs alone
+    Bytes moved = 0;    // as it was
+    Bytes encoded = 0;  // and what that became
+    Bytes streams = 0;
+  };
+  std::map<std::int32_t, Part> parts;
   /// What was kept as it is although it might have been encoded, by the operator that needs it so.
   struct Exact {
     std::int64_t intervals = 0;

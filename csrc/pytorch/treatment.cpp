@@ -8,6 +8,7 @@ namespace hydra {
 namespace {
 
 thread_local std::vector<TreatmentPtr> treatments;
+thread_local std::vector<std::int32_t> parts;
 
 }  // namespace
 
@@ -32,5 +33,15 @@ const Treatment& current_treatment() noexcept {
   static const Treatment none;
   return treatments.empty() ? none : *treatments.back();
 }
+
+void begin_part(std::int32_t part) { parts.push_back(part); }
+
+void end_part() noexcept {
+  if (!parts.empty()) {
+    parts.pop_back();
+  }
+}
+
+std::int32_t current_part() noexcept { return parts.empty() ? kNoPart : parts.back(); }
 
 }  // namespace hydra

@@ -32,4 +32,10 @@ void end_treatment() noexcept;
 /// The calling thread's; kMove where none has begun.
 const Treatment& current_treatment() noexcept;
 
+/// Which part of a model runs on this thread, for the figures; they nest.
+void begin_part(std::int32_t part);
+void end_part() noexcept;
+inline constexpr std::int32_t kNoPart = -1;
+std::int32_t current_part() noexcept;
+
 }  // namespace hydra

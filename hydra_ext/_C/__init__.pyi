@@ -49,6 +49,7 @@ __all__: list[str] = [
     "SiteVisit",
     "StagedBackward",
     "Stash",
+    "StashPart",
     "StashPass",
     "StashStatistics",
     "TensorPlan",
@@ -61,9 +62,11 @@ __all__: list[str] = [
     "Verification",
     "WindowToken",
     "Windows",
+    "begin_part",
     "begin_treatment",
     "clip_factor",
     "codec",
+    "end_part",
     "end_treatment",
     "human_bytes",
     "is_face",
@@ -1112,6 +1115,21 @@ class Treatment:
     @staticmethod
     def move_convolution_inputs() -> Treatment: ...
 
+class StashPart:
+    """
+    What became of what a part of a model saved, in bytes.
+    """
+    @property
+    def encoded(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
+    @property
+    def stayed(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+
 class SavedTensor:
     """
     What a stash hands to autograd.
@@ -1139,12 +1157,18 @@ class Stash:
         The last one that has ended.
         """
     def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
+    def parts(self) -> dict[int, StashPart]: ...
     def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def statistics(self) -> StashStatistics:
         """
         Once the transfers under way have ended.
         """
     def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
+
+def begin_part(part: typing.SupportsInt | typing.SupportsIndex) -> None:
+    """
+    This part of a model runs on the calling thread, until the matching end_part().
+    """
 
 def begin_treatment(treatment: Treatment) -> None:
     """
@@ -1154,6 +1178,7 @@ def begin_treatment(treatment: Treatment) -> None:
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
+def end_part() -> None: ...
 def end_treatment() -> None: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra_ext import _C
+
+_MOST_LINES = 4  # of what may be many
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,31 @@ class ExactReport:
 
 
 @dataclass(frozen=True)
+class PartReport:
+    """What became of what a part of the model saved, as far as it has been used; in bytes of the tensors.
+
+    Attributes:
+        name: of the module; "" for what was saved outside of all of them.
+        kept: by :class:`hydra_ext.Keep`, and not counted once where tensors share memory, as the others are.
+        stayed: on the device, as it was: there was room, or a policy that moves convolutions' inputs alone.
+        moved: to the host, as it was.
+        compressed: to ``stored`` bytes.
+    """
+
+    name: str
+    kept: int
+    stayed: int
+    moved: int
+    compressed: int
+    stored: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller became what was compressed; 1 if nothing was."""
+        return self.compressed / self.stored if self.stored else 1.0
+
+
+@dataclass(frozen=True)
 class StashReport:
     """Figures of a stash since its beginning. Bytes are bytes, times seconds.
 
@@ -68,6 +95,7 @@ class StashReport:
         intervals: parts of storages that the others share, ``saved_bytes`` together.
         compressed: of them, which had ``compressed_bytes`` and have become streams of ``stream_bytes``.
         layers: whose inputs may be stored inexactly, with :class:`hydra_ext.Compress`.
+        parts: what became of it by part of the model: the layers that it is a list of, and what stands beside them.
         exact: what was stored exactly under that policy, by operator, as far as it has been used.
         to_host_bytes: moved, counted where they are copied; ``to_device_bytes`` likewise.
         prefetched: intervals that came back ahead of their use.
@@ -102,9 +130,17 @@ class StashReport:
     chosen: str | None = None
     layers: tuple[LayerReport, ...] = ()
     exact: tuple[ExactReport, ...] = ()
+    parts: tuple[PartReport, ...] = ()
 
     @staticmethod
-    def of(core: _C.Stash, *, recomputed: int, layers: Iterable[LayerReport], chosen: str | None) -> StashReport:
+    def of(
+        core: _C.Stash,
+        *,
+        recomputed: int,
+        layers: Iterable[LayerReport],
+        chosen: str | None,
+        names: Sequence[str],
+    ) -> StashReport:
         figures = core.statistics()
         return StashReport(
             tensors=figures.tensors,
@@ -128,6 +164,7 @@ class StashReport:
             chosen=chosen,
             layers=tuple(layers),
             exact=tuple(ExactReport(operator, *counted) for operator, counted in core.exact().items()),
+            parts=tuple(_parts(core.parts(), names)),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,6 +189,21 @@ class StashReport:
                 f"packed   {self.compressed} intervals of {sizes['compressed_bytes']} into {sizes['stream_bytes']}, "
                 f"{self.compressed_bytes / self.stream_bytes:.1f} times smaller"
             )
-        lines += [f"layer    {layer}" for layer in self.layers]
-        lines += [f"exact    {exact}" for exact in self.exact]
+        smaller = [layer for layer in self.layers if layer.saved_bytes]
+        if smaller:
+            ratios = [layer.ratio for layer in smaller]
+            error = max(layer.gradient_error for layer in smaller)
+            lines.append(
+                f"layers   {len(smaller)} of {len(self.layers)}, whose inputs became {min(ratios):.1f} to "
+                f"{max(ratios):.1f} times smaller; errors of their gradients at most {error:.2%}"
+            )
+        largest = sorted(self.exact, key=lambda exact: -exact.bytes)[:_MOST_LINES]
+        if largest:
+            lines.append("exact    " + "; ".join(map(str, largest)))
         return "\n".join(lines)
+
+
+def _parts(found: Mapping[int, _C.StashPart], names: Sequence[str]) -> Iterator[PartReport]:
+    for number, part in sorted(found.items()):
+        name = names[number] if number >= 0 else ""
+        yield PartReport(name, part.kept, part.stayed, part.moved, part.encoded, part.streams)

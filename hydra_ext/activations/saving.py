@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.layers import FaceOf, Layers
+from hydra_ext.activations.parts import parts_of
 from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.errors import InvalidArgument
@@ -53,6 +55,7 @@ class Saving:
     ) -> None:
         self._core = core
         self._model = model
+        self._parts = [] if model is None else parts_of(model)
         default, policies = default_policy(choice), policies_of(choice, model)
         self._layers = {
             policy: Layers(policy, model, optimizer, face_of)
@@ -85,13 +88,18 @@ class Saving:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
+        for number, (_, module) in enumerate(self._parts):
+            self._hook(module, partial(_begin_part, number), _end_part)
         for module, treatment in self._treatments.items():
-            self._handles += [
-                module.register_forward_pre_hook(_Begin(treatment), prepend=True),
-                module.register_forward_hook(_end, always_call=True),  # also of a forward that raises
-            ]
+            self._hook(module, partial(_begin_treatment, treatment), _end_treatment)
         for recomputed in self._recomputed:
             recomputed.install()
+
+    def _hook(self, module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(begin, prepend=True),
+            module.register_forward_hook(end, always_call=True),  # also of a forward that raises
+        ]
 
     def unhook(self) -> None:
         for recomputed in reversed(self._recomputed):
@@ -117,6 +125,7 @@ class Saving:
             recomputed=self._again.value,
             layers=[each for layers in self._layers.values() for each in layers.report()],
             chosen=None if self._dynamic is None else self._dynamic.chosen,
+            names=[name for name, _ in self._parts],
         )
 
     def close(self) -> None:
@@ -141,13 +150,22 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
-class _Begin:
-    def __init__(self, wanted: _C.Treatment) -> None:
-        self._wanted = wanted
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        _C.begin_treatment(self._wanted)
+# Of modules. In what torch.compile has made one graph of there are none: what that saves belongs to what is around it.
+def _begin_treatment(wanted: _C.Treatment, _module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _C.begin_treatment(wanted)
 
 
-def _end(_module: nn.Module, _args: Any, _output: Any) -> None:
-    _C.end_treatment()
+def _end_treatment(_module: nn.Module, _args: Any, _output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _C.end_treatment()
+
+
+def _begin_part(number: int, _module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _C.begin_part(number)
+
+
+def _end_part(_module: nn.Module, _args: Any, _output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _C.end_part()

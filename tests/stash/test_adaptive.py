@@ -207,4 +207,5 @@ def test_in_offload_layers_have_their_names_and_the_rest_of_the_gradients_is_exa
             assert 0 < (one - other).norm() <= 0.02 * other.norm()
         else:
             assert torch.equal(one, other)
-    assert "4.weight: bound" in str(report)
+    assert "4 of 5, whose inputs became" in str(report)
+    assert str(report.activations.layers[-1]).startswith("4.weight: bound")
