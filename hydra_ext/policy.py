@@ -122,23 +122,26 @@ class Compress:
     Not exactly: the inputs of convolutions and linear layers, whose errors reach the gradient of the layer's own weight
     and nothing else; what a ReLU saves, of which signs and zeros are exact; what pools only look at the shape of.
     Attention, norms, products of activations and everything else have what they saved bit for bit, also where a layer
-    above saved the same tensor. A layer's input is compressed once the layer has been seen in a backward.
+    above saved the same tensor.
 
     The adaptive bound b keeps the error of a weight's gradient dW at ``fraction`` of the momentum::
 
-        b = fraction * m * |dW| / |G| * sqrt(3 / (r * n))
+        b = min(fraction * m * |dW| / |G| * sqrt(3 / (r * n)), sqrt(2 * fraction) * s)
 
-    G is the gradient of the layer's output, r the share of its input that is not 0, and n the number of elements of dW
-    that one of G adds to: input channels times kernel elements, or input features. For errors that are independent and
-    uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2. |dW|, |G| and r are measured in the backward of a
-    layer's first forward and of each ``every``-th from then on, and averaged with half the weight for each older one; a
-    bound changes by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
-    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1;
-    without an optimizer it is 1. Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4, whose fitted
-    constants the variance above replaces.
+    G is the gradient of the layer's output, r the share of its input that is not 0, s the root of the mean square of
+    that, and n the number of elements of dW that one of G adds to: input channels times kernel elements, or input
+    features. For errors that are independent and uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2;
+    errors of numbers that are not larger than b are not, hence the second term, by which their mean stays below
+    ``fraction``. All are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the ``every``-th,
+    and of each ``every``-th from then on, and averaged with half the weight for each older one; the first term lets a
+    bound change by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first moment,
+    SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1; without an
+    optimizer it is 1. Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al., VLDB
+    2022, arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
 
     Attributes:
-        error: the bound for all layers, in units of the tensors themselves; or ``"adaptive"``.
+        error: the bound for all layers, in units of the tensors themselves, from the first forward on; or
+            ``"adaptive"``.
         fraction: of the momentum's norm.
         every: how often statistics are taken.
     """

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <utility>
 
@@ -20,10 +21,16 @@ constexpr double kForgotten = 0.5;
 /// Numbers that the device may still be computing.
 struct Sample {
   at::Tensor nonzero;
+  at::Tensor input;
   at::Tensor output_gradient;
   at::Tensor weight_gradient;
   std::int64_t count = 0;
 };
+
+bool is_measured(std::int64_t forward, std::int64_t every) {
+  const auto number = static_cast<std::uint64_t>(forward + 1);
+  return forward % every == 0 || (forward + 1 < every && std::has_single_bit(number));
+}
 
 at::Tensor norm_of(const at::Tensor& tensor) {
   return at::linalg_vector_norm(tensor, 2, {}, /*keepdim=*/false, at::kFloat);
@@ -70,14 +77,16 @@ std::pair<LayerBounds::LayerPtr, std::optional<double>> LayerBounds::enter(const
   {
     const std::lock_guard lock(layer->mutex);
     layer->figures.touched = use.touched;
-    samples = layer->figures.forwards++ % every_ == 0;
+    samples = is_measured(layer->figures.forwards++, every_);
   }
   if (samples) {
     const c10::AutoGradMode without(false);
-    observe_gradients([layer, nonzero = at::count_nonzero(saved), count = saved.numel()](const at::Tensor& weight,
-                                                                                         const at::Tensor& output) {
+    Sample begun{at::count_nonzero(saved), norm_of(saved), {}, {}, saved.numel()};
+    observe_gradients([layer, begun](const at::Tensor& weight, const at::Tensor& output) {
       const c10::AutoGradMode no_graph(false);
-      Sample sample{nonzero, norm_of(output), norm_of(weight), count};
+      Sample sample = begun;
+      sample.output_gradient = norm_of(output);
+      sample.weight_gradient = norm_of(weight);
       const std::lock_guard lock(layer->mutex);
       layer->fresh.push_back(std::move(sample));
     });
@@ -93,32 +102,40 @@ std::optional<double> LayerBounds::update(Layer& layer) {
   }
   for (const Sample& sample : fresh) {
     double nonzero = 0;
+    double input = 0;
     double output = 0;
     double weight = 0;
     {
       const ReleaseGilIfHeld released;  // the device may not be there yet
-      nonzero = sample.nonzero.item<double>() / static_cast<double>(std::max<std::int64_t>(sample.count, 1));
+      nonzero = sample.nonzero.item<double>();
+      input = sample.input.item<double>();
       output = sample.output_gradient.item<double>();
       weight = sample.weight_gradient.item<double>();
     }
     // One that overflowed, or that there was none of, says nothing.
-    if (!(std::isfinite(output) && std::isfinite(weight) && output > 0 && weight > 0 && nonzero > 0)) {
-      continue;
+    if (std::isfinite(input) && std::isfinite(output) && std::isfinite(weight) && nonzero > 0 && output > 0) {
+      const std::lock_guard lock(layer.mutex);
+      take(layer.figures, nonzero / static_cast<double>(sample.count), input * input / nonzero, output, weight);
     }
-    const std::lock_guard lock(layer.mutex);
-    LayerFigures& figures = layer.figures;
-    const double old = figures.samples++ == 0 ? 0.0 : kForgotten;
-    figures.nonzero = old * figures.nonzero + (1 - old) * nonzero;
-    figures.output_gradient = old * figures.output_gradient + (1 - old) * output;
-    figures.weight_gradient = old * figures.weight_gradient + (1 - old) * weight;
-    const double wanted = fraction_ * figures.momentum * figures.weight_gradient / figures.output_gradient *
-                          std::sqrt(3.0 / (figures.nonzero * figures.touched));
-    figures.bound =
-        figures.bound > 0 ? std::clamp(wanted, figures.bound / kMostChange, figures.bound * kMostChange) : wanted;
   }
   const std::lock_guard lock(layer.mutex);
   layer.figures.bound = fixed_.value_or(layer.figures.bound);
   return layer.figures.bound > 0 ? std::optional(layer.figures.bound) : std::nullopt;
+}
+
+void LayerBounds::take(LayerFigures& figures, double nonzero, double mean_square, double output, double weight) const {
+  const double old = figures.samples++ == 0 ? 0.0 : kForgotten;
+  const auto follow = [old](double& mean, double sample) { mean = old * mean + (1 - old) * sample; };
+  follow(figures.nonzero, nonzero);
+  follow(figures.mean_square, mean_square);
+  follow(figures.output_gradient, output);
+  follow(figures.weight_gradient, weight);
+  double wanted = fraction_ * figures.momentum * figures.weight_gradient / figures.output_gradient *
+                  std::sqrt(3.0 / (figures.nonzero * figures.touched));
+  if (figures.bound > 0) {
+    wanted = std::clamp(wanted, figures.bound / kMostChange, figures.bound * kMostChange);
+  }
+  figures.bound = std::min(wanted, std::sqrt(2.0 * fraction_ * figures.mean_square));
 }
 
 void LayerBounds::count(Layer& layer, Bytes saved, Bytes stored) {

@@ -6,9 +6,12 @@
 //   E |ddW|^2 = b^2 / 3 * r * touched * |G|^2                       r: the share of x that is not 0
 // The bound is therefore chosen so that this is `fraction` of the momentum's norm:
 //   b = fraction * m * |dW| / |G| * sqrt(3 / (r * touched))
-// |G|, |dW| and r are measured in the backward of a layer's 1st forward and of every `every`-th one from then on. Means
-// over the samples forget half with each one. m, the momentum's norm over that of the gradient, is as it was told last,
-// 1 until it is. A bound never grows or
+// It is never more than sqrt(2 * fraction) times the root of the mean square of what is not 0 in x: errors of numbers
+// that are not larger than the bound are not independent of them, and their mean, which grows with the square of that
+// ratio, stays below `fraction` so.
+// |G|, |dW|, r and the mean square are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the
+// `every`-th, and of every `every`-th from then on. Means over the samples forget half with each one. m, the momentum's
+// norm over that of the gradient, is as it was told last, 1 until it is. But for that limit a bound never grows or
 // falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section 4, has the rule
 // with constants that were fitted; this derivation needs none.)
 //
@@ -36,6 +39,7 @@ struct LayerFigures {
   double bound = 0;  // 0 while it is not known, and nothing is stored inexactly
   double touched = 0;
   double nonzero = 1;
+  double mean_square = 0;  // of what is not 0 in the input
   double output_gradient = 0;
   double weight_gradient = 0;
   double momentum = 1;  // its norm over that of the gradient that it was made with
@@ -64,6 +68,7 @@ class LayerBounds final : public std::enable_shared_from_this<LayerBounds> {
 
  private:
   std::optional<double> update(Layer& layer);
+  void take(LayerFigures& figures, double nonzero, double mean_square, double output, double weight) const;
 
   const std::optional<double> fixed_;
   const double fraction_;

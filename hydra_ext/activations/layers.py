@@ -52,7 +52,7 @@ class Layers:
                 bound=figures.bound,
                 saved_bytes=figures.saved_bytes,
                 stored_bytes=figures.stored_bytes,
-                gradient_error=figures.relative_error,
+                gradient_error=figures.relative_error if figures.saved_bytes else 0.0,
             )
 
     def _face(self, parameter: Tensor) -> Tensor:

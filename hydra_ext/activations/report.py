@@ -21,7 +21,8 @@ class LayerReport:
         bound: how far off a number may come back, now; 0 as long as that is not known, and the input stored exactly.
         saved_bytes: of inputs that were compressed; to ``stored_bytes``.
         gradient_error: the norm of the error in the weight's gradient over that of the gradient, as foretold for a
-            single backward by :class:`hydra_ext.Compress`'s formula; 0 as long as nothing was measured.
+            single backward by :class:`hydra_ext.Compress`'s formula, for bounds that are small against the input; 0 as
+            long as nothing was measured, or compressed.
     """
 
     weight: str
