@@ -134,10 +134,10 @@ class Compress:
     errors of numbers that are not larger than b are not, hence the second term, by which their mean stays below
     ``fraction``. All are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the ``every``-th,
     and of each ``every``-th from then on, and averaged with half the weight for each older one; the first term lets a
-    bound change by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first moment,
-    SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1; without an
-    optimizer it is 1. Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al., VLDB
-    2022, arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
+    bound change by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
+    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1;
+    without an optimizer it is 1. Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al.,
+    VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
 
     Attributes:
         error: the bound for all layers, in units of the tensors themselves, from the first forward on; or
