@@ -48,13 +48,6 @@ void bind_treatments(py::module_& module) {
           "compress",
           [](std::shared_ptr<LayerBounds> bounds) { return made(TreatmentKind::kCompress, std::move(bounds)); },
           py::arg("bounds"));
-  module.def(
-      "begin_treatment", [](std::shared_ptr<Treatment> treatment) { begin_treatment(std::move(treatment)); },
-      py::arg("treatment"), "What the calling thread saves is treated so, until the matching end_treatment().");
-  module.def("end_treatment", &end_treatment);
-  module.def("begin_part", &begin_part, py::arg("part"),
-             "This part of a model runs on the calling thread, until the matching end_part().");
-  module.def("end_part", &end_part);
 }
 
 }  // namespace
@@ -96,6 +89,16 @@ void bind_stash(py::module_& module) {
            py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("device"), py::arg("budget"))
       .def("pack", &Stash::pack, py::arg("tensor"))
       .def("unpack", &Stash::unpack, py::arg("saved"))
+      .def(
+          "begin_scope",
+          [](const Stash& stash, ScopeKey key, std::shared_ptr<Treatment> treatment, std::int32_t part) {
+            begin_scope(stash.identity(), key, std::move(treatment), part);
+          },
+          py::arg("key"), py::kw_only(), py::arg("treatment") = nullptr, py::arg("part") = kNoPart,
+          "What the calling thread saves in this stash is treated so, and counted for that part, until its "
+          "end_scope().")
+      .def(
+          "end_scope", [](const Stash& stash, ScopeKey key) { end_scope(stash.identity(), key); }, py::arg("key"))
       .def("protect", &Stash::protect, py::arg("tensors"))
       .def("last_pass", &Stash::last_pass, "The last one that has ended.")
       .def("parts", &Stash::parts)

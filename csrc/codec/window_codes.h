@@ -82,7 +82,8 @@ struct PoolGeometry {
     const std::int64_t begin = begin_of_row(row_number);
     for (int place = 0; place < each && byte * each + place < row(); ++place) {
       const std::int64_t in_row = byte * each + place;
-      const unsigned code = static_cast<unsigned>(packed) >> (place * bits()) & mask;
+      const unsigned found = static_cast<unsigned>(packed) >> (place * bits()) & mask;
+      const unsigned code = found < area() ? found : 0;  // of bytes that were none: an index in the window all the same
       indices[row_number * row() + in_row] = begin + begin_in_row(in_row) + from_begin(code);
     }
   }

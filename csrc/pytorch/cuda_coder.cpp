@@ -106,7 +106,10 @@ CudaCoders cuda_coders() noexcept {
   return {[](NumberFormat format, std::int64_t count, double bound, bool keep_signs) -> CoderPtr {
             return std::make_shared<CudaBoundedCoder>(format, count, bound, keep_signs);
           },
-          [](const codec::PoolGeometry& geometry) -> CoderPtr { return std::make_shared<CudaWindowCoder>(geometry); }};
+          [](const codec::PoolGeometry& geometry) -> CoderPtr {
+            // Where channels come last torch's kernel gives a window of -inf alone the index 0, wherever it lies.
+            return geometry.inner == 1 ? std::make_shared<CudaWindowCoder>(geometry) : nullptr;
+          }};
 }
 
 }  // namespace hydra

@@ -9,9 +9,12 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <atomic>
 #include <exception>
 #include <memory>
+#include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -100,6 +103,13 @@ void read_matrices(Followed& op, c10::ArrayRef<const c10::IValue> inputs, std::s
   op.touched_by_first = op.touched_by_second = static_cast<double>(op.first.size(1));
 }
 
+void read_matrices_and_bias(Followed& op, c10::ArrayRef<const c10::IValue> inputs) {
+  read_matrices(op, inputs, 1);
+  if (inputs.at(4).toScalar().toDouble() != 1.0) {  // alpha, which errors would be multiplied with
+    op.rule = Rule::kNone;
+  }
+}
+
 std::array<std::int64_t, 2> pair_at(c10::ArrayRef<const c10::IValue> inputs, std::size_t index,
                                     std::array<std::int64_t, 2> unless_given) {
   const std::vector<std::int64_t> values = inputs.at(index).toIntVector();
@@ -124,7 +134,7 @@ void read(Followed& op, const at::RecordFunction& function) {
       read_matrices(op, function.inputs(), 0);
       break;
     case Rule::kMatricesAndBias:
-      read_matrices(op, function.inputs(), 1);
+      read_matrices_and_bias(op, function.inputs());
       break;
     case Rule::kMaxPool:
       read_max_pool(op, function.inputs());
@@ -153,22 +163,36 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) 
   return nullptr;
 }
 
-/// Of a node's gradients, those that an observer asked for.
+bool can_be_measured(const at::Tensor& gradient) {
+  constexpr c10::DispatchKeySet kWrapped({c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
+                                          c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Python});
+  return gradient.defined() && gradient.layout() == at::kStrided && !gradient.key_set().has_any(kWrapped);
+}
+
+/// Of a node's gradients, those that an observer asked for, once.
 class Observation final : public autograd::FunctionPostHook {
  public:
   Observation(GradientObserver observer, std::size_t edge) : observer_(std::move(observer)), edge_(edge) {}
 
   autograd::variable_list operator()(const autograd::variable_list& given,
                                      const autograd::variable_list& got) override {
-    if (edge_ < given.size() && given[edge_].defined() && !got.empty() && got[0].defined()) {
-      observer_(given[edge_], got[0]);
+    if (edge_ < given.size() && !got.empty() && can_be_measured(given[edge_]) && can_be_measured(got[0]) &&
+        !made_.exchange(true)) {
+      try {
+        observer_(given[edge_], got[0]);
+      } catch (const c10::Error&) {  // a measurement is no reason for a backward to fail
+      }
     }
     return given;
   }
 
+  /// What is compiled is not measured.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
+
  private:
   const GradientObserver observer_;
   const std::size_t edge_;
+  std::atomic<bool> made_{false};
 };
 
 void ends(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
@@ -199,7 +223,19 @@ bool is_parameter(const at::Tensor& leaf) {
   return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
 }
 
-/// The parameter that it is, or is a view of, or is made from by operators that take nothing else; undefined if none.
+/// Nodes whose forward gave nothing but another view, copy or type of what it took: whatever flows through them flows
+/// into one place. Others that take one tensor (an embedding, a checkpoint) do more.
+bool hands_on(const std::string& node) {
+  static const std::unordered_set<std::string> known{
+      "AliasBackward0",     "CloneBackward0",     "PermuteBackward0", "ReshapeAliasBackward0",
+      "SelectBackward0",    "SliceBackward0",     "SplitBackward0",   "SplitWithSizesBackward0",
+      "SqueezeBackward0",   "SqueezeBackward1",   "SqueezeBackward2", "TBackward0",
+      "ToCopyBackward0",    "TransposeBackward0", "UnbindBackward0",  "UnsafeViewBackward0",
+      "UnsqueezeBackward0", "ViewBackward0"};
+  return known.contains(node);
+}
+
+/// The parameter that it is, or a view, copy or cast of; undefined if none.
 at::Tensor parameter_of(const at::Tensor& weight) {
   constexpr int kMostSteps = 8;
   if (!weight.requires_grad()) {
@@ -213,7 +249,7 @@ at::Tensor parameter_of(const at::Tensor& weight) {
     if (auto* const end = dynamic_cast<autograd::AccumulateGrad*>(node.get())) {
       return is_parameter(end->variable) ? end->variable : at::Tensor();
     }
-    if (node->num_outputs() != 1) {
+    if (node->num_outputs() != 1 || !hands_on(node->name())) {
       return {};
     }
     node = node->next_edge(0).function;
@@ -228,6 +264,9 @@ SavedUse of_weighted(Followed& op, const at::Tensor& saved) {
   use.into_convolution = op.rule == Rule::kConvolution && first;
   if (first == second || (second && op.rule == Rule::kConvolution)) {
     return use;
+  }
+  if (parameter_of(first ? op.first : op.second).defined()) {
+    return use;  // a weight itself
   }
   use.weight = parameter_of(first ? op.second : op.first);
   if (use.weight.defined()) {

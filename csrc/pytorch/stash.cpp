@@ -1,9 +1,11 @@
 #include "csrc/pytorch/stash.h"
 
 #include <ATen/ops/clone.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <chrono>
 
@@ -50,6 +52,15 @@ bool is_plain(const at::Tensor& tensor) {
          !keys.has(kFaultKey);  // of which there may be nothing on the device now
 }
 
+std::optional<c10::Stream> stream_of(c10::Device device) {
+  return device.is_cuda() ? std::optional(c10::impl::VirtualGuardImpl(device.type()).getStream(device)) : std::nullopt;
+}
+
+StashIdentity new_identity() {
+  static std::atomic<StashIdentity> last{0};
+  return ++last;
+}
+
 /// Buffers for streams, whose lengths change a little from step to step, are used again.
 Bytes buffer_bytes(const StashedInterval& interval) {
   if (!interval.coder) {
@@ -65,7 +76,8 @@ Bytes buffer_bytes(const StashedInterval& interval) {
 // ---- saving ---------------------------------------------------------------------------------------------------------
 Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, c10::Device device,
              std::optional<Bytes> budget)
-    : backend_(std::move(backend)),
+    : identity_(new_identity()),
+      backend_(std::move(backend)),
       buffers_(std::make_shared<HostBuffers>(std::move(arena))),
       books_(std::make_shared<StashBooks>(budget)),
       device_(device) {}
@@ -89,12 +101,12 @@ bool Stash::can_move(const at::Tensor& tensor) const {
 
 SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   auto saved = std::make_shared<SavedTensor>(tensor);
-  const Treatment& treatment = current_treatment();
+  const Treatment& treatment = current_treatment(identity_);
   const bool movable = can_move(tensor);
   if (treatment.kind == TreatmentKind::kKeep || !movable) {
     saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
     const Lock lock(books_->mutex());
-    books_->parts[current_part()].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
+    books_->parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
     ++books_->statistics.tensors;
     ++books_->statistics.kept;
     return saved;
@@ -112,12 +124,13 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   {
     const Lock lock(books_->mutex());
     ++books_->statistics.tensors;
-    saved->interval_ = books_->find(storage, begin, end, saved->mark(), wishes);
+    saved->interval_ = books_->find(lock, storage, begin, end, saved->mark(), wishes);
     if (saved->interval_ == nullptr) {
       const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
       const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_)));
       saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark(), std::move(wishes), resident);
-      saved->interval_->part = current_part();
+      saved->interval_->saved_on = stream_of(device_);
+      saved->interval_->part = current_part(identity_);
       to_be_placed = !resident;
     } else {
       saved->interval_->wishes.add(wishes);
@@ -156,17 +169,17 @@ void Stash::place(const StashedIntervalPtr& interval) {
 
 void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   finish(interval);
-  c10::Storage storage;
+  Departure departure;
   {
     const Lock lock(books_->mutex());
-    if (interval->begun_to_leave || !interval->held) {
+    if (interval->begun_to_leave || interval->being_encoded || !interval->held) {
       return;
     }
-    interval->begun_to_leave = true;
-    storage = interval->held;
+    interval->begun_to_leave = true;  // so that its form does not change any more
+    departure = {interval->held, interval->held_begin, interval->bytes, buffer_bytes(*interval)};
   }
   try {
-    send(interval, std::move(storage));
+    send(interval, std::move(departure));
   } catch (const OutOfMemory&) {  // it stays where it is, which costs room, and nothing else
     const Lock lock(books_->mutex());
     interval->stays = true;
@@ -178,15 +191,15 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   }
 }
 
-void Stash::send(const StashedIntervalPtr& interval, c10::Storage storage) {
+void Stash::send(const StashedIntervalPtr& interval, Departure departure) {
   const ReleaseGilIfHeld released;
-  const Bytes bytes = interval->bytes;  // it has begun to leave, and so does not change
-  ArenaRegionPtr host = buffers_->take(buffer_bytes(*interval));
+  ArenaRegionPtr host = buffers_->take(departure.buffer_bytes);
+  const Bytes bytes = departure.bytes;
   Job job;
-  job.segments = {{host->data(), static_cast<const std::byte*>(storage.data()) + interval->held_begin, bytes}};
+  job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
   job.fences = {backend_->record()};
   // The copy may end after everybody who wanted it.
-  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(storage), host, bytes]() {
+  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
     books->left(known.lock(), host, bytes);
   };
   TicketPtr leaving = backend_->to_host().submit(std::move(job));
@@ -204,7 +217,7 @@ void Stash::make_room(Bytes bytes, bool in_backward) {
       if (books_->has_room(bytes)) {
         return;
       }
-      oldest = books_->oldest_held(in_backward);
+      oldest = books_->oldest_held(lock, in_backward);
       if (!oldest) {
         return;
       }

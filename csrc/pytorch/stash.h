@@ -34,6 +34,7 @@
 #include "csrc/pytorch/host_buffers.h"
 #include "csrc/pytorch/saved_tensor.h"
 #include "csrc/pytorch/stash_books.h"
+#include "csrc/pytorch/treatment.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {
@@ -49,6 +50,9 @@ class Stash final {
   ~Stash();
   Stash(const Stash&) = delete;
   Stash& operator=(const Stash&) = delete;
+
+  /// Of its scopes on a thread (treatment.h); never used again.
+  StashIdentity identity() const noexcept { return identity_; }
 
   SavedTensorPtr pack(const at::Tensor& tensor);
   at::Tensor unpack(SavedTensor& saved);
@@ -75,10 +79,19 @@ class Stash final {
   std::pair<StashedIntervalPtr, bool> next_to_decide();
   /// False where it stays what it is.
   bool encode(const StashedIntervalPtr& interval);
+  /// It is not encoded, and that is why.
+  void settle(const StashedIntervalPtr& interval, const char* refusal);
   /// The length of its stream is known, or waited for.
   void finish(const StashedIntervalPtr& interval);
   void begin_leaving(const StashedIntervalPtr& interval);
-  void send(const StashedIntervalPtr& interval, c10::Storage storage);
+  /// What leaves.
+  struct Departure {
+    c10::Storage storage;
+    Bytes begin = 0;  // in it
+    Bytes bytes = 0;
+    Bytes buffer_bytes = 0;
+  };
+  void send(const StashedIntervalPtr& interval, Departure departure);
   /// Lets others go, until so many bytes more fit or nothing is left to do.
   void make_room(Bytes bytes, bool in_backward);
   /// Device memory of the saved tensor's interval, which is there for compute that is enqueued from now on.
@@ -90,6 +103,7 @@ class Stash final {
   void await(const StashedIntervalPtr& interval, Ticket& arriving);
   void prefetch(std::int64_t before);
 
+  const StashIdentity identity_;
   const std::shared_ptr<DeviceBackend> backend_;
   const std::shared_ptr<HostBuffers> buffers_;
   const std::shared_ptr<StashBooks> books_;

@@ -151,7 +151,7 @@ void Stash::prefetch(std::int64_t before) {
     StashedIntervalPtr next;
     {
       const Lock lock(books_->mutex());
-      next = books_->latest_away(before);
+      next = books_->latest_away(lock, before);
       if (!next || !books_->may_come_ahead(next->bytes)) {
         return;
       }

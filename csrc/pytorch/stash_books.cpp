@@ -12,14 +12,14 @@ constexpr Bytes kShareOfPass = 8;
 
 StashedInterval::~StashedInterval() { books->forget(*this); }
 
-StashedIntervalPtr StashBooks::find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
-                                    const Wishes& wishes) const {
+StashedIntervalPtr StashBooks::find(const Lock& lock, const c10::Storage& storage, Bytes begin, Bytes end,
+                                    VersionMark mark, const Wishes& wishes) const {
   const auto found = known_.find(storage.unsafeGetStorageImpl());
   if (found == known_.end() || mark.counter == nullptr) {
     return nullptr;
   }
   for (const std::weak_ptr<StashedInterval>& known : found->second) {
-    StashedIntervalPtr interval = known.lock();
+    StashedIntervalPtr interval = lock.look_at(known);
     // The counter cannot be another one at the same address: the interval's tensors have theirs, as this one has.
     if (interval && interval->saved_at == mark && interval->begin <= begin &&
         end <= interval->begin + interval->raw_bytes && interval->storage == storage.unsafeGetStorageImpl() &&
@@ -157,10 +157,10 @@ c10::Storage StashBooks::shorten(const StashedIntervalPtr& interval, const c10::
   return before;
 }
 
-StashedIntervalPtr StashBooks::oldest_held(bool in_backward) {
+StashedIntervalPtr StashBooks::oldest_held(const Lock& lock, bool in_backward) {
   for (const auto& [number, known] : held_) {
-    StashedIntervalPtr interval = known.lock();
-    if (!interval || interval->stays || (in_backward && interval->asked_for)) {
+    StashedIntervalPtr interval = lock.look_at(known);
+    if (!interval || interval->being_encoded || interval->stays || (in_backward && interval->asked_for)) {
       continue;
     }
     if (!interval->host && interval->leaving && interval->leaving->finished()) {
@@ -175,10 +175,10 @@ StashedIntervalPtr StashBooks::oldest_held(bool in_backward) {
   return nullptr;
 }
 
-StashedIntervalPtr StashBooks::latest_away(std::int64_t number) const {
+StashedIntervalPtr StashBooks::latest_away(const Lock& lock, std::int64_t number) const {
   for (auto at = saved_.lower_bound(number); at != saved_.begin();) {
     --at;
-    StashedIntervalPtr interval = at->second.lock();
+    StashedIntervalPtr interval = lock.look_at(at->second);
     if (interval && interval->host && !interval->held && interval->lent.use_count() == 0) {
       return interval;
     }

@@ -85,7 +85,8 @@ struct StashedInterval {
   bool encodes_at_once = false;
 
   Wishes wishes;
-  bool sealed = false;  // who saves it from now on has to do with what the wishes were
+  bool being_encoded = false;  // by a thread, which holds what it reads
+  bool sealed = false;         // who saves it from now on has to do with what the wishes were
   bool resident = false;
   int waiting = 0;  // tensors that share it and were not asked for yet
 
@@ -97,9 +98,10 @@ struct StashedInterval {
   std::vector<c10::StorageImpl*> known_by;
 
   // Its form.
-  CoderPtr coder;                    // of a stream
-  std::optional<Encoded> in_making;  // whose length is not known
-  FencePtr made;                     // passed once it is
+  CoderPtr coder;                       // of a stream
+  std::optional<Encoded> in_making;     // whose length is not known
+  std::optional<c10::Stream> saved_on;  // on a GPU: what computed it, and has to encode it
+  FencePtr made;                        // passed once it is
   Bytes bytes;
   c10::Storage held;
   Bytes held_begin = 0;  // in it
@@ -115,7 +117,22 @@ using StashedIntervalPtr = std::shared_ptr<StashedInterval>;
 
 class StashBooks final : public std::enable_shared_from_this<StashBooks> {
  public:
-  using Lock = std::lock_guard<std::mutex>;
+  /// The mutex, and what was looked at under it: an interval must not end while it is held.
+  class Lock {
+   public:
+    explicit Lock(std::mutex& mutex) : guard_(mutex) {}
+    StashedIntervalPtr look_at(const std::weak_ptr<StashedInterval>& known) const {
+      StashedIntervalPtr interval = known.lock();
+      if (interval) {
+        seen_.push_back(interval);
+      }
+      return interval;
+    }
+
+   private:
+    mutable std::vector<StashedIntervalPtr> seen_;  // outlives the guard
+    const std::lock_guard<std::mutex> guard_;
+  };
 
   /// Without a budget as little as transfers need is held: twice the largest interval, or an eighth of the last pass.
   explicit StashBooks(std::optional<Bytes> budget) : budget_(budget) {}
@@ -151,7 +168,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   bool is_newest(const StashedInterval& interval) const noexcept { return interval.number == numbered_ - 1; }
   /// An interval that these bytes of the storage lie in, as they are now, and that has what is wished; null if there is
   /// none.
-  StashedIntervalPtr find(const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
+  StashedIntervalPtr find(const Lock& lock, const c10::Storage& storage, Bytes begin, Bytes end, VersionMark mark,
                           const Wishes& wishes) const;
   /// A new one, of memory that is held from now on.
   StashedIntervalPtr enter(const c10::Storage& storage, Bytes begin, Bytes bytes, Bytes lead, VersionMark mark,
@@ -172,9 +189,9 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   /// Its stream is found to be shorter.
   c10::Storage shorten(const StashedIntervalPtr& interval, const c10::Storage& stream, Bytes length);
   /// The oldest that is held and can be let go, or leave, or is on its way; but not one that others will ask for next.
-  StashedIntervalPtr oldest_held(bool in_backward);
+  StashedIntervalPtr oldest_held(const Lock& lock, bool in_backward);
   /// The one saved last before `number` that is on the host alone.
-  StashedIntervalPtr latest_away(std::int64_t number) const;
+  StashedIntervalPtr latest_away(const Lock& lock, std::int64_t number) const;
 
   // ---- without it ---------------------------------------------------------------------------------------------------
   /// All bytes of an interval are on the host; null for one that has gone meanwhile. For the lane.

@@ -1,5 +1,6 @@
 // What becomes of intervals that may be encoded: when, and how long their streams are.
 #include <ATen/ops/clone.h>
+#include <c10/core/StreamGuard.h>
 
 #include <utility>
 
@@ -16,6 +17,15 @@ using Lock = StashBooks::Lock;
 bool can_encode(const DeviceBytes& from) {
   constexpr std::uintptr_t kMultiple = 16;
   return from.device.is_cpu() || reinterpret_cast<std::uintptr_t>(from.data) % kMultiple == 0;
+}
+
+/// Null if there is none.
+const char* reason_against(const Encoded& encoded, Bytes bytes) {
+  if (!encoded.stream.defined()) {
+    return "an index outside its window";
+  }
+  const bool is_known = !encoded.header.defined();
+  return is_known && encoded.length() > bytes / 16 * 15 ? "does not become smaller" : nullptr;
 }
 
 }  // namespace
@@ -46,7 +56,7 @@ std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
   constexpr std::size_t kInMaking = 3;
   const Lock lock(books_->mutex());
   for (; !in_making_.empty(); in_making_.pop_front()) {
-    StashedIntervalPtr oldest = in_making_.front().lock();
+    StashedIntervalPtr oldest = lock.look_at(in_making_.front());
     if (!oldest || !oldest->in_making) {
       continue;
     }
@@ -57,7 +67,7 @@ std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
     return {std::move(oldest), true};
   }
   for (; !undecided_.empty(); undecided_.pop_front()) {
-    StashedIntervalPtr oldest = undecided_.front().lock();
+    StashedIntervalPtr oldest = lock.look_at(undecided_.front());
     if (!oldest) {
       continue;
     }
@@ -85,31 +95,30 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
     if (!coder || !can_encode(from)) {
       return false;
     }
-    interval->sealed = true;
+    interval->sealed = interval->being_encoded = true;
   }
   Encoded encoded;
   FencePtr made;
-  const char* refusal = nullptr;
+  const char* refusal = "it could not be encoded";
   try {
+    const c10::OptionalStreamGuard on(interval->saved_on);
     encoded = coder->encode(from, room_);
     made = encoded.header.defined() ? backend_->record() : nullptr;
-    if (!encoded.stream.defined()) {
-      refusal = "an index outside its window";
-    } else if (!made && encoded.length() > interval->raw_bytes / 16 * 15) {
-      refusal = "does not become smaller";
-    }
+    refusal = reason_against(encoded, interval->raw_bytes);
   } catch (const c10::OutOfMemoryError&) {
     refusal = "no memory to encode it in";
+  } catch (...) {  // re-raised
+    settle(interval, refusal);
+    throw;
+  }
+  if (refusal != nullptr) {
+    settle(interval, refusal);
+    return false;
   }
   c10::Storage gone;
   const Lock lock(books_->mutex());
-  if (refusal != nullptr) {
-    interval->sealed = false;
-    interval->wishes.encodable = false;
-    interval->wishes.exact_for = refusal;
-    return false;
-  }
   const Bytes length = made ? encoded.stream.numel() : encoded.length();
+  interval->being_encoded = false;
   gone = books_->become_stream(interval, std::move(coder), encoded.stream.storage(), length);
   if (made) {
     interval->in_making = std::move(encoded);
@@ -119,6 +128,13 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
     interval->wishes.count(interval->raw_bytes, length);
   }
   return true;
+}
+
+void Stash::settle(const StashedIntervalPtr& interval, const char* refusal) {
+  const Lock lock(books_->mutex());
+  interval->sealed = interval->being_encoded = false;
+  interval->wishes.encodable = false;
+  interval->wishes.exact_for = refusal;
 }
 
 void Stash::finish(const StashedIntervalPtr& interval) {
@@ -138,11 +154,17 @@ void Stash::finish(const StashedIntervalPtr& interval) {
     const ReleaseGilIfHeld released;
     made->wait();
   }
-  const Bytes length = encoded->length();
+  Bytes length = 0;
   at::Tensor exact = encoded->stream;
   try {
+    length = encoded->length();
+    const c10::OptionalStreamGuard on(interval->saved_on);
     exact = encoded->stream.narrow(0, 0, length).clone();
   } catch (const c10::OutOfMemoryError&) {  // it stays in the memory that it was made in
+  } catch (...) {                           // re-raised, once
+    const Lock lock(books_->mutex());
+    interval->in_making.reset();
+    throw;
   }
   c10::Storage gone;
   const Lock lock(books_->mutex());

@@ -1,8 +1,12 @@
-// What is to become of tensors that a thread saves.
+// What is to become of tensors that a thread saves in a stash, and which part of the model saves them.
+//
+// A scope belongs to one stash, and to a key of whoever began it: a module, as a rule. Scopes of a stash nest; those of
+// several stashes lie beside each other. One whose end never came (its module's own hooks had failed) ends with the one
+// around it. Threads: each has its own.
 #pragma once
 
+#include <cstdint>
 #include <memory>
-#include <optional>
 
 #include "csrc/pytorch/layer_bounds.h"
 
@@ -25,17 +29,17 @@ struct Treatment {
 };
 
 using TreatmentPtr = std::shared_ptr<const Treatment>;
+using StashIdentity = std::uint64_t;
+using ScopeKey = std::uintptr_t;
 
-/// Until the matching end_treatment(), on this thread; they nest.
-void begin_treatment(TreatmentPtr treatment);
-void end_treatment() noexcept;
-/// The calling thread's; kMove where none has begun.
-const Treatment& current_treatment() noexcept;
-
-/// Which part of a model runs on this thread, for the figures; they nest.
-void begin_part(std::int32_t part);
-void end_part() noexcept;
 inline constexpr std::int32_t kNoPart = -1;
-std::int32_t current_part() noexcept;
+
+/// Without a treatment, or a part, that of the scope around it goes on.
+void begin_scope(StashIdentity stash, ScopeKey key, TreatmentPtr treatment, std::int32_t part);
+/// Of the innermost scope of that stash with that key, if there is one.
+void end_scope(StashIdentity stash, ScopeKey key) noexcept;
+/// kMove where none has begun.
+const Treatment& current_treatment(StashIdentity stash) noexcept;
+std::int32_t current_part(StashIdentity stash) noexcept;
 
 }  // namespace hydra

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,10 @@ class Layers:
     def step_begins(self) -> None:
         """The optimizer has its gradients, and the momentum of its last step."""
         if self._optimizer is not None and self._steps % self._every == 0:
-            for parameter, ratio in momentum_over_gradient(self._optimizer):
+            weights = {id(figures.weight) for figures in self.bounds.layers()}
+            for parameter, ratio in momentum_over_gradient(
+                self._optimizer, lambda parameter: id(self._face(parameter)) in weights
+            ):
                 self.bounds.set_momentum(self._face(parameter), min(ratio, 1.0))
         self._steps += 1
 
@@ -61,15 +65,27 @@ class Layers:
 
 
 @torch.no_grad()
-def momentum_over_gradient(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, float]]:
-    """Of each parameter that has both: the norm of the momentum, as a mean of gradients, over that of its gradient."""
+def momentum_over_gradient(
+    optimizer: torch.optim.Optimizer, wanted: Callable[[Tensor], bool]
+) -> Iterator[tuple[Tensor, float]]:
+    """Of each wanted parameter that has both: the norm of the momentum of the last step, as a mean of gradients, over
+    that of its gradient."""
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
+        for parameter in filter(wanted, group["params"]):
             state = optimizer.state.get(parameter, {})
             momentum, share = state.get("exp_avg"), 1.0
             if momentum is None:
-                momentum, share = state.get("momentum_buffer"), 1.0 - float(group.get("momentum", 0.0))
-            if isinstance(momentum, Tensor) and parameter.grad is not None:
-                gradient = float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float32))
+                momentum = state.get("momentum_buffer")
+                share = (1.0 - float(group.get("momentum", 0.0))) / (1.0 - float(group.get("dampening", 0.0)))
+            if _has_a_norm(momentum) and _has_a_norm(parameter.grad):
+                gradient = _norm(parameter.grad)
                 if 0 < gradient < float("inf"):
-                    yield parameter, share * float(torch.linalg.vector_norm(momentum, dtype=torch.float32)) / gradient
+                    yield parameter, share * _norm(momentum) / gradient
+
+
+def _has_a_norm(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point()
+
+
+def _norm(tensor: Any) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32))

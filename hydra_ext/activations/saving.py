@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -89,16 +90,17 @@ class Saving:
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
         for number, (_, module) in enumerate(self._parts):
-            self._hook(module, partial(_begin_part, number), _end_part)
+            self._hook(module, part=number)
         for module, treatment in self._treatments.items():
-            self._hook(module, partial(_begin_treatment, treatment), _end_treatment)
+            self._hook(module, treatment=treatment)
         for recomputed in self._recomputed:
             recomputed.install()
 
-    def _hook(self, module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> None:
+    def _hook(self, module: nn.Module, **scope: Any) -> None:
+        key = next(_keys)
         self._handles += [
-            module.register_forward_pre_hook(begin, prepend=True),
-            module.register_forward_hook(end, always_call=True),  # also of a forward that raises
+            module.register_forward_pre_hook(partial(_begin, self._core, key, scope), prepend=True),
+            module.register_forward_hook(partial(_end, self._core, key), always_call=True),  # of one that raises, too
         ]
 
     def unhook(self) -> None:
@@ -112,11 +114,12 @@ class Saving:
     def inside(self) -> Iterator[None]:
         """What the calling thread saves meanwhile goes to the stash."""
         with saved_tensors_hooks(self._core.pack, self._core.unpack):
-            _C.begin_treatment(self._default if self._dynamic is None else self._dynamic.treatment())
+            treatment = self._default if self._dynamic is None else self._dynamic.treatment()
+            self._core.begin_scope(0, treatment=treatment)
             try:
                 yield
             finally:
-                _C.end_treatment()
+                self._core.end_scope(0)
 
     def report(self) -> StashReport:
         """Once the transfers under way have ended."""
@@ -150,22 +153,15 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
+_keys = itertools.count(1)  # of scopes; 0 is that of a whole stash
+
+
 # Of modules. In what torch.compile has made one graph of there are none: what that saves belongs to what is around it.
-def _begin_treatment(wanted: _C.Treatment, _module: nn.Module, _args: Any) -> None:
+def _begin(core: _C.Stash, key: int, scope: Mapping[str, Any], _module: nn.Module, _args: Any) -> None:
     if not torch.compiler.is_compiling():
-        _C.begin_treatment(wanted)
+        core.begin_scope(key, **scope)
 
 
-def _end_treatment(_module: nn.Module, _args: Any, _output: Any) -> None:
+def _end(core: _C.Stash, key: int, _module: nn.Module, _args: Any, _output: Any) -> None:
     if not torch.compiler.is_compiling():
-        _C.end_treatment()
-
-
-def _begin_part(number: int, _module: nn.Module, _args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _C.begin_part(number)
-
-
-def _end_part(_module: nn.Module, _args: Any, _output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _C.end_part()
+        core.end_scope(key)

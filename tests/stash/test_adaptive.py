@@ -207,7 +207,7 @@ def test_momentum_is_a_mean_of_gradients() -> None:
         for gradient in gradients_of_steps:
             weight.grad = gradient.clone()
             optimizer.step()
-        ((parameter, ratio),) = momentum_over_gradient(optimizer)
+        ((parameter, ratio),) = momentum_over_gradient(optimizer, lambda _: True)
         mean = sum((0.1 * 0.9 ** (5 - n) * gradient for n, gradient in enumerate(gradients_of_steps)), torch.zeros(4))
         if make is sgd:  # whose first buffer is the gradient itself
             mean += 0.9 * 0.9**5 * gradients_of_steps[0] - 0.9**6 * gradients_of_steps[0] + 0.0
