@@ -62,12 +62,8 @@ __all__: list[str] = [
     "Verification",
     "WindowToken",
     "Windows",
-    "begin_part",
-    "begin_treatment",
     "clip_factor",
     "codec",
-    "end_part",
-    "end_treatment",
     "human_bytes",
     "is_face",
     "make_schedule",
@@ -1147,7 +1143,18 @@ class Stash:
         device: torch.device,
         budget: typing.SupportsInt | typing.SupportsIndex | None,
     ) -> None: ...
+    def begin_scope(
+        self,
+        key: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        treatment: Treatment = None,
+        part: typing.SupportsInt | typing.SupportsIndex = -1,
+    ) -> None:
+        """
+        What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
+        """
     def close(self) -> None: ...
+    def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def exact(self) -> dict[str, tuple[int, int]]:
         """
         Intervals and bytes that were not encoded, by the operator that needs them exactly.
@@ -1165,21 +1172,9 @@ class Stash:
         """
     def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
 
-def begin_part(part: typing.SupportsInt | typing.SupportsIndex) -> None:
-    """
-    This part of a model runs on the calling thread, until the matching end_part().
-    """
-
-def begin_treatment(treatment: Treatment) -> None:
-    """
-    What the calling thread saves is treated so, until the matching end_treatment().
-    """
-
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
-def end_part() -> None: ...
-def end_treatment() -> None: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     Bytes for messages, with a binary unit.

@@ -75,7 +75,8 @@ def _checked(policy: object, name: str) -> Policy:
         raise InvalidArgument(f"the policy of '{name}' is Offload('dynamic'), which is one for the whole model")
     if not isinstance(policy, _KINDS):
         raise InvalidArgument(
-            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), Compress(), Keep() or Recompute()"
+            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), Compress(), Keep() or "
+            "Recompute()"
         )
     return policy
 
