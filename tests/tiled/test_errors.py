@@ -48,6 +48,25 @@ def test_corners_that_are_aligned_are_refused() -> None:
         F.interpolate(image(), scale_factor=2, mode="bilinear", align_corners=True)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("factor", [1.02, 2.01, 4.02])
+def test_factors_that_are_rounded_to_whole_rows_are_refused(mode: str, factor: float) -> None:
+    source = image()
+    rows = int(40 * factor)
+    assert rows % 40 == 0
+    gradient = torch.randn(1, 3, rows, int(12 * factor))
+    backward = getattr(torch.ops.aten, f"upsample_{mode}2d_backward").default
+    corners = [False] if mode == "bilinear" else []
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=f"factor of {factor}"):
+            F.interpolate(source, scale_factor=factor, mode=mode)
+        with pytest.raises(UnsupportedOperation, match=f"factor of {factor}"):
+            backward(gradient, gradient.shape[2:], source.shape, *corners, factor, factor)
+        F.interpolate(source, scale_factor=factor, mode=mode, recompute_scale_factor=True)
+        F.interpolate(source, scale_factor=(2.0, factor), mode=mode)
+    assert run.report().operations == 2
+
+
 def test_what_is_smaller_than_a_strip_is_left_alone() -> None:
     source = image()
     with tiled.strips(budget="1GiB", device="simulated") as run:
