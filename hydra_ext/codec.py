@@ -138,7 +138,7 @@ def compress(
         threads: how many of the CPU's compress; ``None``: as many as torch computes with. The bytes are the same.
 
     Raises:
-        InvalidArgument: no tensor, or one of another type, layout or device.
+        InvalidArgument: no tensor, or one of another type, layout or device, or without memory of its own.
         InvalidBound: a bound that is negative or not finite.
     """
     numbers = _dense(_checked(tensor))
@@ -213,7 +213,25 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor with layout {tensor.layout} on {tensor.device} cannot be compressed by this build: give a "
             f"strided one on {' or '.join(devices)}"
         )
+    if not _has_its_numbers(tensor):
+        raise InvalidArgument(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own with its numbers in "
+            "it, and cannot be compressed: give a plain tensor made from it"
+        )
     return tensor.detach().resolve_neg()
+
+
+def _has_its_numbers(tensor: torch.Tensor) -> bool:
+    """Whether what is read at a tensor's address is the tensor.
+
+    It is not for subclasses that dispatch themselves (fake tensors, images of bytes), for what functorch's
+    transformations hand out, and where there is no memory (zeros that were not made, storage given back).
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
