@@ -71,6 +71,7 @@ _ON_THE_HOST = {
     *(aten.replication_pad2d_backward, aten._unsafe_view, aten.reshape, aten.index_select),
     *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.all, aten.any, aten.equal),
     *(aten.nll_loss2d_forward, aten.nll_loss2d_backward, aten._local_scalar_dense, aten.linalg_vector_norm),
+    aten.count_nonzero,
 }
 
 

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import hydra_ext
 from hydra_ext import tiled
 from support.strips import assert_close, assert_equal, in_strips, outcome
 
@@ -151,6 +152,33 @@ def test_statistics_far_from_zero() -> None:
     torch.testing.assert_close(norm.running_mean, numbers.mean((0, 2, 3)) + 1e8, rtol=1e-15, atol=0)
     assert made.mean().abs() < 1e-7
     assert 0.99 < made.var() < 1.01
+
+
+def test_a_stash_that_compresses_may_be_inside() -> None:
+    """It looks at the norms and zeros of the maps that it keeps; from the second step on it compresses them."""
+    source = torch.rand(1, 3, 64, 40, generator=torch.Generator().manual_seed(10))
+
+    def losses(rows: int) -> list[float]:
+        torch.manual_seed(11)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        kept = hydra_ext.stash(hydra_ext.Compress(), model=model, optimizer=optimizer, device="simulated")
+        found = []
+        for _ in range(3):
+            with tiled.strips(budget="1GiB", rows=rows, device="simulated") as run:
+                with kept:
+                    loss = model(source).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        assert (run.report().strips > run.report().operations) == (rows < 64)
+        assert any(layer.ratio > 1.5 for layer in kept.report().layers), "nothing was compressed"
+        return found
+
+    made, at_once = losses(16), losses(64)
+    assert made[0] == at_once[0]
+    assert made == pytest.approx(at_once, rel=1e-3)
 
 
 POOLS = st.tuples(
