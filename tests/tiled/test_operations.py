@@ -50,7 +50,7 @@ SAME_BITS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
     "bilinear": (1, lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
     "bilinear by four": (1, lambda x: F.interpolate(x, size=(4 * HEIGHT, 50), mode="bilinear")),
     "shuffled": (1, lambda x: F.pixel_unshuffle(x[:, :, :60, :20], 2) * 2),
-    "a flat view": (1, lambda x: x.flatten(1) * 2),
+    "a flat view": (1, lambda x: (x.flatten(1) * 2).view_as(x) * 2),
     "no batch": (1, lambda x: F.relu(x[0] * 2)),
 }
 
@@ -179,6 +179,42 @@ def test_a_stash_that_compresses_may_be_inside() -> None:
     made, at_once = losses(16), losses(64)
     assert made[0] == at_once[0]
     assert made == pytest.approx(at_once, rel=1e-3)
+
+
+def test_copies_and_comparisons_are_made_on_the_host() -> None:
+    source = maps()[0].to(memory_format=torch.channels_last)
+    with tiled.strips(budget="1GiB", rows=7, device="simulated") as run:
+        copied = source.clone()
+        assert torch.equal(copied, source)
+        copied[0, 0, -1, -1] += 1
+        assert not torch.equal(copied, source)
+    assert copied.stride() == source.stride()
+    assert run.report().operations == 0
+
+
+STEPS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "one by one": lambda weights: torch.optim.AdamW(weights, foreach=False),
+    "lists": lambda weights: torch.optim.AdamW(weights, foreach=True),
+    "fused Adam": lambda weights: torch.optim.Adam(weights, fused=True),
+    "fused AdamW": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "fused SGD": lambda weights: torch.optim.SGD(weights, momentum=0.9, fused=True),
+    "fused Adagrad": lambda weights: torch.optim.Adagrad(weights, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_optimizers_of_weights_higher_than_a_strip(kind: str) -> None:
+    def trained(rows: int) -> torch.Tensor:
+        weight = torch.linspace(-1, 1, 2 * 3 * 7 * 7).view(2, 3, 7, 7).requires_grad_()
+        with tiled.strips(budget="1GiB", rows=rows, device="simulated"):
+            optimizer = STEPS[kind]([weight])
+            for step in range(2):
+                weight.grad = torch.full((2, 3, 7, 7), step + 0.5)
+                torch.nn.utils.clip_grad_norm_([weight], 1.0, foreach=True)
+                optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(trained(4), trained(100))
 
 
 POOLS = st.tuples(
