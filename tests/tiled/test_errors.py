@@ -139,3 +139,25 @@ def test_an_image_of_bytes_outside_strips_is_refused() -> None:
         photograph + 1
     with tiled.strips(budget="1GiB", rows=2, device="simulated"), pytest.raises(UnsupportedOperation):
         torch.cat([photograph, photograph])
+
+
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_bytes_that_change_before_backward_raise(dimensions: int) -> None:
+    pixels = torch.zeros(1, 3, 40, 8, dtype=torch.uint8)
+    pixels = pixels if dimensions == 4 else pixels[0]
+    weight = torch.ones(1, 3, 3, 3, requires_grad=True)
+    with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+        loss = F.conv2d(tiled.image(pixels), weight).sum()
+        pixels.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        F.conv2d(tiled.image(pixels), weight).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 38 * 6 / 255))
+
+
+def test_bytes_of_inference_mode_make_an_image() -> None:
+    with torch.inference_mode():
+        photograph = tiled.image(torch.full((3, 40, 8), 255, dtype=torch.uint8))
+        with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+            assert torch.equal(photograph * 2, torch.full((1, 3, 40, 8), 2.0))
