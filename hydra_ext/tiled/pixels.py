@@ -88,8 +88,8 @@ def image(
     The numbers are those of ``pixels.to(dtype).div(255).sub(mean).div(std)``, to the bit.
 
     Args:
-        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied. Once torch has written to it, strips of the image
-            raise RuntimeError: make another; what others write to its memory (numpy) is not noticed.
+        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied. Once torch has written to it, strips of
+            the image raise RuntimeError: make another one. What others write to its memory (numpy) is not noticed.
         mean: of each channel, in the unit of 1 = 255; one for all of them if it is one number.
         std: likewise; not 0.
         dtype: a floating dtype.
