@@ -137,7 +137,7 @@ class InvalidBound(HydraError, ValueError):
 
 
 class DamagedStream(HydraError, ValueError):
-    """Bytes that are no whole stream of compressed numbers: cut off, altered, or of another version."""
+    """Bytes that are no whole stream of compressed numbers: cut off, inconsistent, or of another version."""
 
 
 class NonFiniteNorm(HydraError, RuntimeError):
