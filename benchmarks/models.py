@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -24,6 +25,24 @@ def make_model(size: Size) -> GPT2LMHeadModel:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def make_vgg(width: int) -> nn.Sequential:
+    """VGG-16 with batch normalisation, ``width`` channels at first instead of 64, and one linear layer of ten classes.
+
+    Channels last: else oneDNN copies what a convolution takes and gives into layouts of its own.
+    """
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    inside = 3
+    for outside, convolutions in ((width, 2), (2 * width, 2), (4 * width, 3), (8 * width, 3), (8 * width, 3)):
+        for _ in range(convolutions):
+            layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)]
+            inside = outside
+        layers.append(nn.MaxPool2d(2))
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
+    model.to(memory_format=torch.channels_last)
+    return model
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:

@@ -15,7 +15,7 @@ if (_problem := _guard.load_extension()) is not None:
 
 from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
-from hydra_ext.policy import Checks, Keep, Offload, SimulatedDevice
+from hydra_ext.policy import Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
 from hydra_ext.runtime.report import Report
 from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 # ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
 __all__ = [
     "Checks",
+    "Compress",
     "Keep",
     "Offload",
     "Pipeline",
+    "Recompute",
     "Report",
     "Run",
     "SimulatedDevice",

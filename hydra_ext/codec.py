@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from hydra_ext import _C, _build_info
-from hydra_ext.errors import DamagedStream, InvalidArgument
+from hydra_ext.errors import DamagedStream, InvalidArgument, InvalidBound
 
 __all__ = ["DTYPES", "Packed", "compress", "decompress"]
 
@@ -41,6 +41,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAGIC, _VERSION = b"HYCT", 1
 _HEAD = struct.Struct("<4sHH")
 _DIMENSION = struct.Struct("<qq")
+# Of a stream's header (csrc/codec/codec.h), all but the counts of numbers and bytes.
+_HOW = (slice(0, 8), slice(24, 48))
 _MOST = 2**63 - 1  # what torch counts in
 
 
@@ -84,7 +86,8 @@ class Packed:
         """What :meth:`to_bytes` has written, for the CPU; takes a copy.
 
         Raises:
-            DamagedStream: it is not that. What is wrong inside the stream only :func:`decompress` finds.
+            DamagedStream: it is not that: it is cut off, or its headers say what :meth:`to_bytes` does not. What is
+                wrong inside the stream only :func:`decompress` finds, as far as it can be found.
         """
         view = memoryview(data).cast("B")
         if len(view) < _HEAD.size:
@@ -103,7 +106,9 @@ class Packed:
         negative = any(number < 0 for pair in pairs for number in pair)
         if negative or math.prod(filter(None, shape)) > _MOST or not _is_dense(shape, stride):
             raise DamagedStream(f"not a compressed tensor: shape {shape} with strides {stride} cannot be")
-        return _packed(torch.Size(shape), stride, torch.frombuffer(bytearray(view[begin:]), dtype=torch.uint8))
+        packed = _packed(torch.Size(shape), stride, torch.frombuffer(bytearray(view[begin:]), dtype=torch.uint8))
+        _check_how(packed)
+        return packed
 
     def __repr__(self) -> str:
         return (
@@ -138,7 +143,7 @@ def compress(
         threads: how many of the CPU's compress; ``None``: as many as torch computes with. The bytes are the same.
 
     Raises:
-        InvalidArgument: no tensor, or one of another type, layout or device.
+        InvalidArgument: no tensor, or one of another type, layout or device, or without memory of its own.
         InvalidBound: a bound that is negative or not finite.
     """
     numbers = _dense(_checked(tensor))
@@ -164,8 +169,9 @@ def decompress(packed: Packed, *, threads: int | None = None) -> torch.Tensor:
         threads: how many decompress; ``None``: as many as torch computes with.
 
     Raises:
-        DamagedStream: the bytes are not those that :func:`compress` has made. What memory is taken before that is
-            noticed is in proportion to the number of bytes given, at most 128 times as much.
+        DamagedStream: the stream is cut off, or its parts do not fit each other. What memory is taken before that is
+            noticed is in proportion to the number of bytes given, at most 128 times as much. There is no checksum:
+            altered numbers in a stream that fits are not noticed.
     """
     if not isinstance(packed, Packed):
         raise InvalidArgument(f"decompress() was given a {type(packed).__name__}: give what compress() has returned")
@@ -202,6 +208,20 @@ def _check(packed: Packed) -> None:
         )
 
 
+def _check_how(packed: Packed) -> None:
+    """Whether the header says of bound, step and signs what :func:`compress` writes for that bound."""
+    how: dict[str, Any] = {"error_bound": packed.error_bound, "keep_signs": packed.keep_signs}
+    try:
+        expected = compress(torch.empty(0, dtype=packed.dtype, device="cpu"), **how, threads=1)
+    except InvalidBound as error:
+        raise DamagedStream(f"not a compressed tensor: a bound of {packed.error_bound}") from error
+    for part in _HOW:
+        if not packed._stream[part].equal(expected._stream[part]):
+            raise DamagedStream(
+                f"not a compressed tensor: its header does not fit a bound of {packed.error_bound} for {packed.dtype}"
+            )
+
+
 def _checked(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgument(f"compress() was given a {type(tensor).__name__}: give a tensor")
@@ -213,7 +233,25 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
             f"a tensor with layout {tensor.layout} on {tensor.device} cannot be compressed by this build: give a "
             f"strided one on {' or '.join(devices)}"
         )
+    if not _has_its_numbers(tensor):
+        raise InvalidArgument(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own with its numbers in "
+            "it, and cannot be compressed: give a plain tensor made from it"
+        )
     return tensor.detach().resolve_neg()
+
+
+def _has_its_numbers(tensor: torch.Tensor) -> bool:
+    """Whether what is read at a tensor's address is the tensor.
+
+    It is not for subclasses that dispatch themselves (fake tensors, images of bytes), for what functorch's
+    transformations hand out, and where there is no memory (zeros that were not made, storage given back).
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return tensor.numel() == 0 or tensor.data_ptr() != 0
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,8 @@ class BudgetTooSmall(HydraError, ValueError):
 
 
 class UnsupportedModel(HydraError, ValueError):
-    """A model, a parameter or a combination that cannot be offloaded; the message names it and the way out."""
+    """A model, a parameter or a combination that cannot be offloaded or recomputed; the message names it, and what to
+    do."""
 
 
 class AlreadyOffloaded(HydraError, RuntimeError):
@@ -136,7 +137,7 @@ class InvalidBound(HydraError, ValueError):
 
 
 class DamagedStream(HydraError, ValueError):
-    """Bytes that are no whole stream of compressed numbers: cut off, altered, or of another version."""
+    """Bytes that are no whole stream of compressed numbers: cut off, inconsistent, or of another version."""
 
 
 class NonFiniteNorm(HydraError, RuntimeError):

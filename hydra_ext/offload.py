@@ -22,6 +22,7 @@ from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.residents import buffer_bytes
+from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
@@ -161,7 +162,24 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
     def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:
         stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
-        return Saving(stash, self._activations or Keep(), self._model)
+        modules = {site.module for site in self._layout.sites}
+        around = {outer for outer in self._model.modules() if not modules.isdisjoint([*outer.modules()][1:])}
+
+        def whole(module: nn.Module) -> bool:
+            """In a round other microbatches run before each site, and so between the sites inside a module."""
+            return fibers.current() is None or module not in around
+
+        return Saving(
+            stash,
+            self._activations or Keep(),
+            self._model,
+            whole,
+            optimizer=self._optimizer,
+            face_of=self._face_of,
+        )
+
+    def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if self._run is None else self._run.face_of(parameter)
 
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from hydra_ext.errors import InvalidArgument, InvalidBudget
 
@@ -99,4 +99,72 @@ class Keep:
 
 @dataclass(frozen=True)
 class Offload:
-    """Saved tensors leave for host memory, and come back ahead of their use. Lossless."""
+    """Saved tensors leave for host memory, and come back ahead of their use. Lossless.
+
+    Attributes:
+        which: of vDNN's policies (Rhu et al., MICRO 2016, section 3.3): ``"all"`` tensors; ``"conv"``: the inputs of
+            convolutions, while all others stay; or ``"dynamic"``, for a whole model and with a budget: nothing leaves
+            if everything fits, else both are timed in the first passes, and the faster one that fits is taken. A pass
+            is a forward and its backward.
+    """
+
+    which: Literal["all", "conv", "dynamic"] = "all"
+
+    def __post_init__(self) -> None:
+        if self.which not in ("all", "conv", "dynamic"):
+            raise InvalidArgument(f"which={self.which!r}: give 'all', 'conv' or 'dynamic'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compress:
+    """What backward need not have exactly is stored within an error bound, the rest as :class:`Offload` does.
+
+    Not exactly: the inputs of convolutions and linear layers, whose errors reach the gradient of the layer's own weight
+    and nothing else; what a ReLU saves, of which signs and zeros are exact; what pools only look at the shape of.
+    Attention, norms, products of activations and everything else have what they saved bit for bit, also where a layer
+    above saved the same tensor.
+
+    The adaptive bound b keeps the error of a weight's gradient dW at ``fraction`` of the momentum::
+
+        b = min(fraction * m * |dW| / |G| * sqrt(3 / (r * n)), sqrt(2 * fraction) * s)
+
+    G is the gradient of the layer's output, r the share of its input that is not 0, s the root of the mean square of
+    that, and n the number of elements of dW that one of G adds to: input channels times kernel elements, or input
+    features. For errors that are independent and uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2;
+    errors of numbers that are not larger than b are not, hence the second term, by which their mean stays below
+    ``fraction``. All are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the ``every``-th,
+    and of each ``every``-th from then on, and averaged with half the weight for each older one; the first term lets a
+    bound change by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
+    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1;
+    without an optimizer it is 1. Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al.,
+    VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
+
+    Attributes:
+        error: the bound for all layers, in units of the tensors themselves, from the first forward on; or
+            ``"adaptive"``.
+        fraction: of the momentum's norm.
+        every: how often statistics are taken.
+    """
+
+    error: float | Literal["adaptive"] = "adaptive"
+    fraction: float = 0.01
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        if self.error != "adaptive" and not (_is_number(self.error) and 0 < float(self.error) < float("inf")):
+            raise InvalidArgument(f"error={self.error!r}: give a positive number, or 'adaptive'")
+        if not (_is_number(self.fraction) and 0 < self.fraction < 1):
+            raise InvalidArgument(f"fraction={self.fraction!r}: give a number between 0 and 1")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise InvalidArgument(f"every={self.every!r}: give a number of forwards, 1 or more")
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Saved tensors of a module are not kept: its forward is called again in backward. For modules, chosen by name or
+    by a function. Lossless.
+
+    The second call has the same inputs, random numbers, autocast state, buffers and attributes. The inputs are kept by
+    the policy that holds around the module. Of several such modules inside each other the outermost is called again,
+    whatever is chosen for those inside it.
+    """

@@ -17,6 +17,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices
+from hydra_ext.runtime.rounds import fibers
 
 
 class stash:  # noqa: N801 - a verb: it is used as a function
@@ -33,19 +34,22 @@ class stash:  # noqa: N801 - a verb: it is used as a function
     Tensors that a custom ``autograd.Function`` keeps without ``save_for_backward`` stay, too.
 
     Args:
-        policy: :class:`hydra_ext.Offload` or :class:`hydra_ext.Keep` for everything; or for each module, by a mapping
-            from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by a function of a module's name
-            and the module, that returns a policy or None. What is saved in no such module stays.
+        policy: :class:`hydra_ext.Offload`, :class:`hydra_ext.Compress` or :class:`hydra_ext.Keep` for everything; or
+            for each module, by a mapping from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by
+            a function of a module's name and the module, that returns a policy or None. What is saved in no such module
+            stays. :class:`hydra_ext.Recompute` can only be chosen so.
         budget: device bytes of saved tensors that may stay: an int, or a text such as ``"6GiB"``; the newest stay. What
             forward and backward themselves use at a moment comes on top. Without one as little as transfers need stays:
             twice the largest saved tensor.
         model: whose parameters and buffers are left alone, wherever views of them are saved; needed for policies by
-            module.
+            module, and for the names of layers in the report.
+        optimizer: whose momentum :class:`hydra_ext.Compress` measures errors by, where it is adaptive.
         device: where tensors are saved: ``None`` takes CUDA if there is one, else a simulated device; or as
             :class:`hydra_ext.offload` takes it.
 
     Raises:
         InvalidArgument: a policy is none, or names no module.
+        UnsupportedModel: a module's policy cannot be followed.
         InvalidBudget: the budget is no size.
         InvalidDevice: there is no such device, or this build cannot use it.
     """
@@ -56,18 +60,22 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         *,
         budget: int | str | None = None,
         model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         device: SimulatedDevice | devices.Place | torch.device | str | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module")
         place = devices.choose(device)
-        core = _C.Stash(
-            backend=place.make_backend(),
-            arena=place.make_arena(),
-            device=place.device,
-            budget=None if budget is None else parse_bytes(budget),
+        room = None if budget is None else parse_bytes(budget)
+        core = _C.Stash(backend=place.make_backend(), arena=place.make_arena(), device=place.device, budget=room)
+        self._saving = Saving(
+            core,
+            policy,
+            model,
+            whole=lambda _: fibers.current() is None,
+            optimizer=optimizer,
+            budget=room,
         )
-        self._saving = Saving(core, policy, model)
         self._lock = threading.Lock()
         self._inside = 0
         self._threads = threading.local()

@@ -7,6 +7,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/coder.h"
 #include "csrc/pytorch/number_format.h"
 #include "csrc/transfer/cuda_error.h"
 
@@ -85,6 +86,7 @@ void bind_cuda_codec(py::module_& module) {
   part.def("compress_on_cuda", &compress, py::arg("numbers"), py::arg("stream"), py::kw_only(), py::arg("error_bound"),
            py::arg("keep_signs"), py::arg("fast"), "Returns how many bytes of the stream are used.");
   part.def("decompress_on_cuda", &decompress, py::arg("stream"), py::arg("numbers"));
+  set_cuda_coders(cuda_coders());
 }
 
 }  // namespace hydra

@@ -1,15 +1,18 @@
 #include "csrc/pytorch/stash.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/clone.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <atomic>
+#include <bit>
 #include <chrono>
-#include <cstring>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/error_bridge.h"
 #include "csrc/pytorch/fault_key.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/treatment.h"
 
 namespace hydra {
 
@@ -21,9 +24,6 @@ using Clock = std::chrono::steady_clock;
 using Lock = StashBooks::Lock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-/// torch's memory begins at a multiple of it, and kernels choose their way by what is left over.
-Bytes alignment(c10::Device device) { return device.is_cuda() ? kPageAlignment : 64; }
 
 /// First byte and the one after the last, in the storage.
 std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
@@ -52,63 +52,32 @@ bool is_plain(const at::Tensor& tensor) {
          !keys.has(kFaultKey);  // of which there may be nothing on the device now
 }
 
-thread_local std::vector<Treatment> treatments;
+std::optional<c10::Stream> stream_of(c10::Device device) {
+  return device.is_cuda() ? std::optional(c10::impl::VirtualGuardImpl(device.type()).getStream(device)) : std::nullopt;
+}
+
+StashIdentity new_identity() {
+  static std::atomic<StashIdentity> last{0};
+  return ++last;
+}
+
+/// Buffers for streams, whose lengths change a little from step to step, are used again.
+Bytes buffer_bytes(const StashedInterval& interval) {
+  if (!interval.coder) {
+    return interval.bytes;
+  }
+  constexpr Bytes kLeastGranularity = 4096;
+  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(interval.bytes)));
+  return round_up(interval.bytes, std::max(kLeastGranularity, power / 8));
+}
 
 }  // namespace
-
-void begin_treatment(Treatment treatment) { treatments.push_back(treatment); }
-
-void end_treatment() noexcept {
-  if (!treatments.empty()) {
-    treatments.pop_back();
-  }
-}
-
-// ---- a saved tensor -------------------------------------------------------------------------------------------------
-SavedTensor::SavedTensor(const at::Tensor& tensor)
-    : sizes_(tensor.sizes()), dtype_(tensor.dtype()), device_(tensor.device()) {
-  if (!tensor.is_inference()) {
-    counter_ = autograd::impl::version_counter(tensor);
-    version_ = counter_.current_version();
-  }
-}
-
-VersionMark SavedTensor::mark() const noexcept {
-  // torch shows no identity of a counter, but it is nothing else than a pointer.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  VersionMark mark{nullptr, version_};
-  std::memcpy(&mark.counter, &counter_, sizeof mark.counter);
-  return mark;
-}
-
-void SavedTensor::expect_unchanged() const {
-  if (!counter_.enabled()) {
-    return;
-  }
-  const std::uint32_t now = counter_.current_version();
-  TORCH_CHECK(
-      now == version_,
-      "one of the variables needed for gradient computation has been modified by an inplace operation: [",
-      device_.is_cuda() ? "torch.cuda." : "torch.", c10::toString(c10::typeMetaToScalarType(dtype_)), "Tensor ",
-      at::IntArrayRef(sizes_), "] is at version ", now, "; expected version ", version_,
-      " instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-      "torch.autograd.set_detect_anomaly(True).");
-}
-
-at::Tensor SavedTensor::over(const c10::Storage& storage, Bytes begin) const {
-  const auto backend = storage.device().is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  at::Tensor tensor =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(backend), dtype_);
-  auto* const impl = tensor.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(sizes_, strides_, (begin + offset_) / static_cast<Bytes>(dtype_.itemsize()));
-  impl->set_version_counter(counter_);
-  return tensor;
-}
 
 // ---- saving ---------------------------------------------------------------------------------------------------------
 Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, c10::Device device,
              std::optional<Bytes> budget)
-    : backend_(std::move(backend)),
+    : identity_(new_identity()),
+      backend_(std::move(backend)),
       buffers_(std::make_shared<HostBuffers>(std::move(arena))),
       books_(std::make_shared<StashBooks>(budget)),
       device_(device) {}
@@ -121,8 +90,7 @@ Stash::~Stash() {
 }
 
 bool Stash::can_move(const at::Tensor& tensor) const {
-  const bool stays = !treatments.empty() && treatments.back() == Treatment::kKeep;
-  if (stays || !is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
+  if (!is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
       is_parameter(tensor)) {
     return false;
   }
@@ -133,9 +101,12 @@ bool Stash::can_move(const at::Tensor& tensor) const {
 
 SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   auto saved = std::make_shared<SavedTensor>(tensor);
-  if (!can_move(tensor)) {
+  const Treatment& treatment = current_treatment(identity_);
+  const bool movable = can_move(tensor);
+  if (treatment.kind == TreatmentKind::kKeep || !movable) {
     saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
     const Lock lock(books_->mutex());
+    books_->parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
     ++books_->statistics.tensors;
     ++books_->statistics.kept;
     return saved;
@@ -147,42 +118,68 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
     begin = 0;
     end = whole;
   }
-  bool is_new = false;
+  const bool resident = treatment.kind == TreatmentKind::kMoveConvolutionInputs && !use_of(tensor).into_convolution;
+  Wishes wishes = treatment.kind == TreatmentKind::kCompress ? Wishes::of(tensor, *treatment.bounds) : Wishes::exact();
+  bool to_be_placed = false;
   {
     const Lock lock(books_->mutex());
     ++books_->statistics.tensors;
-    saved->interval_ = books_->find(storage, begin, end, saved->mark());
-    is_new = saved->interval_ == nullptr;
-    if (is_new) {
+    saved->interval_ = books_->find(lock, storage, begin, end, saved->mark(), wishes);
+    if (saved->interval_ == nullptr) {
       const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
-      const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(alignment(device_)));
-      saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark());
+      const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_)));
+      saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark(), std::move(wishes), resident);
+      saved->interval_->saved_on = stream_of(device_);
+      saved->interval_->part = current_part(identity_);
+      to_be_placed = !resident;
+    } else {
+      saved->interval_->wishes.add(wishes);
+      if (saved->interval_->resident && !resident) {
+        books_->end_residence(saved->interval_);
+        to_be_placed = true;
+      }
     }
     ++saved->interval_->waiting;
     saved->strides_ = tensor.strides();
     saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - saved->interval_->begin;
   }
-  if (is_new) {
-    if (saved->interval_->leaves_at_once) {
-      begin_leaving(saved->interval_);
-    }
-    make_room(0);
+  if (to_be_placed) {
+    place(saved->interval_);
   }
+  make_room(0, /*in_backward=*/false);
+  const Lock lock(books_->mutex());
+  books_->note_peak();
   return saved;
 }
 
-void Stash::begin_leaving(const StashedIntervalPtr& interval) {
-  c10::Storage storage;
+void Stash::place(const StashedIntervalPtr& interval) {
+  bool waits = false;
   {
     const Lock lock(books_->mutex());
-    if (interval->begun_to_leave || !interval->held) {
+    waits = interval->encodes_at_once && interval->wishes.encodable;
+    if (waits) {
+      undecided_.push_back(interval);
+    }
+  }
+  decide();
+  if (!waits && interval->leaves_at_once) {
+    begin_leaving(interval);
+  }
+}
+
+void Stash::begin_leaving(const StashedIntervalPtr& interval) {
+  finish(interval);
+  Departure departure;
+  {
+    const Lock lock(books_->mutex());
+    if (interval->begun_to_leave || interval->being_encoded || !interval->held) {
       return;
     }
-    interval->begun_to_leave = true;
-    storage = interval->held;
+    interval->begun_to_leave = true;  // so that its form does not change any more
+    departure = {interval->held, interval->held_begin, interval->bytes, buffer_bytes(*interval)};
   }
   try {
-    send(interval, std::move(storage));
+    send(interval, std::move(departure));
   } catch (const OutOfMemory&) {  // it stays where it is, which costs room, and nothing else
     const Lock lock(books_->mutex());
     interval->stays = true;
@@ -194,22 +191,23 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   }
 }
 
-void Stash::send(const StashedIntervalPtr& interval, c10::Storage storage) {
+void Stash::send(const StashedIntervalPtr& interval, Departure departure) {
   const ReleaseGilIfHeld released;
-  ArenaRegionPtr host = buffers_->take(interval->bytes);
+  ArenaRegionPtr host = buffers_->take(departure.buffer_bytes);
+  const Bytes bytes = departure.bytes;
   Job job;
-  job.segments = {{host->data(), static_cast<const std::byte*>(storage.data()) + interval->begin, interval->bytes}};
+  job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
   job.fences = {backend_->record()};
   // The copy may end after everybody who wanted it.
-  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(storage), host]() {
-    books->left(known.lock(), host);
+  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
+    books->left(known.lock(), host, bytes);
   };
   TicketPtr leaving = backend_->to_host().submit(std::move(job));
   const Lock lock(books_->mutex());
   interval->leaving = std::move(leaving);
 }
 
-void Stash::make_room(Bytes bytes) {
+void Stash::make_room(Bytes bytes, bool in_backward) {
   for (;;) {
     c10::Storage gone;
     StashedIntervalPtr oldest;
@@ -219,7 +217,7 @@ void Stash::make_room(Bytes bytes) {
       if (books_->has_room(bytes)) {
         return;
       }
-      oldest = books_->oldest_held();
+      oldest = books_->oldest_held(lock, in_backward);
       if (!oldest) {
         return;
       }
@@ -232,7 +230,9 @@ void Stash::make_room(Bytes bytes) {
       continue;
     }
     if (!leaving) {
-      begin_leaving(oldest);
+      if (!encode(oldest)) {
+        begin_leaving(oldest);
+      }
       continue;
     }
     const Clock::time_point start = Clock::now();
@@ -242,123 +242,6 @@ void Stash::make_room(Bytes bytes) {
     }
     const Lock lock(books_->mutex());
     books_->statistics.wait_seconds += seconds_since(start);
-  }
-}
-
-// ---- backward -------------------------------------------------------------------------------------------------------
-at::Tensor Stash::unpack(SavedTensor& saved) {
-  saved.expect_unchanged();
-  if (saved.kept_.defined()) {
-    return saved.kept_;
-  }
-  const auto [storage, begin] = fetched(saved);
-  prefetch(saved.interval_->number);
-  return saved.over(storage, begin);
-}
-
-std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
-  const StashedIntervalPtr& interval = saved.interval_;
-  c10::Storage storage;  // from one attempt to the next: what another thread lets go meanwhile stays
-  for (;;) {
-    c10::Storage before;
-    c10::Storage gone;
-    TicketPtr arriving;
-    {
-      const Lock lock(books_->mutex());
-      before = std::exchange(storage, books_->alive(*interval));
-      arriving = storage ? interval->arriving : nullptr;
-      if (storage && !arriving) {
-        interval->waiting -= saved.taken_ ? 0 : 1;
-        saved.taken_ = true;
-        if (interval->waiting == 0 && interval->host) {
-          gone = books_->let_go(*interval);  // the caller has it
-        }
-        return {storage, interval->begin};
-      }
-    }
-    if (arriving) {
-      await(interval, *arriving);
-    } else {
-      make_room(interval->bytes);
-      storage = bring(interval, Priority::kFault);
-    }
-  }
-}
-
-void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
-  const Clock::time_point start = Clock::now();
-  c10::Storage gone;
-  std::exception_ptr error;
-  try {
-    const ReleaseGilIfHeld released;
-    backend_->compute_waits(arriving);
-  } catch (...) {  // re-raised below, once the next attempt can begin anew
-    error = std::current_exception();
-  }
-  {
-    const Lock lock(books_->mutex());
-    books_->statistics.backward_wait_seconds += seconds_since(start);
-    if (interval->arriving.get() == &arriving) {
-      interval->arriving = nullptr;
-      if (error) {
-        interval->data = nullptr;
-        gone = books_->let_go(*interval);
-      }
-    }
-  }
-  if (error) {
-    try {
-      std::rethrow_exception(error);
-    } catch (...) {  // re-raised as what Python knows
-      rethrow_for_torch("");
-      throw;
-    }
-  }
-}
-
-c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
-  const at::Tensor memory = at::empty({interval->lead + interval->bytes}, at::TensorOptions(at::kByte).device(device_));
-  const c10::Storage& storage = memory.storage();
-  FencePtr computed;
-  {
-    const ReleaseGilIfHeld released;
-    computed = backend_->record();
-  }
-  const Lock lock(books_->mutex());
-  if (interval->held) {
-    return interval->held;  // another thread was faster
-  }
-  Job job;
-  job.priority = priority;
-  job.segments = {
-      {static_cast<std::byte*>(storage.mutable_data()) + interval->lead, interval->host->data(), interval->bytes}};
-  job.fences = {std::move(computed)};
-  job.after = [books = books_, storage, host = interval->host] {
-    const Lock counting(books->mutex());
-    books->statistics.to_device_bytes += host->bytes();
-  };
-  books_->hold(interval, storage, interval->lead);
-  interval->arriving = backend_->to_device().submit(std::move(job));
-  books_->statistics.prefetched += priority == Priority::kPrefetch ? 1 : 0;
-  return storage;
-}
-
-void Stash::prefetch(std::int64_t before) {
-  for (;;) {
-    StashedIntervalPtr next;
-    {
-      const Lock lock(books_->mutex());
-      next = books_->latest_away(before);
-      if (!next || !books_->has_room(next->bytes)) {
-        return;
-      }
-    }
-    before = next->number;
-    try {
-      bring(next, Priority::kPrefetch);
-    } catch (const c10::OutOfMemoryError&) {
-      return;  // it comes when it is needed
-    }
   }
 }
 
@@ -373,7 +256,25 @@ void Stash::protect(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-void Stash::close() noexcept { buffers_->close(); }
+void Stash::close() noexcept {
+  buffers_->close();
+  room_.clear();
+}
+
+std::optional<StashPass> Stash::last_pass() const {
+  const Lock lock(books_->mutex());
+  return books_->last_pass();
+}
+
+std::map<std::int32_t, StashBooks::Part> Stash::parts() const {
+  const Lock lock(books_->mutex());
+  return books_->parts;
+}
+
+std::map<std::string, StashBooks::Exact> Stash::exact() const {
+  const Lock lock(books_->mutex());
+  return books_->exact;
+}
 
 StashStatistics Stash::statistics() const {
   {

@@ -28,6 +28,8 @@ __all__: list[str] = [
     "HostArena",
     "InstructionSet",
     "LaneStatistics",
+    "LayerBounds",
+    "LayerFigures",
     "LeavingNorm",
     "Ledger",
     "MemoryClass",
@@ -47,6 +49,8 @@ __all__: list[str] = [
     "SiteVisit",
     "StagedBackward",
     "Stash",
+    "StashPart",
+    "StashPass",
     "StashStatistics",
     "TensorPlan",
     "ThreadContext",
@@ -58,10 +62,8 @@ __all__: list[str] = [
     "Verification",
     "WindowToken",
     "Windows",
-    "begin_treatment",
     "clip_factor",
     "codec",
-    "end_treatment",
     "human_bytes",
     "is_face",
     "make_schedule",
@@ -1016,6 +1018,10 @@ class StashStatistics:
     @property
     def backward_wait_seconds(self) -> float: ...
     @property
+    def encoded(self) -> int: ...
+    @property
+    def encoded_bytes(self) -> int: ...
+    @property
     def held_bytes(self) -> int: ...
     @property
     def host_bytes(self) -> int: ...
@@ -1028,9 +1034,13 @@ class StashStatistics:
     @property
     def prefetched(self) -> int: ...
     @property
+    def resident_bytes(self) -> int: ...
+    @property
     def saved_bytes(self) -> int: ...
     @property
     def stayed(self) -> int: ...
+    @property
+    def stream_bytes(self) -> int: ...
     @property
     def tensors(self) -> int: ...
     @property
@@ -1040,32 +1050,81 @@ class StashStatistics:
     @property
     def wait_seconds(self) -> float: ...
 
+class StashPass:
+    """
+    From when nothing was saved until there was nothing again.
+    """
+    def __init__(self) -> None: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+
+class LayerFigures:
+    @property
+    def bound(self) -> float: ...
+    @property
+    def forwards(self) -> int: ...
+    @property
+    def momentum(self) -> float: ...
+    @property
+    def nonzero(self) -> float: ...
+    @property
+    def relative_error(self) -> float: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+class LayerBounds:
+    """
+    How far off each layer's stored input may be.
+    """
+    def __init__(
+        self,
+        *,
+        fixed: typing.SupportsFloat | typing.SupportsIndex | None,
+        fraction: typing.SupportsFloat | typing.SupportsIndex,
+        every: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def layers(self) -> list[LayerFigures]: ...
+    def set_momentum(
+        self, weight: torch.Tensor, over_gradient: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None: ...
+
 class Treatment:
     """
-    Members:
-
-      MOVE
-
-      KEEP
+    What is to become of what a thread saves.
     """
+    @staticmethod
+    def compress(bounds: LayerBounds) -> Treatment: ...
+    @staticmethod
+    def keep() -> Treatment: ...
+    @staticmethod
+    def move() -> Treatment: ...
+    @staticmethod
+    def move_convolution_inputs() -> Treatment: ...
 
-    KEEP: typing.ClassVar[Treatment]
-    MOVE: typing.ClassVar[Treatment]
-    __members__: typing.ClassVar[dict[str, Treatment]]
-    def __eq__(self, other: typing.Any) -> bool: ...
-    def __getstate__(self) -> int: ...
-    def __hash__(self) -> int: ...
-    def __index__(self) -> int: ...
-    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __int__(self) -> int: ...
-    def __ne__(self, other: typing.Any) -> bool: ...
-    def __repr__(self) -> str: ...
-    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def __str__(self) -> str: ...
+class StashPart:
+    """
+    What became of what a part of a model saved, in bytes.
+    """
     @property
-    def name(self) -> str: ...
+    def encoded(self) -> int: ...
     @property
-    def value(self) -> int: ...
+    def kept(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
+    @property
+    def stayed(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
 
 class SavedTensor:
     """
@@ -1084,8 +1143,28 @@ class Stash:
         device: torch.device,
         budget: typing.SupportsInt | typing.SupportsIndex | None,
     ) -> None: ...
+    def begin_scope(
+        self,
+        key: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        treatment: Treatment = None,
+        part: typing.SupportsInt | typing.SupportsIndex = -1,
+    ) -> None:
+        """
+        What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
+        """
     def close(self) -> None: ...
+    def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def exact(self) -> dict[str, tuple[int, int]]:
+        """
+        Intervals and bytes that were not encoded, by the operator that needs them exactly.
+        """
+    def last_pass(self) -> StashPass | None:
+        """
+        The last one that has ended.
+        """
     def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
+    def parts(self) -> dict[int, StashPart]: ...
     def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
     def statistics(self) -> StashStatistics:
         """
@@ -1093,15 +1172,9 @@ class Stash:
         """
     def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
 
-def begin_treatment(treatment: Treatment) -> None:
-    """
-    What the calling thread saves is treated so, until the matching end_treatment().
-    """
-
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex
 ) -> float: ...
-def end_treatment() -> None: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
     Bytes for messages, with a binary unit.

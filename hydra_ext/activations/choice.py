@@ -6,23 +6,29 @@ import fnmatch
 import reprlib
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import nn
 
-from hydra_ext.errors import InvalidArgument
-from hydra_ext.policy import Keep, Offload
+from hydra_ext.errors import InvalidArgument, UnsupportedModel
+from hydra_ext.policy import Compress, Keep, Offload, Recompute
 
-Policy = Keep | Offload
+Policy = Keep | Offload | Compress | Recompute
 Choice = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy | None]
 
-_KINDS = (Keep, Offload)
+_KINDS = (Keep, Offload, Compress, Recompute)
 
 
 def default_policy(choice: Choice) -> Policy:
     """For what is saved in no module that has a policy of its own.
 
     Raises:
-        InvalidArgument: it is no choice.
+        InvalidArgument: it is no choice, or one for modules only.
     """
+    if isinstance(choice, Recompute):
+        raise InvalidArgument(
+            "hydra_ext.Recompute() calls modules again, and for everything there is none to call: name modules, as in "
+            "{'layers.*': hydra_ext.Recompute()}, with model="
+        )
     if isinstance(choice, _KINDS):
         return choice
     if not isinstance(choice, Mapping) and not callable(choice):
@@ -41,6 +47,7 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
     Raises:
         InvalidArgument: policies are chosen by module and there is no model, a name fits no module, or what is chosen
             is no policy.
+        UnsupportedModel: a module's policy cannot be followed.
     """
     if isinstance(choice, _KINDS):
         return {}
@@ -53,17 +60,31 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
             if not chosen:
                 raise InvalidArgument(f"no module of {type(model).__name__} is called like '{pattern}'")
             found |= dict.fromkeys(chosen, _checked(policy, pattern))
+        _refuse_scripted(found)
         return found
     for name, module in model.named_modules():
         chosen_policy = choice(name, module)
         if chosen_policy is not None:
             found[module] = _checked(chosen_policy, name)
+    _refuse_scripted(found)
     return found
 
 
 def _checked(policy: object, name: str) -> Policy:
+    if policy == Offload("dynamic"):
+        raise InvalidArgument(f"the policy of '{name}' is Offload('dynamic'), which is one for the whole model")
     if not isinstance(policy, _KINDS):
         raise InvalidArgument(
-            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), or Keep()"
+            f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), Compress(), Keep() or "
+            "Recompute()"
         )
     return policy
+
+
+def _refuse_scripted(found: Mapping[nn.Module, Policy]) -> None:
+    for module, policy in found.items():
+        if isinstance(policy, Recompute) and isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(
+                f"a {type(module).__name__} is scripted, and cannot be called again: choose hydra_ext.Recompute() for "
+                "the module around it"
+            )

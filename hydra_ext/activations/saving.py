@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
+from hydra_ext.activations.dynamic import DynamicOffload
+from hydra_ext.activations.layers import FaceOf, Layers
+from hydra_ext.activations.parts import parts_of
+from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
-from hydra_ext.policy import Keep
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.policy import Compress, Keep, Offload, Recompute
 
 
 class Saving:
@@ -23,29 +32,80 @@ class Saving:
         core: the stash.
         choice: of policies.
         model: whose parameters and buffers are left alone; needed for policies by module.
+        whole: whether a call of a module, as things are, runs to its end before another one begins; one that does not
+            is not made again.
+        optimizer: whose momentum the errors of compressed tensors are measured by.
+        face_of: what forwards take in place of parameters.
+        budget: device bytes of saved tensors, which ``Offload("dynamic")`` needs.
 
     Raises:
         InvalidArgument: a policy is none, or names no module.
+        UnsupportedModel: a module's policy cannot be followed.
     """
 
-    def __init__(self, core: _C.Stash, choice: Choice, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        core: _C.Stash,
+        choice: Choice,
+        model: nn.Module | None,
+        whole: Whole,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        face_of: FaceOf = lambda _: None,
+        budget: int | None = None,
+    ) -> None:
         self._core = core
-        self._default = _treatment(default_policy(choice))
-        self._policies = policies_of(choice, model)
         self._model = model
+        self._parts = [] if model is None else parts_of(model)
+        default, policies = default_policy(choice), policies_of(choice, model)
+        self._layers = {
+            policy: Layers(policy, model, optimizer, face_of)
+            for policy in (default, *policies.values())
+            if isinstance(policy, Compress)
+        }
+        self._dynamic: DynamicOffload | None = None
+        if default == Offload("dynamic"):
+            if budget is None:
+                raise InvalidArgument("Offload('dynamic') finds out what fits: give stash(..., budget=)")
+            self._dynamic = DynamicOffload(core, budget)
+        self._default = self._treatment(default)
+        self._treatments = {
+            module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
+        }
         self._handles: list[RemovableHandle] = []
+        self._again = Count()
+        self._recomputed = [
+            RecomputedModule(core, module, whole, self._again)
+            for module, policy in policies.items()
+            if isinstance(policy, Recompute)
+        ]
+        if optimizer is not None and self._layers:
+            layers = list(self._layers.values())
+            # Steps are outside of what hook() and unhook() enclose; the optimizer does not keep this alive.
+            handle = optimizer.register_step_pre_hook(lambda *_: _step_begins(layers))
+            weakref.finalize(self, handle.remove)
 
     def hook(self) -> None:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
-        for module, policy in self._policies.items():
-            self._handles += [
-                module.register_forward_pre_hook(_Begin(_treatment(policy)), prepend=True),
-                module.register_forward_hook(_end, always_call=True),  # also of a forward that raises
-            ]
+        for number, (_, module) in enumerate(self._parts):
+            self._hook(module, part=number)
+        for module, treatment in self._treatments.items():
+            self._hook(module, treatment=treatment)
+        for recomputed in self._recomputed:
+            recomputed.install()
+
+    def _hook(self, module: nn.Module, **scope: Any) -> None:
+        key = next(_keys)
+        self._handles += [
+            module.register_forward_pre_hook(partial(_begin, self._core, key, scope), prepend=True),
+            module.register_forward_hook(partial(_end, self._core, key), always_call=True),  # of one that raises, too
+        ]
 
     def unhook(self) -> None:
+        for recomputed in reversed(self._recomputed):
+            recomputed.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -54,19 +114,33 @@ class Saving:
     def inside(self) -> Iterator[None]:
         """What the calling thread saves meanwhile goes to the stash."""
         with saved_tensors_hooks(self._core.pack, self._core.unpack):
-            _C.begin_treatment(self._default)
+            treatment = self._default if self._dynamic is None else self._dynamic.treatment()
+            self._core.begin_scope(0, treatment=treatment)
             try:
                 yield
             finally:
-                _C.end_treatment()
+                self._core.end_scope(0)
 
     def report(self) -> StashReport:
         """Once the transfers under way have ended."""
-        return StashReport.of(self._core.statistics())
+        return StashReport.of(
+            self._core,
+            recomputed=self._again.value,
+            layers=[each for layers in self._layers.values() for each in layers.report()],
+            chosen=None if self._dynamic is None else self._dynamic.chosen,
+            names=[name for name, _ in self._parts],
+        )
 
     def close(self) -> None:
         """No host memory is kept for a next pass. Graphs that are alive stay whole."""
         self._core.close()
+
+    def _treatment(self, policy: Policy) -> _C.Treatment:
+        if isinstance(policy, Compress):
+            return _C.Treatment.compress(self._layers[policy].bounds)
+        if policy == Offload("conv"):
+            return _C.Treatment.move_convolution_inputs()
+        return _C.Treatment.keep() if isinstance(policy, Keep) else _C.Treatment.move()
 
 
 def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
@@ -74,17 +148,20 @@ def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _C.Stash)
 
 
-def _treatment(policy: Policy) -> _C.Treatment:
-    return _C.Treatment.KEEP if isinstance(policy, Keep) else _C.Treatment.MOVE
+def _step_begins(layers: Iterable[Layers]) -> None:
+    for each in layers:
+        each.step_begins()
 
 
-class _Begin:
-    def __init__(self, wanted: _C.Treatment) -> None:
-        self._wanted = wanted
-
-    def __call__(self, _module: nn.Module, _args: Any) -> None:
-        _C.begin_treatment(self._wanted)
+_keys = itertools.count(1)  # of scopes; 0 is that of a whole stash
 
 
-def _end(_module: nn.Module, _args: Any, _output: Any) -> None:
-    _C.end_treatment()
+# Of modules. In what torch.compile has made one graph of there are none: what that saves belongs to what is around it.
+def _begin(core: _C.Stash, key: int, scope: Mapping[str, Any], _module: nn.Module, _args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        core.begin_scope(key, **scope)
+
+
+def _end(core: _C.Stash, key: int, _module: nn.Module, _args: Any, _output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        core.end_scope(key)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.runtime.devices import MOVED
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 # Exactly these: a subclass may do more in __setitem__ than keep what it is given.
 _MAPPINGS = (dict, OrderedDict, defaultdict)

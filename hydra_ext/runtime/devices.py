@@ -20,7 +20,7 @@ from hydra_ext.errors import InvalidDevice
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
 from hydra_ext.runtime.residents import Residents, buffer_bytes
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hydra_ext.runtime.conversions import refuse_changes
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 
 class RootContext(Protocol):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
+from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import InvalidArgument, StateError
@@ -30,8 +31,8 @@ from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
 from hydra_ext.runtime.trace import Trace
-from hydra_ext.runtime.tracing import not_traced
 from hydra_ext.runtime.updates import Updates
+from hydra_ext.tracing import not_traced
 
 
 class Run:
@@ -250,10 +251,10 @@ class Run:
             if not isinstance(module, torch.jit.ScriptModule):  # without parameters: others were refused
                 self.core.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.watch(module._modules, f"the modules of '{name}'")
+        if self._saving is not None:
+            self._saving.hook()  # inside the sites' calls, where nobody parks
         sites.install(self, self.layout.sites)
         root.swap(self.model, self)
-        if self._saving is not None:
-            self._saving.hook()
         self.optimizer = optimizer
         if optimizer is not None:
             self._optimizer_handles = [
@@ -291,10 +292,10 @@ class Run:
             stack.callback(_C.suspend_charging)
             if root.is_swapped(self.model):
                 stack.callback(root.restore, self.model)
-            stack.callback(sites.remove, self.layout.sites)
             if self._saving is not None:
                 stack.callback(self._saving.close)
                 stack.callback(self._saving.unhook)
+            stack.callback(sites.remove, self.layout.sites)
             for handle in self._optimizer_handles:
                 stack.callback(handle.remove)
             if self.updates is not None:
@@ -345,7 +346,7 @@ class Run:
                 with nullcontext() if self._saving is None else self._saving.inside():
                     output = call(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    self.core.returns(token, list(sites.tensors_in(output)))
+                    self.core.returns(token, list(tensors_in(output)))
                 failed = False
                 return output
             finally:

@@ -12,18 +12,18 @@ would keep the graph alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from hydra_ext import _C
+from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.blocks import Site
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 
 class SiteListener(Protocol):
@@ -97,19 +97,3 @@ def remove(sites: list[Site]) -> None:
 def _calls_through(cls: type[nn.Module]) -> bool:
     """A class with a ``__call__`` of its own is taken to call nn.Module's; scripted modules do not."""
     return not issubclass(cls, torch.jit.ScriptModule)
-
-
-@not_traced
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name, None))

@@ -37,11 +37,14 @@ elements. The host holds what plain PyTorch would hold on its device, but bytes 
 
 **Numbers.** Compared with the same module on the CPU without strips, in the same number of threads:
 
-- Maps, and gradients that a convolution passes on, have the same bits: each element is made by one call of the same
-  kernel from the same numbers. torch takes another convolution kernel for fp32 maps of at most 20,480 elements, hence
-  the bound above. Of exp, log and their kin the last bit of a few elements at a strip's end may differ where strips are
-  no multiple of 64 elements; strips are made so wherever that is possible. In fp64, convolutions differ by the order of
-  sums.
+- Maps, and gradients that a convolution passes on, are made by one call for each element, of the same operation from
+  the same numbers, and have the same bits where torch takes the same kernel for the strip as for the map. It takes
+  another one for fp32 maps of at most 20,480 elements, hence the bound above, and for kernels of 1 where the stride
+  divides the height, so that a strip has as many rows left over as the map. Square kernels of 1, 3, 5 and 7 without
+  groups have had the same bits in everything that was run, with strides of 1 and 2; grouped convolutions of 5 and 7 and
+  unusual even kernels may differ in the last bits. Of exp, log and their kin the last bit of a few elements at a
+  strip's end may differ where strips are no multiple of 64 elements; strips are made so wherever that is possible. In
+  fp64, convolutions differ by the order of sums.
 - The loss is summed by torch's own reduction over the whole map: equal maps give an equal loss to the last bit.
 - Gradients of weights and biases are sums over strips, added in fp64 and rounded once: another order than plain
   PyTorch's, and nearer to the exact sum, but not its bits. They are the same in every run with the same strips.

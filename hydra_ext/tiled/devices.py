@@ -67,7 +67,7 @@ class StripDevice(ABC):
 
     def load(self, source: torch.Tensor, rows: Rows | None = None, *, dim: int = -2) -> torch.Tensor:
         """Rows of a host tensor along ``dim``, or all of it, as a contiguous tensor on the device."""
-        view = source.pixels if isinstance(source, Pixels) else source
+        view = source.unchanged() if isinstance(source, Pixels) else source
         if rows is not None:
             view = view.narrow(dim, rows.begin, rows.count)
         strip = torch.empty(view.shape, dtype=view.dtype, device=self.device)

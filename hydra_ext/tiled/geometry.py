@@ -114,7 +114,9 @@ class Window:
         return min(self.outputs(self.height), (row - 1 + self.padding) // self.stride + 1)
 
     def _grown(self, begin: int, end: int) -> Rows:
-        end = min(self.height, max(end, begin + self.least))
+        end = max(end, begin + self.least)
+        # Below its last window a strip has as many rows left over as the map: oneDNN chooses kernels by that, too.
+        end = min(self.height, end + (self.height - end) % self.stride)
         if end - begin < self.least:
             begin = max(0, end - self.least) // self.stride * self.stride
         return Rows(begin, end)

@@ -71,7 +71,10 @@ _ON_THE_HOST = {
     *(aten.replication_pad2d_backward, aten._unsafe_view, aten.reshape, aten.index_select),
     *(aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.argmax, aten.all, aten.any, aten.equal),
     *(aten.nll_loss2d_forward, aten.nll_loss2d_backward, aten._local_scalar_dense, aten.linalg_vector_norm),
+    aten.count_nonzero,
 }
+
+_FUSED_STEPS = {aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_}
 
 
 def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -88,11 +91,12 @@ def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return handler(run, func, *args, **kwargs)
     if not any(run.is_map(tensor) for tensor in tensors):
         return func(*args, **kwargs)
+    # Before what torch tags as pointwise: clone and equal are among that.
+    if func.is_view or func.overloadpacket in _ON_THE_HOST or _is_of_lists(func):
+        return func(*args, **kwargs)
     handler = _LOSSES.get(func) or (rowwise.pointwise if _is_pointwise(func, args) else None)
     if handler is not None:
         return handler(run, func, *args, **kwargs)
-    if func.is_view or func.overloadpacket in _ON_THE_HOST:
-        return func(*args, **kwargs)
     maps = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if run.is_map(tensor))
     raise UnsupportedOperation(
         f"{func} on a map of shape {maps} cannot be made in strips, and was not made; what can is listed in "
@@ -106,6 +110,11 @@ def _is_image(args: tuple[Any, ...]) -> bool:
     """Four dimensions, and rows: torch's own words for what is neither."""
     first: torch.Tensor = args[0]
     return first.dim() == 4 and first.numel() > 0
+
+
+def _is_of_lists(func: Any) -> bool:
+    """An optimizer's operation on lists of parameters, some of which may be as large as a map: made where they are."""
+    return func._schema.name.startswith("aten::_foreach_") or func.overloadpacket in _FUSED_STEPS
 
 
 def _is_pointwise(func: Any, args: tuple[Any, ...]) -> bool:

@@ -25,6 +25,7 @@ class Pixels(torch.Tensor):
     pixels: torch.Tensor  # (N, C, H, W) uint8, on the host
     channel_mean: torch.Tensor  # (C, 1, 1), of the image's dtype
     channel_std: torch.Tensor
+    version: int | None  # of the bytes, when the image was made
 
     @staticmethod
     def __new__(cls, pixels: torch.Tensor, mean: torch.Tensor, _std: torch.Tensor) -> Pixels:
@@ -36,6 +37,22 @@ class Pixels(torch.Tensor):
         self.pixels = pixels
         self.channel_mean = mean
         self.channel_std = std
+        # Tensors of inference mode have no version; nothing could be compared.
+        self.version = None if pixels.is_inference() else pixels._version
+
+    def unchanged(self) -> torch.Tensor:
+        """The bytes, if they are those of which the image was made: backward reads them again.
+
+        Raises:
+            RuntimeError: they were written to, as for what autograd has saved.
+        """
+        if self.version is not None and self.pixels._version != self.version:
+            raise RuntimeError(
+                "the bytes of an image needed for gradient computation have been modified by an inplace operation: "
+                f"{self!r} is at version {self.pixels._version}; expected version {self.version} instead. Write to "
+                "them after backward, and call hydra_ext.tiled.image again, which copies nothing"
+            )
+        return self.pixels
 
     def normalised(self, strip: torch.Tensor) -> torch.Tensor:
         """Numbers of a strip of bytes (N, C, rows, W), where the strip is."""
@@ -48,7 +65,9 @@ class Pixels(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].pixels, args[0].channel_mean, args[0].channel_std)
+            made = cls(args[0].pixels, args[0].channel_mean, args[0].channel_std)
+            made.version = args[0].version
+            return made
         raise UnsupportedOperation(
             f"{func} on an image of bytes: hydra_ext.tiled.image makes what convolutions, poolings and pointwise "
             "operations inside 'with hydra_ext.tiled.strips(...)' read strip by strip; for anything else use the "
@@ -69,7 +88,8 @@ def image(
     The numbers are those of ``pixels.to(dtype).div(255).sub(mean).div(std)``, to the bit.
 
     Args:
-        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied and must not change while it is used.
+        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied. Once torch has written to it, strips of
+            the image raise RuntimeError: make another one. What others write to its memory (numpy) is not noticed.
         mean: of each channel, in the unit of 1 = 255; one for all of them if it is one number.
         std: likewise; not 0.
         dtype: a floating dtype.

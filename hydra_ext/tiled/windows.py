@@ -132,18 +132,30 @@ def _store_own(run: TiledRun, made: torch.Tensor, result: torch.Tensor, strip: B
     run.device.store(made.narrow(-2, own.begin, own.count), result, strip.own)
 
 
-def _times(func: Any, inside: int, outside: int) -> int:
-    """How many rows upsampling makes of one, where strips can have the whole map's numbers."""
+def _times(func: Any, inside: int, outside: int, scale: float | None) -> int:
+    """How many rows upsampling makes of one, where strips can have the whole map's numbers.
+
+    ``scale`` is the factor that was asked for, if one was: torch places rows by it, not by the two heights. 2.01 makes
+    80 rows of 40, which then drift against the map's own down the map.
+    """
     times, rest = divmod(outside, inside)
     exact = func.overloadpacket in (torch.ops.aten.upsample_nearest2d, torch.ops.aten.upsample_nearest2d_backward)
     # torch finds the rows between which it interpolates in fp32; far down a map only halves, quarters... are exact.
-    if rest or times < 1 or not (exact or times & (times - 1) == 0):
+    if rest or times < 1 or scale not in (None, times) or not (exact or times & (times - 1) == 0):
+        by = "" if scale is None else f" by a factor of {scale}"
         raise UnsupportedOperation(
-            f"{func} from {inside} to {outside} rows: strips have the whole map's numbers for a whole factor "
+            f"{func} from {inside} to {outside} rows{by}: strips have the whole map's numbers for a whole factor "
             "('nearest') or a power of two ('bilinear', align_corners=False)",
             operation=str(func),
         )
     return times
+
+
+def _scale(func: Any, settings: Sequence[Any]) -> float | None:
+    """The factor of rows among the arguments that are left after the sizes, None if it was left out."""
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("scales_h") - names.index("input_size" if "input_size" in names else "output_size") - 1
+    return settings[place] if place < len(settings) else None
 
 
 def _refuse_corners(func: Any, settings: Sequence[Any]) -> None:
@@ -157,7 +169,7 @@ def _refuse_corners(func: Any, settings: Sequence[Any]) -> None:
 def upsample(run: TiledRun, func: Any, source: torch.Tensor, size: Sequence[int], *settings: Any) -> torch.Tensor:
     """``aten.upsample_nearest2d`` and ``aten.upsample_bilinear2d``."""
     _refuse_corners(func, settings)
-    times = _times(func, source.shape[2], size[0])
+    times = _times(func, source.shape[2], size[0], _scale(func, settings))
     result = torch.empty(made_of(func, source, size, *settings).shape, dtype=source.dtype)
     per_row = row_bytes(source) + times * row_bytes(result)
     parts = list(strips(source.shape[2], run.rows(per_row, 2 * per_row)))
@@ -181,7 +193,7 @@ def upsample_backward(
     """``aten.upsample_nearest2d_backward`` and ``aten.upsample_bilinear2d_backward``."""
     _refuse_corners(func, settings)
     height = shape[2]
-    times = _times(func, height, size[0])
+    times = _times(func, height, size[0], _scale(func, settings))
     result = torch.empty(list(shape), dtype=gradient.dtype)
     per_row = row_bytes(result) + times * row_bytes(gradient)
     parts = list(strips(height, run.rows(per_row, 4 * per_row)))

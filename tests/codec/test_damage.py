@@ -100,6 +100,43 @@ def test_a_count_that_the_bytes_cannot_hold_is_refused_before_memory_is_taken() 
         assert read(bytes(stream)) is None
 
 
+# Of the stream's header: place, format, value.
+HEADERS = {
+    "bound that is no number": (24, "<f", float("nan")),
+    "infinite bound": (24, "<f", float("inf")),
+    "negative bound": (24, "<f", -1.0),
+    "smaller bound than the step's": (24, "<f", 0.005),
+    "step that is no number": (28, "<f", float("nan")),
+    "infinite step": (28, "<f", float("inf")),
+    "larger step than the bound's": (28, "<f", 1e30),
+    "no step": (28, "<f", 0.0),
+    "signs kept in another way": (7, "<B", 7),
+    "signs kept with another step": (7, "<B", 1),
+    "something where nothing is yet": (32, "<Q", 5),
+    "something at the end": (40, "<Q", 1 << 63),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_headers_that_compress_does_not_write_are_refused(what: str) -> None:
+    stream = bytearray(whole())
+    place, form, value = HEADERS[what]
+    struct.pack_into(form, stream, HEAD + 2 * DIMENSION + place, value)
+    with pytest.raises(DamagedStream, match="bound"):
+        codec.Packed.from_bytes(stream)
+
+
+@pytest.mark.parametrize("dtype", codec.DTYPES, ids=str)
+@pytest.mark.parametrize("keep_signs", [False, True])
+@pytest.mark.parametrize("bound", [0.0, 1e-45, 1e-38, 1e-3, 0.3, 2.0, 7e4, 3.4e38, 1e300])
+def test_headers_of_every_bound_are_read_again(bound: float, keep_signs: bool, dtype: torch.dtype) -> None:
+    numbers = torch.linspace(-3, 3, 100).to(dtype)
+    packed = codec.compress(numbers, error_bound=bound, keep_signs=keep_signs)
+    again = codec.Packed.from_bytes(packed.to_bytes())
+    assert repr(again) == repr(packed)
+    assert codec.decompress(again).equal(codec.decompress(packed))
+
+
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [(0, b"X", "begin"), (4, b"\2", "version 2"), (HEAD + 2 * DIMENSION + 4, b"\7", "version")],

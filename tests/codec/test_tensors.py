@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import hydra_ext
 from hydra_ext import _C, codec
@@ -198,6 +199,47 @@ def test_other_threads_run_meanwhile() -> None:
 def test_what_cannot_be_compressed_is_refused(value: Any, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         codec.compress(value)
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(64)
+
+
+def given_back() -> torch.Tensor:
+    tensor = torch.zeros(64)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+WITHOUT_MEMORY: dict[str, Any] = {
+    "an image of bytes": lambda: hydra_ext.tiled.image(torch.zeros(3, 8, 8, dtype=torch.uint8)),
+    "zeros that were not made": lambda: torch._efficientzerotensor((64,)),
+    "fake": fake,
+    "given back": given_back,
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_tensors_without_memory_are_refused(kind: str) -> None:
+    tensor = WITHOUT_MEMORY[kind]()
+    with pytest.raises(InvalidArgument, match="memory"):
+        codec.compress(tensor)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_what_transformations_hand_out_is_refused(transform: Any) -> None:
+    def compressed(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(InvalidArgument, match="memory"):
+            codec.compress(tensor)
+        return tensor.sum()
+
+    transform(compressed)(torch.randn(4, 4))
+
+
+def test_parameters_are_compressed_as_tensors() -> None:
+    parameter = torch.nn.Parameter(torch.randn(50))
+    assert_kept(parameter.detach(), codec.decompress(codec.compress(parameter)), codec.compress(parameter))
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:

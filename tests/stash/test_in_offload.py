@@ -17,10 +17,11 @@ Outcome = tuple[list[Tensor], hydra_ext.Report]
 
 
 def trained(
-    family: Family, activations: hydra_ext.Offload | None, *, rounds: bool
+    family: Family, activations: hydra_ext.Offload | hydra_ext.Compress | None, *, rounds: bool, vectors: bool = False
 ) -> tuple[list[Tensor], hydra_ext.Report]:
+    """``vectors``: only biases and norms are trained, whose gradients no error of a layer's input reaches."""
     model = family.make(seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.dim() < 2 or not vectors], lr=0.1)
     batches = family.batches(seed=2, count=4)
     found = []
     with hydra_ext.offload(
@@ -29,7 +30,7 @@ def trained(
         torch.manual_seed(5)
         for pair in (batches[:2], batches[2:]):
             if rounds:
-                out = run.step(pair, lambda batch: family.loss(model, batch), max_norm=1.0)
+                out = run.step(pair, lambda batch: family.loss(model, batch), max_norm=None if vectors else 1.0)
                 found.append(out.loss)
             else:
                 for batch in pair:
@@ -37,7 +38,7 @@ def trained(
                     loss.backward()
                     found.append(loss.detach())
                 optimizer.step()
-                optimizer.zero_grad()
+                model.zero_grad()
         report = run.report()
     return [*found, *(parameter.detach() for parameter in model.parameters())], report
 
@@ -54,6 +55,18 @@ def test_weights_are_the_same_and_less_is_on_the_device(family: Family, rounds: 
     assert report.activations.to_device_bytes > 0
     assert report.fallbacks == plain.fallbacks
     assert report.faults == plain.faults
+    assert_empty(report.activations)
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["loop", "rounds"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_compressed_reaches_weights_of_layers_alone(family: Family, rounds: bool) -> None:
+    expected, _ = trained(family, None, rounds=rounds, vectors=True)
+    found, report = trained(family, hydra_ext.Compress(error=1e3), rounds=rounds, vectors=True)
+    assert_same(found, expected)
+    assert report.activations is not None
+    assert report.activations.compressed > 3
+    assert len({layer.weight for layer in report.activations.layers}) == len(report.activations.layers) > 3
     assert_empty(report.activations)
 
 

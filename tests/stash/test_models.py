@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 import hydra_ext
+from support.picture_models import PICTURES
 from support.stashed import assert_empty, assert_same, gradients, stashed
 from support.zoo import FAMILIES, Family
 
+MODELS = FAMILIES | PICTURES
 BUDGETS: dict[str, int | None] = {"none": None, "little": 40_000, "half": 400_000, "ample": 2**30}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS)
 def test_gradients_are_the_same(family: Family, budget: str) -> None:
     model = family.make(seed=1)
     batches = family.batches(seed=2, count=3)
@@ -42,6 +44,18 @@ def test_gradients_are_the_same(family: Family, budget: str) -> None:
     if budget == "little":
         assert report.peak_held_bytes < report.saved_bytes / len(batches)
     assert report.stayed == 0
+
+
+@pytest.mark.parametrize("family", MODELS.values(), ids=MODELS)
+def test_gradients_are_the_same_where_everything_stays(family: Family) -> None:
+    model = family.make(seed=1)
+    stash = hydra_ext.stash(hydra_ext.Keep(), model=model, device="simulated")
+    batch = family.batches(seed=2, count=1)[0]
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected = [*gradients(model, lambda: family.loss(model, batch)), *(buffer.clone() for buffer in model.buffers())]
+    model.load_state_dict(state, strict=False)
+    assert_same([*gradients(model, lambda: family.loss(model, batch), stash), *model.buffers()], expected)
+    assert stash.report().kept == stash.report().tensors > 0
 
 
 def test_weights_are_never_moved() -> None:

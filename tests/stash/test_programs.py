@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hydra_ext
-from support.saved_programs import OPERATIONS, SIDE, SavedProgram, Step, saved_programs
+from support.saved_programs import INEXACT, OPERATIONS, POLICIES, SIDE, SavedProgram, Step, saved_programs
 from support.stashed import assert_empty, stashed
 
 
@@ -28,7 +28,7 @@ def outcome(program: SavedProgram, stash: hydra_ext.stash | None) -> tuple[str, 
 
 
 def compare(program: SavedProgram) -> hydra_ext.stash:
-    stash = stashed(budget=program.budget)
+    stash = hydra_ext.stash(program.policy, budget=program.budget, device="simulated")
     (said, found), (wanted, expected) = outcome(program, stash), outcome(program, None)
     assert said == wanted
     if expected is not None:
@@ -51,10 +51,14 @@ def test_many_random_programs(program: SavedProgram) -> None:
     compare(program)
 
 
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_each_operation_saves_something(operation: str) -> None:
-    stash = compare(SavedProgram((Step(operation, 0, False),), None, 1))
+def test_each_operation_saves_something(operation: str, policy: hydra_ext.Offload | hydra_ext.Compress) -> None:
+    others = tuple(Step("sin", 0, False) for _ in range(2))
+    stash = compare(SavedProgram((*others, Step(operation, 0, False), *others), None, 1, policy))
     assert stash.report().tensors > 0
+    if operation in INEXACT and policy == hydra_ext.Compress(error=1e3) and operation != "linear and something else":
+        assert stash.report().compressed > 0
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64, torch.bfloat16, torch.complex128])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,6 +121,7 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> list[dict[str, Any
                 losses.append(torch.stack(pipe.step(batches, lambda b: text_loss(model, b)).losses))  # noqa: B023
             held = {n for part in pipe._engine.parts.own for n, _ in part.parameters}
             pipe.drain()
+            gc.collect()  # a module and what refers back to it go with the next collection, whenever that is
             undead = [n for n, reference in memory.items() if n not in held and not reference.expired()]
         states = [n for n, module in model.named_modules() if gives_state(module)]
         results.append({"losses": torch.stack(losses), "undead": undead, "states": states})

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hydra_ext
 
 SIDE = 24  # 24 * 24 floats are more than what is left alone
 
@@ -45,7 +48,22 @@ WRITES: dict[str, Operation] = {
     "a part written": lambda x: _written_part(x),
     "written after its last use": lambda x: _written_after(x),
 }
-OPERATIONS = PLAIN | VIEWS | WRITES
+# What they save may come back changed, but for signs and places; only gradients of the weights may show it.
+_WEIGHT = nn.Parameter(torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1)) / SIDE**0.5)
+_KERNEL = nn.Parameter(torch.randn(1, 1, 3, 3, generator=torch.Generator().manual_seed(2)) / 3)
+INEXACT: dict[str, Operation] = {
+    "linear": lambda x: x @ _WEIGHT,
+    "linear from the left": lambda x: _WEIGHT @ x,
+    "convolution": lambda x: F.conv2d(x[None, None], _KERNEL, padding=1)[0, 0],
+    "convolution of what a ReLU gave": lambda x: F.conv2d(torch.relu(x)[None, None], _KERNEL, padding=1)[0, 0],
+    "transposed convolution": lambda x: F.conv_transpose2d(x[None, None], _KERNEL, padding=1)[0, 0],
+    "leaky ReLU": lambda x: F.leaky_relu(x, 0.1),
+    "maxima": lambda x: F.max_pool2d(x[None], 3, stride=1, padding=1)[0],
+    "means": lambda x: F.avg_pool2d(x[None], 3, stride=1, padding=1)[0],
+    "linear and something else": lambda x: (x @ _WEIGHT) * x,
+}
+OPERATIONS = PLAIN | VIEWS | WRITES | INEXACT
+POLICIES = (hydra_ext.Offload(), hydra_ext.Offload("conv"), hydra_ext.Compress(error=1e3))
 
 
 def _written_part(x: Tensor) -> Tensor:
@@ -75,6 +93,7 @@ class SavedProgram:
     steps: tuple[Step, ...]
     budget: int | None
     seed: int
+    policy: hydra_ext.Offload | hydra_ext.Compress = POLICIES[0]
 
     def run(self, x: Tensor) -> Tensor:
         torch.manual_seed(self.seed)
@@ -93,4 +112,5 @@ def saved_programs() -> st.SearchStrategy[SavedProgram]:
         steps=st.lists(step, min_size=1, max_size=12).map(tuple),
         budget=st.sampled_from([None, 2000, 10_000, 1_000_000]),
         seed=st.integers(0, 2**16),
+        policy=st.sampled_from(POLICIES),
     )

@@ -48,6 +48,25 @@ def test_corners_that_are_aligned_are_refused() -> None:
         F.interpolate(image(), scale_factor=2, mode="bilinear", align_corners=True)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("factor", [1.02, 2.01, 4.02])
+def test_factors_that_are_rounded_to_whole_rows_are_refused(mode: str, factor: float) -> None:
+    source = image()
+    rows = int(40 * factor)
+    assert rows % 40 == 0
+    gradient = torch.randn(1, 3, rows, int(12 * factor))
+    backward = getattr(torch.ops.aten, f"upsample_{mode}2d_backward").default
+    corners = [False] if mode == "bilinear" else []
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=f"factor of {factor}"):
+            F.interpolate(source, scale_factor=factor, mode=mode)
+        with pytest.raises(UnsupportedOperation, match=f"factor of {factor}"):
+            backward(gradient, gradient.shape[2:], source.shape, *corners, factor, factor)
+        F.interpolate(source, scale_factor=factor, mode=mode, recompute_scale_factor=True)
+        F.interpolate(source, scale_factor=(2.0, factor), mode=mode)
+    assert run.report().operations == 2
+
+
 def test_what_is_smaller_than_a_strip_is_left_alone() -> None:
     source = image()
     with tiled.strips(budget="1GiB", device="simulated") as run:
@@ -120,3 +139,25 @@ def test_an_image_of_bytes_outside_strips_is_refused() -> None:
         photograph + 1
     with tiled.strips(budget="1GiB", rows=2, device="simulated"), pytest.raises(UnsupportedOperation):
         torch.cat([photograph, photograph])
+
+
+@pytest.mark.parametrize("dimensions", [3, 4])
+def test_bytes_that_change_before_backward_raise(dimensions: int) -> None:
+    pixels = torch.zeros(1, 3, 40, 8, dtype=torch.uint8)
+    pixels = pixels if dimensions == 4 else pixels[0]
+    weight = torch.ones(1, 3, 3, 3, requires_grad=True)
+    with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+        loss = F.conv2d(tiled.image(pixels), weight).sum()
+        pixels.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        F.conv2d(tiled.image(pixels), weight).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, 38 * 6 / 255))
+
+
+def test_bytes_of_inference_mode_make_an_image() -> None:
+    with torch.inference_mode():
+        photograph = tiled.image(torch.full((3, 40, 8), 255, dtype=torch.uint8))
+        with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+            assert torch.equal(photograph * 2, torch.full((1, 3, 40, 8), 2.0))

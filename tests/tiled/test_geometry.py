@@ -45,6 +45,7 @@ def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None
         strip = window.forward(wanted)
         assert 0 <= strip.load.begin < strip.load.end <= height
         assert strip.load.begin % stride == 0
+        assert (height - strip.load.end) % stride == 0
         assert strip.load.count >= min(least, height)
         assert strip.result.begin <= wanted.begin < wanted.end <= strip.result.end
         for source in (
@@ -55,6 +56,7 @@ def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None
     assert_partition(calls, outputs)
     for call in calls:
         assert 0 <= call.input.begin <= call.own.begin < call.own.end <= call.input.end <= height
+        assert call.input.begin % stride == (height - call.input.end) % stride == 0
         assert 0 <= call.output.begin < call.output.end <= outputs
         for row in range(call.own.begin, call.own.end):
             for output, rest in (divmod(row + padding - dilation * j, stride) for j in range(kernel)):

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import hydra_ext
 from hydra_ext import tiled
 from support.strips import assert_close, assert_equal, in_strips, outcome
 
@@ -49,7 +50,7 @@ SAME_BITS: dict[str, tuple[int, Callable[..., torch.Tensor]]] = {
     "bilinear": (1, lambda x: F.interpolate(x, scale_factor=2, mode="bilinear")),
     "bilinear by four": (1, lambda x: F.interpolate(x, size=(4 * HEIGHT, 50), mode="bilinear")),
     "shuffled": (1, lambda x: F.pixel_unshuffle(x[:, :, :60, :20], 2) * 2),
-    "a flat view": (1, lambda x: x.flatten(1) * 2),
+    "a flat view": (1, lambda x: (x.flatten(1) * 2).view_as(x) * 2),
     "no batch": (1, lambda x: F.relu(x[0] * 2)),
 }
 
@@ -153,6 +154,69 @@ def test_statistics_far_from_zero() -> None:
     assert 0.99 < made.var() < 1.01
 
 
+def test_a_stash_that_compresses_may_be_inside() -> None:
+    """It looks at the norms and zeros of the maps that it keeps; from the second step on it compresses them."""
+    source = torch.rand(1, 3, 64, 40, generator=torch.Generator().manual_seed(10))
+
+    def losses(rows: int) -> list[float]:
+        torch.manual_seed(11)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        kept = hydra_ext.stash(hydra_ext.Compress(), model=model, optimizer=optimizer, device="simulated")
+        found = []
+        for _ in range(3):
+            with tiled.strips(budget="1GiB", rows=rows, device="simulated") as run:
+                with kept:
+                    loss = model(source).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        assert (run.report().strips > run.report().operations) == (rows < 64)
+        assert any(layer.ratio > 1.5 for layer in kept.report().layers), "nothing was compressed"
+        return found
+
+    made, at_once = losses(16), losses(64)
+    assert made[0] == at_once[0]
+    assert made == pytest.approx(at_once, rel=1e-3)
+
+
+def test_copies_and_comparisons_are_made_on_the_host() -> None:
+    source = maps()[0].to(memory_format=torch.channels_last)
+    with tiled.strips(budget="1GiB", rows=7, device="simulated") as run:
+        copied = source.clone()
+        assert torch.equal(copied, source)
+        copied[0, 0, -1, -1] += 1
+        assert not torch.equal(copied, source)
+    assert copied.stride() == source.stride()
+    assert run.report().operations == 0
+
+
+STEPS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "one by one": lambda weights: torch.optim.AdamW(weights, foreach=False),
+    "lists": lambda weights: torch.optim.AdamW(weights, foreach=True),
+    "fused Adam": lambda weights: torch.optim.Adam(weights, fused=True),
+    "fused AdamW": lambda weights: torch.optim.AdamW(weights, fused=True),
+    "fused SGD": lambda weights: torch.optim.SGD(weights, momentum=0.9, fused=True),
+    "fused Adagrad": lambda weights: torch.optim.Adagrad(weights, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_optimizers_of_weights_higher_than_a_strip(kind: str) -> None:
+    def trained(rows: int) -> torch.Tensor:
+        weight = torch.linspace(-1, 1, 2 * 3 * 7 * 7).view(2, 3, 7, 7).requires_grad_()
+        with tiled.strips(budget="1GiB", rows=rows, device="simulated"):
+            optimizer = STEPS[kind]([weight])
+            for step in range(2):
+                weight.grad = torch.full((2, 3, 7, 7), step + 0.5)
+                torch.nn.utils.clip_grad_norm_([weight], 1.0, foreach=True)
+                optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(trained(4), trained(100))
+
+
 POOLS = st.tuples(
     st.integers(3, 40),  # height
     st.integers(1, 6),  # kernel
@@ -199,7 +263,7 @@ def assert_pooled_as_at_once(pool: Callable[[torch.Tensor], torch.Tensor], heigh
 
 
 def test_indices_of_pooling_count_in_the_whole_map_beyond_32_bits() -> None:
-    source = torch.arange(48_000, dtype=torch.float32).view(1, 1, -1, 1).expand(1, 1, -1, 64_000)
+    source = torch.arange(40_001, dtype=torch.float32).view(1, 1, -1, 1).expand(1, 1, -1, 64_000)
     with tiled.strips(budget="64MiB", rows=1, device="simulated"):
         _, indices = F.max_pool2d(source, 1, stride=8_000, return_indices=True)
     expected = 8_000 * (torch.arange(6).view(-1, 1) * 64_000 + torch.arange(8))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hydra_ext.errors import SplitError
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 # A member of a list that itself holds lists is one block up to this share of the model's elements, else opened. So is a
 # chain of modules of several classes; one of several layers also up to this share of the model's layers, since it may

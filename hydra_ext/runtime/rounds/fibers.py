@@ -23,7 +23,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Site
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 Result = TypeVar("Result")
 SiteVisit = Callable[[tuple[Any, ...], dict[str, Any]], Any]

@@ -20,7 +20,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.runtime.tracing import not_traced
+from hydra_ext.tracing import not_traced
 
 _ABSENT: Any = object()
 Key = tuple[nn.Module, str]

@@ -1,0 +1,37 @@
+// What those who saved something need of it together, and how it may be stored then.
+#pragma once
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "csrc/pytorch/coder.h"
+#include "csrc/pytorch/layer_bounds.h"
+#include "csrc/pytorch/saved_use.h"
+
+namespace hydra {
+
+struct Wishes {
+  static Wishes exact() { return {}; }
+  /// Of a tensor that is being saved.
+  static Wishes of(const at::Tensor& saved, LayerBounds& bounds);
+
+  bool encodable = false;
+  bool keep_signs = false;
+  double bound = std::numeric_limits<double>::infinity();
+  std::optional<codec::PoolGeometry> pool;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  std::vector<LayerBounds::LayerPtr> layers;
+  std::string exact_for;  // the operator
+
+  void add(const Wishes& others);
+  /// Whether something stored as wished here has what the others wish.
+  bool grant(const Wishes& others) const;
+  /// What was stored for the layers that take it in.
+  void count(Bytes saved, Bytes stored) const;
+  /// Null if it is to be stored as it is.
+  CoderPtr coder(c10::Device device, Bytes bytes) const;
+};
+
+}  // namespace hydra

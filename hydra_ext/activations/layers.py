@@ -1,0 +1,91 @@
+"""What a stash learns of layers whose inputs it compresses: within which bound, and what that does to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.activations.report import LayerReport
+from hydra_ext.policy import Compress
+
+FaceOf = Callable[[Tensor], Tensor | None]
+"""The tensor that a forward takes in place of a parameter; None for the parameter itself."""
+
+
+class Layers:
+    """Of one model and one policy.
+
+    Args:
+        model: gives layers their names.
+        optimizer: whose momentum errors are measured by.
+    """
+
+    def __init__(
+        self, policy: Compress, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, face_of: FaceOf
+    ) -> None:
+        fixed = None if isinstance(policy.error, str) else float(policy.error)
+        self.bounds = _C.LayerBounds(fixed=fixed, fraction=policy.fraction, every=policy.every)
+        self._model = model
+        self._optimizer = optimizer
+        self._face_of = face_of
+        self._every = policy.every
+        self._steps = 0
+
+    def step_begins(self) -> None:
+        """The optimizer has its gradients, and the momentum of its last step."""
+        if self._optimizer is not None and self._steps % self._every == 0:
+            weights = {id(figures.weight) for figures in self.bounds.layers()}
+            for parameter, ratio in momentum_over_gradient(
+                self._optimizer, lambda parameter: id(self._face(parameter)) in weights
+            ):
+                self.bounds.set_momentum(self._face(parameter), min(ratio, 1.0))
+        self._steps += 1
+
+    def report(self) -> Iterator[LayerReport]:
+        named = [] if self._model is None else self._model.named_parameters()
+        names = {id(self._face(parameter)): name for name, parameter in named}
+        for figures in self.bounds.layers():
+            yield LayerReport(
+                weight=names.get(id(figures.weight), f"unnamed {tuple(figures.weight.shape)}"),
+                forwards=figures.forwards,
+                samples=figures.samples,
+                bound=figures.bound,
+                saved_bytes=figures.saved_bytes,
+                stored_bytes=figures.stored_bytes,
+                gradient_error=figures.relative_error if figures.saved_bytes else 0.0,
+            )
+
+    def _face(self, parameter: Tensor) -> Tensor:
+        face = self._face_of(parameter)
+        return parameter if face is None else face
+
+
+@torch.no_grad()
+def momentum_over_gradient(
+    optimizer: torch.optim.Optimizer, wanted: Callable[[Tensor], bool]
+) -> Iterator[tuple[Tensor, float]]:
+    """Of each wanted parameter that has both: the norm of the momentum of the last step, as a mean of gradients, over
+    that of its gradient."""
+    for group in optimizer.param_groups:
+        for parameter in filter(wanted, group["params"]):
+            state = optimizer.state.get(parameter, {})
+            momentum, share = state.get("exp_avg"), 1.0
+            if momentum is None:
+                momentum = state.get("momentum_buffer")
+                share = (1.0 - float(group.get("momentum", 0.0))) / (1.0 - float(group.get("dampening", 0.0)))
+            if _has_a_norm(momentum) and _has_a_norm(parameter.grad):
+                gradient = _norm(parameter.grad)
+                if 0 < gradient < float("inf"):
+                    yield parameter, share * _norm(momentum) / gradient
+
+
+def _has_a_norm(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_floating_point()
+
+
+def _norm(tensor: Any) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float32))

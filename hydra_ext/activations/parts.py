@@ -1,0 +1,29 @@
+"""The parts of a model that figures of saved tensors are kept of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
+
+
+def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that a model is a list of, and what stands beside such lists; by name, in the model's order."""
+    return list(_parts("", model, inside=False))
+
+
+def _parts(name: str, module: nn.Module, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
+    """``inside``: it is an element of a container, which is a part unless it has a list of layers itself."""
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        return  # the one takes no hooks, the other would be compiled with them
+    is_container = isinstance(module, _CONTAINERS)
+    looked_for = _LISTS if inside else _CONTAINERS
+    if is_container or any(isinstance(below, looked_for) for below in module.modules() if below is not module):
+        for child_name, child in module.named_children():
+            yield from _parts(f"{name}.{child_name}".lstrip("."), child, inside=inside or is_container)
+    else:
+        yield name, module

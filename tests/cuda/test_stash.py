@@ -1,0 +1,90 @@
+"""A stash on a GPU: the same gradients as without, and with Compress the same but for layers' weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from support.stashed import assert_empty, assert_same, gradients
+
+LAYERS = (nn.Linear, nn.Conv2d)
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()]
+    for _ in range(3):
+        layers += [nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 64, 64), nn.GELU(), nn.Linear(64, 8)).cuda().to(dtype)
+
+
+def picture(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(16, 3, 64, 64, generator=torch.Generator().manual_seed(1)).cuda().to(dtype)
+
+
+@pytest.mark.parametrize("budget", [None, 4 * 2**20, 2**33])
+@pytest.mark.parametrize(
+    "policy",
+    [hydra_ext.Offload(), hydra_ext.Offload("conv"), {"": hydra_ext.Offload(), "[2-9]": hydra_ext.Recompute()}],
+    ids=["all", "conv", "recompute"],
+)
+def test_lossless_policies_give_the_same_bits(policy: object, budget: int | None) -> None:
+    model, x = net(), picture()
+    stash = hydra_ext.stash(policy, model=model, budget=budget, device="cuda")  # type: ignore[arg-type]
+    for _ in range(3):
+        expected = gradients(model, lambda: model(x).square().sum())
+        assert_same(gradients(model, lambda: model(x).square().sum(), stash), expected)
+        assert_empty(stash.report())
+    assert stash.report().intervals > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [None, 4 * 2**20])
+def test_errors_reach_weights_of_layers_alone(budget: int | None, dtype: torch.dtype) -> None:
+    model, x = net(dtype), picture(dtype)
+    weights = {module.weight for module in model.modules() if isinstance(module, LAYERS)}
+    stash = hydra_ext.stash(hydra_ext.Compress(), model=model, budget=budget, device="cuda")
+    for step in range(4):
+        expected = gradients(model, lambda: model(x).square().sum())
+        found = gradients(model, lambda: model(x).square().sum(), stash)
+        assert torch.equal(found[0], expected[0])
+        for parameter, one, other in zip(model.parameters(), found[1:], expected[1:], strict=True):
+            if parameter not in weights:
+                assert torch.equal(one, other)
+            elif step > 0:
+                assert (one - other).norm() <= 0.05 * other.norm()
+    report = stash.report()
+    assert report.compressed > 8
+    assert report.stream_bytes < report.compressed_bytes / 3
+    assert_empty(report)
+
+
+def test_streams_are_those_of_the_simulated_device() -> None:
+    def stored(device: str) -> list[int]:
+        model, x = net(), picture()
+        if device == "simulated":
+            model, x = model.cpu(), x.cpu()
+        with torch.no_grad():  # so that both have the same numbers to compress
+            for parameter in model.parameters():
+                parameter.zero_()
+        stash = hydra_ext.stash(hydra_ext.Compress(error=0.01), model=model, device=device)
+        gradients(model, lambda: model(x).square().sum(), stash)
+        return [stash.report().compressed_bytes, stash.report().stream_bytes]
+
+    assert stored("cuda") == stored("simulated")
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1}, {"stride": 1}, {"dilation": 2, "ceil_mode": True}])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_indices_of_pools_come_back(options: dict[str, int], channels_last: bool) -> None:
+    x = torch.randn(3, 40, 37, 53).cuda()
+    x = x.to(memory_format=torch.channels_last if channels_last else torch.contiguous_format).requires_grad_()
+    pool = nn.MaxPool2d(3, **options)  # type: ignore[arg-type]
+    expected = torch.autograd.grad(pool(x * 1).sin().sum(), [x])
+    stash = hydra_ext.stash(hydra_ext.Compress(), device="cuda")
+    with stash:
+        loss = pool(x * 1).sin().sum()
+    assert_same(list(torch.autograd.grad(loss, [x])), list(expected))
+    assert stash.report().compressed >= 1
