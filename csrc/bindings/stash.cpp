@@ -31,8 +31,6 @@ void bind_treatments(py::module_& module) {
       .def_readonly("bound", &LayerFigures::bound)
       .def_readonly("saved_bytes", &LayerFigures::saved_bytes)
       .def_readonly("stored_bytes", &LayerFigures::stored_bytes)
-      .def_readonly("nonzero", &LayerFigures::nonzero)
-      .def_readonly("momentum", &LayerFigures::momentum)
       .def_property_readonly("relative_error", &LayerFigures::relative_error);
   py::class_<LayerBounds, std::shared_ptr<LayerBounds>>(module, "LayerBounds",
                                                         "How far off each layer's stored input may be.")

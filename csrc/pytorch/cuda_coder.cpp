@@ -38,9 +38,10 @@ Bytes length_of_stream(const void* header, Bytes /*made*/) {
 Bytes length_of_codes(const void* header, Bytes made) {
   std::uint32_t wrong = 0;
   std::memcpy(&wrong, header, sizeof wrong);
-  HYDRA_EXPECT(wrong == 0, StateError,
-               "an index that a pool has saved is in none of its windows: use hydra_ext.Offload "
-               "for it in place of Compress");
+  HYDRA_EXPECT(
+      wrong == 0, StateError,
+      "an index that a max-pool has saved is in none of its windows: choose hydra_ext.Offload() for that module "
+      "in place of Compress");
   return made;
 }
 

@@ -15,7 +15,7 @@
 // falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section 4, has the rule
 // with constants that were fitted; this derivation needs none.)
 //
-// Threads: any. Nothing here is called with the mutex held.
+// Threads: any. Nobody else is called with a mutex held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,7 +42,7 @@ struct LayerFigures {
   double mean_square = 0;  // of what is not 0 in the input
   double output_gradient = 0;
   double weight_gradient = 0;
-  double momentum = 1;  // its norm over that of the gradient that it was made with
+  double momentum = 1;  // that of the last step, its norm over that of the gradient then at hand
   Bytes saved_bytes = 0;
   Bytes stored_bytes = 0;  // that they have become
 
@@ -50,7 +50,7 @@ struct LayerFigures {
   double relative_error() const noexcept;
 };
 
-class LayerBounds final : public std::enable_shared_from_this<LayerBounds> {
+class LayerBounds final {
  public:
   /// One bound for all layers, or none: then it follows from `fraction`.
   LayerBounds(std::optional<double> fixed, double fraction, std::int64_t every);
