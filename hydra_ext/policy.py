@@ -129,15 +129,16 @@ class Compress:
         b = min(fraction * m * |dW| / |G| * sqrt(3 / (r * n)), sqrt(2 * fraction) * s)
 
     G is the gradient of the layer's output, r the share of its input that is not 0, s the root of the mean square of
-    that, and n the number of elements of dW that one of G adds to: input channels times kernel elements, or input
-    features. For errors that are independent and uniform within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2;
-    errors of numbers that are not larger than b are not, hence the second term, by which their mean stays below
-    ``fraction``. All are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the ``every``-th,
-    and of each ``every``-th from then on, and averaged with half the weight for each older one; the first term lets a
-    bound change by no more than a factor of 2 at a time. m is the norm of the optimizer's momentum (Adam's first
-    moment, SGD's buffer times 1 - momentum) over that of the gradient, in every ``every``-th step, and at most 1;
-    without an optimizer it is 1. Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al.,
-    VLDB 2022, arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
+    that, and n the number of elements of dW that one of G adds to: input channels times kernel elements (of a
+    transposed convolution divided by its strides), or input features. For errors that are independent and uniform
+    within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2; errors of numbers that are not larger than b are not,
+    hence the second term, by which their mean stays below ``fraction``. All are measured in the backward of a layer's
+    1st, 2nd, 4th, 8th, ... forward up to the ``every``-th, and of one in ``every`` from then on, in changing places,
+    and averaged with half the weight for each older one; the first term lets a bound change by no more than a factor
+    of 2 at a time. m is the norm of the optimizer's momentum (Adam's first moment, SGD's buffer times 1 - momentum,
+    nothing else) over that of the gradient, in every ``every``-th step, and at most 1; without an optimizer it is 1.
+    Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al., VLDB 2022,
+    arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
 
     Attributes:
         error: the bound for all layers, in units of the tensors themselves, from the first forward on; or

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <numbers>
 #include <utility>
 
 #include "csrc/pytorch/gil.h"
@@ -28,8 +29,13 @@ struct Sample {
 };
 
 bool is_measured(std::int64_t forward, std::int64_t every) {
-  const auto number = static_cast<std::uint64_t>(forward + 1);
-  return forward % every == 0 || (forward + 1 < every && std::has_single_bit(number));
+  if (forward < every) {
+    return std::has_single_bit(static_cast<std::uint64_t>(forward + 1));
+  }
+  // Not at the same place of each `every` forwards: of a layer that is called several times a step, that would be the
+  // same call for ever. Multiples of the golden ratio come near every place, whatever the number of calls.
+  const double turns = static_cast<double>(forward / every) * std::numbers::phi;
+  return forward % every == static_cast<std::int64_t>((turns - std::floor(turns)) * static_cast<double>(every));
 }
 
 at::Tensor norm_of(const at::Tensor& tensor) {

@@ -10,10 +10,10 @@
 // that are not larger than the bound are not independent of them, and their mean, which grows with the square of that
 // ratio, stays below `fraction` so.
 // |G|, |dW|, r and the mean square are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the
-// `every`-th, and of every `every`-th from then on. Means over the samples forget half with each one. m, the momentum's
-// norm over that of the gradient, is as it was told last, 1 until it is. But for that limit a bound never grows or
-// falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section 4, has the rule
-// with constants that were fitted; this derivation needs none.)
+// `every`-th, and of one in `every` from then on, in changing places. Means over the samples forget half with each one.
+// m, the momentum's norm over that of the gradient, is as it was told last, 1 until it is. But for that limit a bound
+// never grows or falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section
+// 4, has the rule with constants that were fitted; this derivation needs none.)
 //
 // Threads: any. Nobody else is called with a mutex held.
 #pragma once

@@ -76,20 +76,26 @@ at::Tensor tensor_at(c10::ArrayRef<const c10::IValue> inputs, std::size_t index)
 }
 
 void read_convolution(Followed& op, c10::ArrayRef<const c10::IValue> inputs) {
+  constexpr std::size_t kStride = 3;
   constexpr std::size_t kTransposed = 6;
   constexpr std::size_t kGroups = 8;
   op.first = tensor_at(inputs, 0);
   op.second = tensor_at(inputs, 1);
-  if (!op.second.defined() || op.second.dim() < 2 || inputs.size() <= kGroups || !inputs[kTransposed].isBool() ||
-      !inputs[kGroups].isInt()) {
+  if (!op.second.defined() || op.second.dim() < 2 || inputs.size() <= kGroups || !inputs[kStride].isIntList() ||
+      !inputs[kTransposed].isBool() || !inputs[kGroups].isInt()) {
     op.rule = Rule::kNone;
     return;
   }
   const bool transposed = inputs[kTransposed].toBool();
   const std::int64_t outputs = transposed ? op.second.size(1) * inputs[kGroups].toInt() : op.second.size(0);
-  // Of a transposed one with a stride fewer, so that its error is less than foretold.
   op.touched_by_first =
       static_cast<double>(op.second.numel()) / static_cast<double>(std::max<std::int64_t>(outputs, 1));
+  if (transposed) {  // of the kernel's elements, which lie a stride apart in what they make, so many meet at one place
+    const std::vector<std::int64_t> strides = inputs[kStride].toIntVector();
+    for (std::int64_t dim = 2; dim < op.second.dim() && !strides.empty(); ++dim) {
+      op.touched_by_first /= static_cast<double>(strides.size() == 1 ? strides[0] : strides.at(dim - 2));
+    }
+  }
 }
 
 void read_matrices(Followed& op, c10::ArrayRef<const c10::IValue> inputs, std::size_t first) {

@@ -27,7 +27,7 @@ struct SavedUse {
   bool into_convolution = false;  // it is the input of one
   // Where the need is kBounded:
   at::Tensor weight{};  // the parameter that the weight is, or is a view, copy or cast of
-  double touched = 0;   // elements of the weight's gradient that each element of the output's gradient adds to, at most
+  double touched = 0;   // elements of the weight's gradient that one of the output's gradient adds to, without edges
   // Where it is kIndices: the tensor is a pool's, and lies in memory as the geometry says.
   std::optional<codec::PoolGeometry> pool{};
 };

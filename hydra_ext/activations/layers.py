@@ -74,9 +74,9 @@ def momentum_over_gradient(
         for parameter in filter(wanted, group["params"]):
             state = optimizer.state.get(parameter, {})
             momentum, share = state.get("exp_avg"), 1.0
-            if momentum is None:
+            if momentum is None and "dampening" in group:  # SGD's; that of others, such as RMSprop, is of other things
                 momentum = state.get("momentum_buffer")
-                share = (1.0 - float(group.get("momentum", 0.0))) / (1.0 - float(group.get("dampening", 0.0)))
+                share = (1.0 - float(group.get("momentum", 0.0))) / (1.0 - float(group["dampening"]))
             if _has_a_norm(momentum) and _has_a_norm(parameter.grad):
                 gradient = _norm(parameter.grad)
                 if 0 < gradient < float("inf"):

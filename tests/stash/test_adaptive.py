@@ -26,6 +26,8 @@ def layer(kind: str) -> tuple[nn.Module, Tensor, Callable[[nn.Module], float]]:
         return nn.Conv2d(8, 12, 3, padding=1), x, lambda module: 8.0 * 9
     if kind == "grouped":
         return nn.Conv2d(8, 12, 3, padding=1, groups=4), x, lambda module: 2.0 * 9
+    if kind == "strided":
+        return nn.ConvTranspose2d(8, 12, 4, stride=(2, 1), padding=1), x, lambda module: 8.0 * 16 / 2
     return nn.ConvTranspose2d(8, 12, 3, padding=1), x, lambda module: 8.0 * 9
 
 
@@ -47,7 +49,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (result * torch.randn(result.shape, generator=torch.Generator().manual_seed(9))).sum()
 
 
-KINDS = ("linear", "conv", "grouped", "transposed")
+KINDS = ("linear", "conv", "grouped", "transposed", "strided")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +84,7 @@ def test_the_bound_is_that_of_the_formula_and_the_error_what_it_foretells(kind: 
     assert row.saved_bytes == x.nbytes
     assert row.ratio > 3
     measured = ((found[at] - expected[at]).norm() / expected[at].norm()).item()
-    if kind == "transposed":  # fewer pairs at the edges
+    if kind in ("transposed", "strided"):  # fewer pairs at the edges
         assert 0.5 * fraction <= measured <= 1.1 * fraction
     else:
         assert 0.75 * fraction <= measured <= 1.15 * fraction
@@ -110,9 +112,26 @@ def rows(
 
 
 def test_it_is_measured_more_often_at_first() -> None:
-    assert [row.samples for row in rows([1.0] * 9, every=4)] == [0, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert [row.samples for row in rows([1.0] * 13, every=4)] == [0, 1, 2, 2, 3, 3, 3, 4, 4, 5, 5, 5, 5]
     assert [row.samples for row in rows([1.0] * 12, every=20)] == [0, 1, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4]
     assert [row.forwards for row in rows([1.0] * 3)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("calls", [2, 3, 5, 7])
+def test_a_layer_called_several_times_a_step_is_measured_in_each_of_its_calls(calls: int) -> None:
+    torch.manual_seed(0)
+    module, x, _ = layer("linear")
+    model, every = Net(module), 2 * calls
+    stash = hydra_ext.stash(hydra_ext.Compress(every=every), model=model, device="simulated")
+    samples = []  # one is seen in the forward after that whose backward it was taken in
+    for _ in range(20 * every):
+        with stash:
+            loss = loss_of(model, x[:1])
+        samples.append(stash.report().layers[0].samples)
+        loss.backward()
+    grown = [forward for forward in range(every, len(samples) - 1) if samples[forward + 1] > samples[forward]]
+    assert {forward % calls for forward in grown} == set(range(calls))
+    assert len(grown) == 19
 
 
 def test_a_factor_of_the_loss_changes_nothing() -> None:
@@ -197,6 +216,15 @@ def test_errors_are_measured_by_the_momentum_where_there_is_one(
     assert found[2].bound == pytest.approx(max(0.5, shares[0]) * plain[2].bound, rel=0.01)  # clamped
     assert found[4].bound == pytest.approx(max(0.125, 0.271) * plain[4].bound, rel=0.02)
     assert found[4].gradient_error == pytest.approx(0.01 * found[4].bound / plain[4].bound, rel=1e-3)
+
+
+def test_buffers_of_other_things_than_gradients_are_no_momentum() -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.RMSprop([weight], momentum=0.9)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[weight]
+    assert not list(momentum_over_gradient(optimizer, lambda _: True))
 
 
 def test_momentum_is_a_mean_of_gradients() -> None:
