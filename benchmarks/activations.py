@@ -125,6 +125,7 @@ class Candidate:
 
 
 KEEP = "keep"
+DYNAMIC = "dynamic"
 CANDIDATES = [
     Candidate("Offload", lambda setting: setting.stash(hydra_ext.Offload()), has_goals=True),
     Candidate("Offload, 1/8", lambda setting: setting.stash(hydra_ext.Offload(), 1 / 8), has_goals=True),
@@ -186,6 +187,10 @@ def speed_that_hides(task: Task, saved: Saved, rounds: int) -> float:
     return speed
 
 
+def is_asked_for(only: str, task: Task, name: str) -> bool:
+    return f"{task.name}, {name}".startswith(only)
+
+
 def check_gradients(setting: Setting, candidate: Candidate, expected: list[Tensor]) -> None:
     """Of a first step and of a second, which may know more."""
     inside = candidate.make(setting)
@@ -214,11 +219,11 @@ def peak_bytes(task: Task, inside: AbstractContextManager[object]) -> int:
     return max(peaks)
 
 
-def compare_bytes(setting: Setting) -> None:
+def compare_bytes(setting: Setting, candidates: list[Candidate]) -> None:
     name = setting.task.name
     peaks = {KEEP: peak_bytes(setting.task, nullcontext())}
     print(f"(bytes) {name}, {KEEP}: {peaks[KEEP] / 2**20:.1f} MiB")
-    for candidate in CANDIDATES:
+    for candidate in candidates:
         peak = peaks[candidate.name] = peak_bytes(setting.task, candidate.make(setting))
         said = f"(bytes) {name}, {candidate.name}: {peak / 2**20:.1f} MiB, {peak / peaks[KEEP]:.1%} of {KEEP}"
         if candidate.has_goals:
@@ -232,9 +237,9 @@ def judged(holds: bool) -> str:
     return "holds" if holds else "MISSED"
 
 
-def compare_times(setting: Setting, rounds: int) -> None:
+def compare_times(setting: Setting, candidates: list[Candidate], rounds: int) -> None:
     task = setting.task
-    for candidate in CANDIDATES:
+    for candidate in candidates:
         inside = candidate.make(setting)
         result = compare(lambda: task.step(nullcontext()), lambda: task.step(inside), rounds=rounds)  # noqa: B023
         verdict = result.verdict(margin=MOST_TIME - 1, holds=result.ratio <= MOST_TIME)
@@ -243,7 +248,6 @@ def compare_times(setting: Setting, rounds: int) -> None:
               f"{f': at most {MOST_TIME} {verdict}' if candidate.has_goals else ''}")  # fmt: skip
         if isinstance(inside, hydra_ext.stash):
             print(inside.report())
-    compare_dynamic(setting, rounds)
 
 
 def compare_dynamic(setting: Setting, rounds: int) -> None:
@@ -260,17 +264,23 @@ def compare_dynamic(setting: Setting, rounds: int) -> None:
               f"{result.spread:.4f}: at most {MOST_TIME} {verdict}")  # fmt: skip
 
 
-def examine(task: Task, rounds: int) -> None:
+def examine(task: Task, rounds: int, only: str) -> None:
+    """Those whose model and name begin with ``only``."""
+    candidates = [candidate for candidate in CANDIDATES if is_asked_for(only, task, candidate.name)]
+    if not candidates and not is_asked_for(only, task, DYNAMIC):
+        return
     saved = saved_by(task)
     print(f"{task.name}: parameters {parameter_bytes(task.model) / 2**20:.1f} MiB, their gradients as many; saved "
           f"{saved.bytes / 2**20:.1f} MiB, the largest {saved.largest / 2**20:.1f} MiB")  # fmt: skip
     setting = Setting(task, saved, speed_that_hides(task, saved, rounds))
     task.step(nullcontext())
     expected = task.gradients()
-    for candidate in CANDIDATES:
+    for candidate in candidates:
         check_gradients(setting, candidate, expected)
-    compare_bytes(setting)
-    compare_times(setting, rounds)
+    compare_bytes(setting, candidates)
+    compare_times(setting, candidates, rounds)
+    if is_asked_for(only, task, DYNAMIC):
+        compare_dynamic(setting, rounds)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -278,12 +288,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tiny", action="store_true", help="small models, to see that the benchmark runs")
     parser.add_argument("--hiding", type=float, help="how much faster the link is than the sum of bytes needs")
+    parser.add_argument("--only", default="", help="one model, or one way of it, as 'VGG-16, Offload'")
     options: Any = parser.parse_args(argv)
     torch.set_num_threads(1)
     keep_freed_memory()
     for make in (vgg, gpt2):
         task = make(tiny=options.tiny)
-        examine(task if options.hiding is None else replace(task, hiding=options.hiding), options.rounds)
+        examine(task if options.hiding is None else replace(task, hiding=options.hiding), options.rounds, options.only)
     return 0
 
 
