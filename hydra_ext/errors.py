@@ -78,6 +78,11 @@ class TransferError(HydraError, RuntimeError):
     """A copy between device and host failed. The operation that needed it can be tried again."""
 
 
+class SpillError(HydraError, OSError):
+    """The disk could not keep, or give back, what the host has no room for. The message has the folder, how many bytes,
+    the system's reason, and what to do."""
+
+
 class PageFaultError(HydraError, RuntimeError):
     """An operation met an absent device parameter while the fault path is off."""
 

@@ -27,6 +27,12 @@ class TransferError : public Error {
   using Error::Error;
 };
 
+/// The disk could not keep, or give back, what the host has no room for.
+class SpillError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// A call that the present state does not allow, for example releasing what is not held.
 class StateError : public Error {
  public:

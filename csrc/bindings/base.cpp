@@ -28,6 +28,8 @@ void translate(std::exception_ptr error) {
     raise("torch", "OutOfMemoryError", known.what_without_backtrace());
   } catch (const TransferError& known) {
     raise("hydra_ext.errors", "TransferError", known.what());
+  } catch (const SpillError& known) {
+    raise("hydra_ext.errors", "SpillError", known.what());
   } catch (const PageFaultError& known) {
     raise("hydra_ext.errors", "PageFaultError", known.what());
   } catch (const ModelChanged& known) {

@@ -1,0 +1,57 @@
+// Scripted faults of files: the n-th operation of a kind fails, is short, or lies about what it has done.
+//
+// Operations are counted from 1 since construction or reset(); all but faults go to `files`. Thread-safe.
+#pragma once
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "csrc/io/file_operations.h"
+
+namespace hydra::testing {
+
+enum class FileOperation : std::uint8_t { kOpen, kBypass, kAllocate, kRead, kWrite };
+
+enum class FileFault : std::uint8_t {
+  kError,    // with the given errno
+  kShort,    // half of the bytes, rounded down to a multiple of 512, at least one byte
+  kDropped,  // a write says that it has written, and has not
+  kFlipped,  // a read changes a bit
+};
+
+class FaultyFiles final : public FileOperations {
+ public:
+  explicit FaultyFiles(FileOperations& files = system_files()) : files_(files) {}
+
+  /// The n-th operation, and with `persistent` every later one.
+  void fail(FileOperation operation, FileFault fault, std::int64_t nth, bool persistent = false, int error = 0);
+  void reset();
+  std::int64_t count(FileOperation operation) const;
+
+  int open_unnamed(const char* folder) override;
+  int bypass_cache(int descriptor, bool bypass) override;
+  int allocate(int descriptor, Bytes offset, Bytes bytes) override;
+  ssize_t read(int descriptor, void* data, Bytes bytes, Bytes offset) override;
+  ssize_t write(int descriptor, const void* data, Bytes bytes, Bytes offset) override;
+  void close(int descriptor) noexcept override;
+
+ private:
+  struct Rule {
+    FileOperation operation;
+    FileFault fault;
+    std::int64_t nth;
+    bool persistent;
+    int error;
+  };
+  /// Counts one operation, and says which rule it meets.
+  std::optional<Rule> next(FileOperation operation);
+
+  FileOperations& files_;
+  mutable std::mutex mutex_;
+  std::vector<Rule> rules_;
+  std::array<std::int64_t, 5> counts_{};
+};
+
+}  // namespace hydra::testing

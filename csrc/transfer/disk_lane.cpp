@@ -1,0 +1,157 @@
+#include "csrc/transfer/disk_lane.h"
+
+#include <chrono>
+#include <utility>
+
+#include "csrc/base/errors.h"
+
+namespace hydra {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+}  // namespace
+
+DiskLane::DiskLane(SpillFile& file, int threads) : file_(file) {
+  for (int i = 0; i < threads; ++i) {
+    threads_->emplace_back([this] { run(); });
+  }
+}
+
+DiskLane::~DiskLane() {
+  if (!home_.here()) {
+    return;
+  }
+  drain();
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_->notify_all();
+  for (std::thread& thread : *threads_) {
+    thread.join();
+  }
+}
+
+TicketPtr DiskLane::submit(DiskJob job) {
+  home_.expect_here();
+  HYDRA_EXPECT(job.data != nullptr && reinterpret_cast<std::uintptr_t>(job.data) % kDiskAlignment == 0, StateError,
+               "a transfer between disk and memory that is not there, or not aligned to " +
+                   std::to_string(kDiskAlignment) + " bytes");
+  auto running = std::make_shared<Running>();
+  running->pieces = file_.pieces(job.extent);
+  running->ticket = std::make_shared<Ticket>(file_.bytes(job.extent));
+  running->job = std::move(job);
+  TicketPtr ticket = running->ticket;
+  {
+    const std::lock_guard lock(mutex_);
+    waiting_[static_cast<std::size_t>(running->job.direction)].push_back(std::move(running));
+    ++unfinished_;
+  }
+  changed_->notify_all();
+  return ticket;
+}
+
+void DiskLane::drain() noexcept {
+  if (!home_.here()) {
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  changed_->wait(lock, [this] { return unfinished_ == 0; });
+}
+
+LaneStatistics DiskLane::statistics(DiskDirection direction) const {
+  const std::lock_guard lock(mutex_);
+  return statistics_[static_cast<std::size_t>(direction)];
+}
+
+DiskLane::RunningPtr DiskLane::take_piece(std::int64_t& piece) noexcept {
+  for (std::deque<RunningPtr>& queue : waiting_) {
+    if (!queue.empty()) {
+      RunningPtr running = queue.front();
+      if (running->next == 0) {
+        running->begin = Clock::now();
+        running->ticket->mark_enqueued();
+      }
+      piece = running->next++;
+      if (running->next == running->pieces) {
+        queue.pop_front();
+      }
+      return running;
+    }
+  }
+  return nullptr;
+}
+
+void DiskLane::run() noexcept {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    std::int64_t piece = 0;
+    RunningPtr running = take_piece(piece);
+    if (!running) {
+      if (stopping_) {
+        return;
+      }
+      changed_->wait(lock);
+      continue;
+    }
+    const bool failed = running->error != nullptr;
+    lock.unlock();
+    std::exception_ptr error;
+    Bytes bytes = 0;
+    if (!failed) {
+      try {
+        move(*running, piece);
+        bytes = file_.piece_bytes(running->job.extent, piece);
+      } catch (...) {  // travels in the ticket
+        error = std::current_exception();
+      }
+    }
+    lock.lock();
+    if (end_piece(*running, std::move(error), bytes)) {
+      lock.unlock();
+      finish(*running);
+      lock.lock();
+      --unfinished_;
+      changed_->notify_all();
+    }
+  }
+}
+
+void DiskLane::move(Running& running, std::int64_t piece) {
+  const DiskJob& job = running.job;
+  if (job.direction == DiskDirection::kRead) {
+    file_.read_piece(job.extent, piece, job.data);
+  } else {
+    file_.write_piece(job.extent, piece, job.data);
+  }
+}
+
+bool DiskLane::end_piece(Running& running, std::exception_ptr error, Bytes bytes) noexcept {
+  LaneStatistics& statistics = statistics_[static_cast<std::size_t>(running.job.direction)];
+  statistics.bytes += bytes;
+  if (error && !running.error) {
+    running.error = std::move(error);
+  }
+  if (++running.ended < running.pieces) {
+    return false;
+  }
+  running.seconds = seconds_since(running.begin);
+  ++statistics.jobs;
+  statistics.failures += running.error ? 1 : 0;
+  statistics.busy_seconds += running.seconds;
+  return true;
+}
+
+void DiskLane::finish(Running& running) noexcept {
+  running.job.owner.reset();
+  if (running.error) {
+    running.ticket->fail(running.error);
+  } else {
+    running.ticket->complete(running.seconds);
+  }
+}
+
+}  // namespace hydra
