@@ -25,12 +25,14 @@ class StripDevice(ABC):
     Attributes:
         device: where the strips' tensors are.
         most_strip_bytes: what one strip is to take at most, operands and results together, whatever the budget.
+        ample_bytes: what a strip's own rows are to take at most, unless its halo takes a large part of that.
         to_device_bytes: copied to it so far.
         to_host_bytes: copied from it so far.
     """
 
     # Libraries of kernels count a tensor's elements in 32 bits: no strip has more bytes, and so no more elements.
     most_strip_bytes = 2**31 - 1
+    ample_bytes = most_strip_bytes
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -86,7 +88,7 @@ class SimulatedStrips(StripDevice):
 
     # Larger tensors get fresh pages from the system each time: a step on 512 x 16384 pixels takes 10.8 s of processor
     # time in strips of up to 512 MiB, 6.4 s in strips of up to 64 MiB.
-    most_strip_bytes = 64 * 2**20
+    ample_bytes = 64 * 2**20
 
     def __init__(self, budget: int, options: SimulatedDevice) -> None:
         super().__init__(torch.device("cpu"))

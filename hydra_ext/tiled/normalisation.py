@@ -109,7 +109,8 @@ def _strip_statistics(run: TiledRun, source: torch.Tensor, rows: Rows) -> tuple[
 def _strips_of(run: TiledRun, maps: Sequence[torch.Tensor]) -> list[Rows]:
     """Strips in which maps of one shape are read as fp64."""
     per_row = sum(row_bytes(tensor) * (1 + 8 // tensor.element_size()) for tensor in maps)
-    parts = list(strips(maps[0].shape[2], run.rows(per_row)))
+    height = maps[0].shape[2]
+    parts = list(strips(height, run.rows(height, lambda rows: rows * per_row)))
     run.count(len(parts))
     return parts
 

@@ -37,7 +37,8 @@ def over_rows(
     cut = [operand.dim() >= -dim and operand.shape[dim] == height and height > 1 for operand in operands]
     elements = shape.numel() // max(1, height)
     each = sum(tensor.element_size() for tensor in (*operands, *results)) + temporary_bytes
-    parts = list(strips(height, _in_whole_vectors(run.rows(elements * each), elements)))
+    most = run.rows(height, lambda rows: rows * elements * each)
+    parts = list(strips(height, most if most == height else _in_whole_vectors(most, elements)))
     with run.device:
         whole = [None if is_cut else run.device.load(t) for t, is_cut in zip(operands, cut, strict=True)]
 

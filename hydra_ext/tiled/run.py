@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +14,9 @@ from hydra_ext.tiled.devices import StripDevice
 
 # What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
 _STRIPS_PER_BUDGET = 2
+
+# Own rows for each halo, in bytes, where the budget allows: of what is computed, a fifth is computed twice at most.
+_OWN_PER_HALO = 4
 
 
 @dataclass(frozen=True)
@@ -66,16 +71,19 @@ class TiledRun:
             return False
         if self._rows is not None and tensor.dim() >= 3 and tensor.shape[-2] > self._rows:
             return True
-        return tensor.numel() * tensor.element_size() > self._allowance
+        return tensor.numel() * tensor.element_size() > min(self._allowance, self.device.ample_bytes)
 
-    def rows(self, row_bytes: int, fixed_bytes: int = 0) -> int:
-        """How many rows a strip of an operation has.
+    def rows(self, height: int, strip_bytes: Callable[[int], int]) -> int:
+        """How many rows a strip of an operation has: at least one, and no more than the map.
 
         Args:
-            row_bytes: what a row takes on the device, operands and results together.
-            fixed_bytes: what every strip takes besides, such as its halo.
+            height: the map's rows.
+            strip_bytes: what a strip of so many rows takes on the device, operands and results together. Of no rows it
+                is what every strip takes besides, such as its halo. Never less for more rows.
         """
-        rows = max(1, (self._allowance - fixed_bytes) // max(1, row_bytes))
+        besides = strip_bytes(0)
+        most = min(self._allowance, besides + max(self.device.ample_bytes, _OWN_PER_HALO * besides))
+        rows = max(1, bisect.bisect_right(range(1, height + 1), most, key=strip_bytes))
         return rows if self._rows is None else min(rows, self._rows)
 
     def count(self, strips: int) -> None:

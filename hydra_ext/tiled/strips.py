@@ -24,8 +24,9 @@ class strips:  # noqa: N801 - a verb: it is used as a function
     always, all of them inside. What a strip takes on the device depends on the image's width, not on its height.
 
     Args:
-        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows; on a
-            simulated device, where larger ones are slower, as high as 64 MiB allow.
+        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows. On a
+            simulated device, where larger ones are slower, their own rows take at most 64 MiB, or four times what
+            every strip takes besides (its halo, the weight) where that is more.
         rows: the most rows that a strip has of any map; as many as the budget allows unless given.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
             ``"simulated"``, a :class:`hydra_ext.SimulatedDevice`.

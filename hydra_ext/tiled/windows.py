@@ -41,12 +41,14 @@ def _window_of(source: torch.Tensor, settings: Sequence[Any], *, dilated: bool) 
 def _parts(run: TiledRun, source: torch.Tensor, result: torch.Tensor, window: Window, *, of_source: bool) -> list[Rows]:
     """Strips of the source's rows or the result's, counting what lies on the device of both."""
     per_source, per_result = row_bytes(source), row_bytes(result)
-    if of_source:
-        per_row = 2 * per_source + -(-result.shape[2] // source.shape[2]) * 2 * per_result
-    else:
-        per_row = per_result + window.stride * per_source
-    cut = source if of_source else result
-    parts = list(strips(cut.shape[2], run.rows(per_row, 2 * (window.reach + window.stride) * per_source)))
+
+    def strip_bytes(rows: int) -> int:
+        of_it, of_result = window.backward_most(rows) if of_source else window.forward_most(rows)
+        # Backward: what was given and its gradient, on both sides.
+        return (2 if of_source else 1) * (of_it * per_source + of_result * per_result)
+
+    height = (source if of_source else result).shape[2]
+    parts = list(strips(height, run.rows(height, strip_bytes)))
     run.count(len(parts))
     return parts
 
@@ -172,7 +174,7 @@ def upsample(run: TiledRun, func: Any, source: torch.Tensor, size: Sequence[int]
     times = _times(func, source.shape[2], size[0], _scale(func, settings))
     result = torch.empty(made_of(func, source, size, *settings).shape, dtype=source.dtype)
     per_row = row_bytes(source) + times * row_bytes(result)
-    parts = list(strips(source.shape[2], run.rows(per_row, 2 * per_row)))
+    parts = list(strips(source.shape[2], run.rows(source.shape[2], lambda rows: (rows + 2) * per_row)))
     for own in parts:
         # A row above and below: what bilinear rows lie between.
         load = Rows(max(0, own.begin - 1), min(source.shape[2], own.end + 1))
@@ -196,7 +198,7 @@ def upsample_backward(
     times = _times(func, height, size[0], _scale(func, settings))
     result = torch.empty(list(shape), dtype=gradient.dtype)
     per_row = row_bytes(result) + times * row_bytes(gradient)
-    parts = list(strips(height, run.rows(per_row, 4 * per_row)))
+    parts = list(strips(height, run.rows(height, lambda rows: (rows + 4) * per_row)))
     for own in parts:
         # Two rows above and below: the nearer ones get what lies between them and the strip's own.
         given = Rows(max(0, own.begin - 2), min(height, own.end + 2))
