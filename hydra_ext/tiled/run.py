@@ -11,6 +11,7 @@ import torch
 
 from hydra_ext import _C
 from hydra_ext.tiled.devices import StripDevice
+from hydra_ext.tiled.pixels import Pixels
 
 # What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
 _STRIPS_PER_BUDGET = 2
@@ -66,9 +67,14 @@ class TiledRun:
         self._strips = 0
 
     def is_map(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a tensor have to be made in strips: it is on the host and more than one strip."""
+        """Whether operations on a tensor have to be made in strips: it is on the host and more than one strip.
+
+        An image of bytes always is: only strips have its numbers.
+        """
         if tensor.device.type != "cpu":
             return False
+        if isinstance(tensor, Pixels):
+            return True
         if self._rows is not None and tensor.dim() >= 3 and tensor.shape[-2] > self._rows:
             return True
         return tensor.numel() * tensor.element_size() > min(self._allowance, self.device.ample_bytes)

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import SimulatedDevice, parse_bytes
@@ -37,6 +37,7 @@ class strips:  # noqa: N801 - a verb: it is used as a function
         InvalidDevice: there is no such device.
         torch.OutOfMemoryError: inside: a strip of one row does not fit.
         UnsupportedOperation: inside: an operation on a map that strips cannot make.
+        StateError: it was entered before, or inside another one on the same thread.
     """
 
     def __init__(
@@ -57,6 +58,11 @@ class strips:  # noqa: N801 - a verb: it is used as a function
     def __enter__(self) -> TiledRun:
         if self._run is not None:
             raise StateError("this strips context was entered before; make a new one")
+        if any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack()):
+            raise StateError(
+                "a strips context was entered inside another one on the same thread: leave that first, or use it for "
+                "all that is to be made in strips"
+            )
         self._run = TiledRun(choose(self._device, self._budget), budget=self._budget, rows=self._rows)
         self._mode = _Mode(self._run)
         self._mode.__enter__()  # type: ignore[no-untyped-call]

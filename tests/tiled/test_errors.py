@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +111,54 @@ def test_a_context_is_entered_once() -> None:
         pass
 
 
+def test_a_context_inside_another_is_refused_and_on_another_thread_it_is_not() -> None:
+    results = []
+
+    def beside() -> None:
+        with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+            results.append(torch.ones(1, 1, 40, 4) * 2)
+
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        inner = tiled.strips(budget="1GiB", rows=5, device="simulated")
+        with pytest.raises(StateError, match="leave that first"), inner:
+            pass
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        torch.ones(1, 1, 40, 4) * 2
+    assert (run.report().operations, run.report().strips) == (1, 4)
+    assert torch.equal(results[0], torch.full((1, 1, 40, 4), 2.0))
+    with inner as run:
+        torch.ones(1, 1, 40, 4) * 2
+    assert run.report().strips == 8
+
+
+@pytest.mark.parametrize("rows", [10, 100])
+def test_parameters_that_are_offloaded_are_refused(rows: int) -> None:
+    model = torch.nn.Conv2d(3, 3, 3)
+    with (
+        hydra_ext.offload(model, budget="1MiB", device="simulated"),
+        tiled.strips(budget="1GiB", rows=rows, device="simulated") as run,
+    ):
+        with pytest.raises(UnsupportedOperation, match=r"a parameter of hydra_ext\.offload.*out of") as error:
+            model(image())
+        model.weight.detach().clone()
+    assert error.value.operation == "aten.convolution.default"
+    assert run.report().operations == 0
+
+
+def test_tensors_on_another_device_are_refused_next_to_a_map() -> None:
+    elsewhere = torch.zeros(3, 3, 3, 3, device="meta")
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=r"a tensor on meta.*on the CPU"):
+            F.conv2d(image(), elsewhere)
+        with pytest.raises(UnsupportedOperation, match=r"a tensor on meta.*on the CPU"):
+            image() * elsewhere[:1, :, :1, :1]
+        assert F.conv2d(torch.zeros(1, 3, 40, 12, device="meta"), elsewhere).device.type == "meta"
+        assert image().to("meta").device.type == "meta"
+    assert run.report().operations == 0
+
+
 def test_an_error_inside_leaves_torch_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), tiled.strips(budget="1KiB", rows=1, device="simulated") as run:
         raise ZeroDivisionError
@@ -154,6 +203,17 @@ def test_bytes_that_change_before_backward_raise(dimensions: int) -> None:
         F.conv2d(tiled.image(pixels), weight).sum().backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 38 * 6 / 255))
+
+
+def test_an_image_of_bytes_smaller_than_a_strip_has_numbers_too() -> None:
+    pixels = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(1, 3, 8, 8)
+    numbers = pixels.float().div(255).sub(0.5).div(0.25)
+    with tiled.strips(budget="1GiB", device="simulated"):
+        photograph = tiled.image(pixels, mean=(0.5,), std=(0.25,))
+        assert torch.equal(photograph * 2 + 1, numbers * 2 + 1)
+        assert torch.equal(F.relu(photograph), F.relu(numbers))
+        assert torch.equal(F.mse_loss(photograph, numbers), torch.tensor(0.0))
+        assert torch.equal(F.softmax(photograph, dim=1), F.softmax(numbers, dim=1))
 
 
 def test_bytes_of_inference_mode_make_an_image() -> None:
