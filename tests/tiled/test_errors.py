@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -174,6 +175,14 @@ def test_an_error_inside_leaves_torch_as_it_was() -> None:
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"mean": (0.0, 0.0)}, "3 channels"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"std": (1.0, 0.0, 1.0)}, "has a 0"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"dtype": torch.int32}, "floating"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"dtype": "float32"}, "floating"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8).numpy(), {}, "from_numpy"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"std": (1e-50,)}, "has a 0 in torch.float32"),
+        *(
+            (torch.zeros(3, 4, 4, dtype=torch.uint8), {name: values}, f"{name}=.*finite numbers")
+            for name in ("mean", "std")
+            for values in (0.5, None, "123", ("much",), (math.nan,), (1.0, math.inf, 1.0), (10**400,), (1e300,), [[1]])
+        ),
     ],
 )
 def test_images(pixels: torch.Tensor, options: dict[str, Any], message: str) -> None:
