@@ -10,6 +10,7 @@ import torch
 
 from hydra_ext.errors import UnsupportedOperation
 from hydra_ext.tiled.geometry import Rows, strips
+from hydra_ext.tiled.overlaps import refuse_overlaps
 from hydra_ext.tiled.run import TiledRun, made_of
 
 _VECTOR_ELEMENTS = 64  # a multiple of what any instruction set takes at once, unrolled
@@ -76,6 +77,8 @@ def pointwise(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     operands = [leaves[place] for place in places]
     written = _written(func, args, kwargs)
+    if written is not None:
+        refuse_overlaps(func, written, operands)
     made = [written] if written is not None else made_of(func, *args, **kwargs)
     made = list(made) if isinstance(made, (tuple, list)) else [made]
     shape = _together(operands)

@@ -160,6 +160,49 @@ def test_tensors_on_another_device_are_refused_next_to_a_map() -> None:
     assert run.report().operations == 0
 
 
+OVERLAPPING = {
+    "expanded": lambda x: x[:, :1].expand(1, 3, 40, 12).add_(1),
+    "in every row": lambda x: x[:, :, :1].expand(1, 3, 40, 12).mul_(x.clone()),
+    "a row further": lambda x: x[:, :, 1:].add_(x[:, :, :-1]),
+    "a row less": lambda x: x[:, :, :-1].add_(x[:, :, 1:]),
+    "by one of its rows": lambda x: x.mul_(x[:, :, :1]),
+    "upside down": lambda x: x.view(-1)[:1200].view(1, 1, 100, 12).sub_(x.view(-1)[240:].view(1, 1, 100, 12)),
+    "of 16 bits": lambda x: (y := x.bfloat16())[..., 1:].add_(y[..., :-1]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_operations_in_place_on_what_they_read_elsewhere_are_refused(name: str) -> None:
+    source = image()
+    before = source.clone()
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=r"call \.clone\(\)"):
+            OVERLAPPING[name](source)
+        assert torch.equal(source, before)
+    assert run.report().operations == 0
+
+
+APART = {
+    "itself": lambda x: x.mul_(x),
+    "a view of itself": lambda x: x.mul_(x.view(3, 40, 12)[None]),
+    "rows in turn": lambda x: x[:, :, ::2].add_(x[:, :, 1::2]),
+    "columns in turn": lambda x: x[..., ::2].add_(x[..., 1::2]),
+    "channels": lambda x: x[:, :1].mul_(x[:, 1:2]).sub_(x[:, 2:]),
+    "upper and lower half": lambda x: x[:, :, :20].add_(x[:, :, 20:]),
+    "by a column": lambda x: x[..., 1:].mul_(x[..., :1]),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3).add_(1),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operations_in_place_on_what_they_do_not_read_elsewhere_are_made(name: str) -> None:
+    source = torch.randn(2, 3, 40, 12) if name != "a view of itself" else image()
+    expected = APART[name](source.clone())
+    with tiled.strips(budget="1GiB", rows=7, device="simulated") as run:
+        assert torch.equal(APART[name](source.clone()), expected)
+    assert run.report().strips > run.report().operations > 0
+
+
 def test_an_error_inside_leaves_torch_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), tiled.strips(budget="1KiB", rows=1, device="simulated") as run:
         raise ZeroDivisionError
