@@ -91,7 +91,7 @@ def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if not maps or func.is_view or func.overloadpacket in _ON_THE_HOST or _is_of_lists(func):
         return func(*args, **kwargs)
     _refuse_elsewhere(func, tensors)
-    handler = handler or _LOSSES.get(func) or (rowwise.pointwise if _is_pointwise(func, args) else None)
+    handler = handler or _LOSSES.get(func) or _of_elements(func, args)
     if handler is not None:
         return handler(run, func, *args, **kwargs)
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in maps)
@@ -129,9 +129,9 @@ def _is_of_lists(func: Any) -> bool:
     return func._schema.name.startswith("aten::_foreach_") or func.overloadpacket in _FUSED_STEPS
 
 
-def _is_pointwise(func: Any, args: tuple[Any, ...]) -> bool:
+def _of_elements(func: Any, args: tuple[Any, ...]) -> Handler | None:
     if func in _ALONG_A_DIMENSION:
         along: int = args[_ALONG_A_DIMENSION[func]]
         dimensions: int = args[0].dim()
-        return along % dimensions != max(0, dimensions - 2)
-    return func in _POINTWISE or torch.Tag.pointwise in func.tags
+        return rowwise.along_a_dimension if along % dimensions != max(0, dimensions - 2) else None
+    return rowwise.pointwise if func in _POINTWISE or torch.Tag.pointwise in func.tags else None

@@ -69,6 +69,6 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     views = [tensor.detach().view(_WHOLE_NUMBERS[tensor.element_size()]).numpy() for tensor in (one, other)]
     try:
-        return numpy.shares_memory(*views, max_work=_MOST_WORK)
+        return numpy.shares_memory(views[0], views[1], max_work=_MOST_WORK)  # type: ignore[arg-type]
     except numpy.exceptions.TooHardError:
         return True

@@ -87,10 +87,18 @@ class TiledRun:
             strip_bytes: what a strip of so many rows takes on the device, operands and results together. Of no rows it
                 is what every strip takes besides, such as its halo. Never less for more rows.
         """
-        besides = strip_bytes(0)
-        most = min(self._allowance, besides + max(self.device.ample_bytes, _OWN_PER_HALO * besides))
-        rows = max(1, bisect.bisect_right(range(1, height + 1), most, key=strip_bytes))
+        rows = self.part(height, strip_bytes)
         return rows if self._rows is None else min(rows, self._rows)
+
+    def part(self, size: int, part_bytes: Callable[[int], int]) -> int:
+        """Likewise how much of any dimension goes to the device at once: ``rows=`` is about maps' rows."""
+        besides = part_bytes(0)
+        most = min(self._allowance, besides + max(self.device.ample_bytes, _OWN_PER_HALO * besides))
+        return max(1, bisect.bisect_right(range(1, size + 1), most, key=part_bytes))
+
+    def fits(self, strip_bytes: int) -> bool:
+        """Whether a strip may take so much."""
+        return strip_bytes <= self._allowance
 
     def count(self, strips: int) -> None:
         """An operation was made in so many strips."""
