@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import BackwardStrip, Rows, TransposedWindow, Window, strips
 from hydra_ext.tiled.kernels import ConvolutionBytes, least_rows
 from hydra_ext.tiled.run import TiledRun, made_of
@@ -59,7 +60,7 @@ def forward(
 ) -> torch.Tensor:
     """``aten.convolution`` of a map (N, C, H, W)."""
     shape = made_of(func, source, weight, bias, *arguments).shape
-    result = torch.empty(shape, dtype=source.dtype)
+    result = empty_map(shape, source.dtype, source, weight)
     given = _Arguments(*arguments)
     window, takes = given.window(source, weight), given.takes(run, source, result, weight)
     parts = list(strips(shape[2], run.rows(shape[2], lambda rows: takes.forward(*window.forward_most(rows)))))
@@ -111,7 +112,7 @@ def backward(
     window, takes = _Arguments(*given).window(source, weight), _Arguments(*given).takes(run, source, gradient, weight)
     channels = gradient.shape[1]
     results = (
-        torch.empty(source.shape, dtype=source.dtype) if wanted[0] else None,
+        empty_map(source.shape, source.dtype, source, weight) if wanted[0] else None,
         torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
         torch.empty(channels, dtype=weight.dtype) if wanted[2] else None,
     )
@@ -161,7 +162,7 @@ class _BackwardCall:
         shape = [*source.shape[:2], self.rows.input.count, source.shape[3]]
         if self.sums.weight is not None and own.count == shape[2]:
             return run.device.load(source, self.rows.own)
-        strip = torch.zeros(shape, dtype=source.dtype, device=run.device.device)
+        strip = empty_map(shape, source.dtype, source, device=run.device.device).zero_()
         if self.sums.weight is not None:  # the gradient of the input does not depend on the input
             strip.narrow(-2, own.begin, own.count).copy_(run.device.load(source, self.rows.own))
         return strip

@@ -15,6 +15,7 @@ import torch
 from hydra_ext import _C, _build_info
 from hydra_ext.errors import InvalidArgument, InvalidDevice
 from hydra_ext.policy import SimulatedDevice
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import Rows
 from hydra_ext.tiled.pixels import Pixels
 
@@ -68,11 +69,11 @@ class StripDevice(ABC):
         """Waits for everything that was stored."""
 
     def load(self, source: torch.Tensor, rows: Rows | None = None, *, dim: int = -2) -> torch.Tensor:
-        """Rows of a host tensor along ``dim``, or all of it, as a contiguous tensor on the device."""
+        """Rows of a host tensor along ``dim``, or all of it, as a dense tensor on the device, channels last or not."""
         view = source.unchanged() if isinstance(source, Pixels) else source
         if rows is not None:
             view = view.narrow(dim, rows.begin, rows.count)
-        strip = torch.empty(view.shape, dtype=view.dtype, device=self.device)
+        strip = empty_map(view.shape, view.dtype, view, device=self.device)
         self._copy_in(strip, view)
         self.to_device_bytes += strip.nbytes
         return source.normalised(strip) if isinstance(source, Pixels) else strip

@@ -29,8 +29,9 @@ class Pixels(torch.Tensor):
 
     @staticmethod
     def __new__(cls, pixels: torch.Tensor, mean: torch.Tensor, _std: torch.Tensor) -> Pixels:
+        strides = torch.empty_like(pixels, device="meta").stride()  # as pixels.to(dtype) would have them
         return torch.Tensor._make_wrapper_subclass(
-            cls, pixels.shape, dtype=mean.dtype, device=pixels.device, requires_grad=False
+            cls, pixels.shape, strides=strides, dtype=mean.dtype, device=pixels.device, requires_grad=False
         )
 
     def __init__(self, pixels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:

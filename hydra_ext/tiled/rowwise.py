@@ -104,7 +104,7 @@ def _elementwise(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[s
             f"{tuple(shape)}: in strips, each row of a result is made of one row",
             operation=str(func),
         )
-    results = [written] if written is not None else [torch.empty(shape, dtype=tensor.dtype) for tensor in made]
+    results = [written] if written is not None else [torch.empty_like(tensor, device="cpu") for tensor in made]
 
     def compute(*strips_of_operands: torch.Tensor) -> Sequence[torch.Tensor]:
         for place, strip in zip(places, strips_of_operands, strict=True):

@@ -129,12 +129,12 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 
 def made_of(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operation would make of its arguments: shapes and dtypes, no data; or the operation's own error."""
+    """What an operation would make of its arguments: no data, but shapes, strides and dtypes; or its own error."""
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     args, kwargs = torch.utils._pytree.tree_map(without_data, (args, kwargs))
     return func(*args, **kwargs)
