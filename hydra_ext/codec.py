@@ -44,11 +44,16 @@ _DIMENSION = struct.Struct("<qq")
 # Of a stream's header (csrc/codec/codec.h), all but the counts of numbers and bytes.
 _HOW = (slice(0, 8), slice(24, 48))
 _MOST = 2**63 - 1  # what torch counts in
+_MOST_DIMENSIONS = 2**16 - 1  # what _HEAD counts in
+_MOST_THREADS = 2**31 - 1  # what a pool counts in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed:
-    """A compressed tensor: what :func:`compress` returns. Immutable; it can be copied and saved.
+    """A compressed tensor: what :func:`compress` returns. Immutable; it can be copied.
+
+    For a file use :meth:`to_bytes` and :meth:`from_bytes`. ``torch.save`` writes it too, but what it writes is read by
+    ``torch.load(..., weights_only=False)`` only, which runs what a file says: for files of your own.
 
     Attributes:
         shape: the tensor's.
@@ -86,10 +91,11 @@ class Packed:
         """What :meth:`to_bytes` has written, for the CPU; takes a copy.
 
         Raises:
+            InvalidArgument: it is no bytes.
             DamagedStream: it is not that: it is cut off, or its headers say what :meth:`to_bytes` does not. What is
                 wrong inside the stream only :func:`decompress` finds, as far as it can be found.
         """
-        view = memoryview(data).cast("B")
+        view = _bytes_of(data)
         if len(view) < _HEAD.size:
             raise DamagedStream(f"not a compressed tensor: {len(view)} bytes, less than a header's")
         magic, version, dimensions = _HEAD.unpack_from(view)
@@ -143,14 +149,15 @@ def compress(
         threads: how many of the CPU's compress; ``None``: as many as torch computes with. The bytes are the same.
 
     Raises:
-        InvalidArgument: no tensor, or one of another type, layout or device, or without memory of its own.
+        InvalidArgument: no tensor, or one of another type, layout or device, without memory of its own, or of more than
+            65,535 dimensions; or another argument that is not as said above.
         InvalidBound: a bound that is negative or not finite.
     """
     numbers = _dense(_checked(tensor))
-    try:
-        bound = float(error_bound)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"error_bound={error_bound!r}: a number is needed") from error
+    bound = _bound_of(error_bound)
+    for name, value in (("keep_signs", keep_signs), ("fast", fast)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name}={value!r}: give True or False")
     room = torch.empty(_C.codec.most_bytes(numbers), dtype=torch.uint8, device=numbers.device)
     how: dict[str, Any] = {"error_bound": bound, "keep_signs": keep_signs, "fast": fast}
     if numbers.is_cuda:
@@ -169,6 +176,7 @@ def decompress(packed: Packed, *, threads: int | None = None) -> torch.Tensor:
         threads: how many decompress; ``None``: as many as torch computes with.
 
     Raises:
+        InvalidArgument: it is no such thing, or ``threads`` is no positive whole number.
         DamagedStream: the stream is cut off, or its parts do not fit each other. What memory is taken before that is
             noticed is in proportion to the number of bytes given, at most 128 times as much. There is no checksum:
             altered numbers in a stream that fits are not noticed.
@@ -183,6 +191,28 @@ def decompress(packed: Packed, *, threads: int | None = None) -> torch.Tensor:
     else:
         _C.codec.decompress(stream, numbers, pool=_pool(threads))
     return numbers
+
+
+def _bound_of(given: object) -> float:
+    """Of numbers only: a text is none, though float() would read it."""
+    if isinstance(given, (str, bytes, bytearray)):
+        raise InvalidArgument(f"error_bound={given!r}: a number is needed")
+    try:
+        return float(given)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise InvalidBound("error_bound is a number beyond what a float holds, and cannot be a bound") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+        raise InvalidArgument(f"error_bound={given!r}: a number is needed") from error
+
+
+def _bytes_of(data: object) -> memoryview:
+    try:
+        view = memoryview(data)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidArgument(
+            f"from_bytes() was given a {type(data).__name__}: give the bytes that to_bytes() has returned"
+        ) from error
+    return view.cast("B") if view.c_contiguous and view.nbytes else memoryview(view.tobytes())
 
 
 def _on_cuda(verb: str) -> Callable[..., int]:
@@ -227,6 +257,11 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
         raise InvalidArgument(f"compress() was given a {type(tensor).__name__}: give a tensor")
     if tensor.dtype not in DTYPES:
         raise InvalidArgument(f"a tensor of {tensor.dtype} cannot be compressed: {', '.join(map(str, DTYPES))} can")
+    if tensor.dim() > _MOST_DIMENSIONS:
+        raise InvalidArgument(
+            f"a tensor of {tensor.dim()} dimensions cannot be compressed: the format holds {_MOST_DIMENSIONS}; flatten "
+            "some of them"
+        )
     devices = ("cpu", "cuda") if _build_info.CUDA == "ON" else ("cpu",)
     if tensor.layout != torch.strided or tensor.device.type not in devices:
         raise InvalidArgument(
@@ -273,8 +308,8 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def _pool(threads: int | None) -> _C.ThreadPool:
     """As many as torch computes with, unless a number is given."""
     count = torch.get_num_threads() if threads is None else threads
-    if count < 1:
-        raise InvalidArgument(f"threads={threads}: at least one is needed")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_THREADS:
+        raise InvalidArgument(f"threads={threads!r}: give a whole number from 1 to {_MOST_THREADS}, or None")
     return _pool_of(count)
 
 

@@ -23,7 +23,7 @@ CPU. ``torch.utils.checkpoint`` around parts of the model keeps fewer maps on th
 
 - Convolutions and transposed convolutions of any kernel, stride, padding, dilation and groups, max and average pooling,
   upsampling ('nearest' by a whole factor, 'bilinear' by a power of two without aligned corners), batch normalisation,
-  everything pointwise, softmax along channels or columns, losses of two maps: on the device.
+  everything pointwise (flattened maps as well), softmax along channels or columns, losses of two maps: on the device.
 - Copies, concatenation, padding, random numbers, sums to a few numbers (the loss), the loss over classes: on the host,
   where the maps are. They read each number about once, for which the link would take longer. Dropout so has the
   numbers that it has without strips on a CPU. So are batch normalisation's statistics, unless the device is a GPU.
@@ -45,6 +45,7 @@ elements. The host holds what plain PyTorch would hold on its device, but bytes 
   unusual even kernels may differ in the last bits. Of exp, log and their kin the last bit of a few elements at a
   strip's end may differ where strips are no multiple of 64 elements; strips are made so wherever that is possible. In
   fp64, convolutions differ by the order of sums.
+- Maps lie in memory as plain PyTorch's: with channels last where the input or a convolution's weight does.
 - The loss is summed by torch's own reduction over the whole map: equal maps give an equal loss to the last bit.
 - Gradients of weights and biases are sums over strips, added in fp64 and rounded once: another order than plain
   PyTorch's, and nearer to the exact sum, but not its bits. They are the same in every run with the same strips.
@@ -56,8 +57,9 @@ elements. The host holds what plain PyTorch would hold on its device, but bytes 
 
 **Limits.** Forward, loss and backward are called inside the context, on one thread: a backward after it is a plain one,
 on the CPU. The width is not cut. What is computed in a strip is sent for each operation: the link carries every map
-several times. A parameter inside ``hydra_ext.offload`` cannot be used here. On a GPU, rows pass through pinned buffers,
-copies out overlap with the next strip's work, copies in do not; that code has not run on a GPU yet.
+several times. A parameter inside ``hydra_ext.offload`` cannot be used here, nor one strips context inside another. An
+operation in place may read nothing of what it writes but the element itself. On a GPU, rows pass through pinned
+buffers, copies out overlap with the next strip's work, copies in do not; that code has not run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import BackwardStrip, Rows, TransposedWindow, Window, strips
-from hydra_ext.tiled.run import TiledRun, made_of, row_bytes
-
-# ATen's use_mkldnn() (aten/src/ATen/native/Convolution.cpp) takes oneDNN for maps with more elements than this.
-_SMALL_ELEMENTS = 20480
-_CHANNELS_PER_BLOCK = 16
+from hydra_ext.tiled.kernels import ConvolutionBytes, least_rows
+from hydra_ext.tiled.run import TiledRun, made_of
 
 
 @dataclass(frozen=True)
@@ -43,24 +41,18 @@ class _Arguments:
         height, reach = source.shape[2], self.dilation[0] * (weight.shape[2] - 1)
         if self.transposed:
             extra = self.output_padding[0]
-            return TransposedWindow(height, reach, self.stride[0], self.padding[0], extra, _least_rows(source))
+            return TransposedWindow(height, reach, self.stride[0], self.padding[0], extra, least_rows(source))
         return Window.of_convolution(
-            height=height, reach=reach, stride=self.stride[0], padding=self.padding[0], least=_least_rows(source)
+            height=height, reach=reach, stride=self.stride[0], padding=self.padding[0], least=least_rows(source)
         )
 
-
-def _with_kernels_copy(tensor: torch.Tensor) -> int:
-    """Bytes of a map's row, and of the copy in blocks of channels that oneDNN makes of it."""
-    channels = max(1, tensor.shape[1])
-    return row_bytes(tensor) // channels * (channels + -(-channels // _CHANNELS_PER_BLOCK) * _CHANNELS_PER_BLOCK)
-
-
-def _least_rows(source: torch.Tensor) -> int:
-    if source.dtype != torch.float32:
-        return 1
-    if source.numel() <= _SMALL_ELEMENTS:
-        return source.shape[2]
-    return _SMALL_ELEMENTS // (source.numel() // source.shape[2]) + 1
+    def takes(
+        self, run: TiledRun, source: torch.Tensor, result: torch.Tensor, weight: torch.Tensor
+    ) -> ConvolutionBytes:
+        """What strips take."""
+        plain = self.groups == 1 and all(step == 1 for step in self.dilation)
+        on_cpu = run.device.device.type == "cpu"
+        return ConvolutionBytes(source, result, weight, self.transposed, plain, in_columns=on_cpu)
 
 
 def forward(
@@ -68,11 +60,10 @@ def forward(
 ) -> torch.Tensor:
     """``aten.convolution`` of a map (N, C, H, W)."""
     shape = made_of(func, source, weight, bias, *arguments).shape
-    result = torch.empty(shape, dtype=source.dtype)
-    window = _Arguments(*arguments).window(source, weight)
-    of_source = _with_kernels_copy(source)
-    per_row = _with_kernels_copy(result) + -(-source.shape[2] // shape[2]) * of_source
-    parts = list(strips(shape[2], run.rows(per_row, (window.reach + window.least) * of_source)))
+    result = empty_map(shape, source.dtype, source, weight)
+    given = _Arguments(*arguments)
+    window, takes = given.window(source, weight), given.takes(run, source, result, weight)
+    parts = list(strips(shape[2], run.rows(shape[2], lambda rows: takes.forward(*window.forward_most(rows)))))
     with run.device:
         whole = run.device.load(weight), None if bias is None else run.device.load(bias)
         for wanted in parts:
@@ -118,16 +109,15 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """``aten.convolution_backward``: the last argument says which of (input, weight, bias) want their gradient."""
     *given, wanted = arguments
-    window = _Arguments(*given).window(source, weight)
+    window, takes = _Arguments(*given).window(source, weight), _Arguments(*given).takes(run, source, gradient, weight)
     channels = gradient.shape[1]
     results = (
-        torch.empty(source.shape, dtype=source.dtype) if wanted[0] else None,
+        empty_map(source.shape, source.dtype, source, weight) if wanted[0] else None,
         torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
         torch.empty(channels, dtype=weight.dtype) if wanted[2] else None,
     )
-    # Both the source and its gradient are there.
-    per_row = 2 * _with_kernels_copy(source) + -(-gradient.shape[2] // source.shape[2]) * _with_kernels_copy(gradient)
-    parts = list(strips(source.shape[2], run.rows(per_row, (2 * window.reach + window.least) * per_row)))
+    rows = run.rows(source.shape[2], lambda rows: takes.backward(*window.backward_most(rows)))
+    parts = list(strips(source.shape[2], rows))
     with run.device:
         on_device = run.device.load(weight)
         sums = _Sums.zeros(on_device, channels, wanted)
@@ -172,7 +162,7 @@ class _BackwardCall:
         shape = [*source.shape[:2], self.rows.input.count, source.shape[3]]
         if self.sums.weight is not None and own.count == shape[2]:
             return run.device.load(source, self.rows.own)
-        strip = torch.zeros(shape, dtype=source.dtype, device=run.device.device)
+        strip = empty_map(shape, source.dtype, source, device=run.device.device).zero_()
         if self.sums.weight is not None:  # the gradient of the input does not depend on the input
             strip.narrow(-2, own.begin, own.count).copy_(run.device.load(source, self.rows.own))
         return strip

@@ -15,6 +15,7 @@ import torch
 from hydra_ext import _C, _build_info
 from hydra_ext.errors import InvalidArgument, InvalidDevice
 from hydra_ext.policy import SimulatedDevice
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import Rows
 from hydra_ext.tiled.pixels import Pixels
 
@@ -25,12 +26,14 @@ class StripDevice(ABC):
     Attributes:
         device: where the strips' tensors are.
         most_strip_bytes: what one strip is to take at most, operands and results together, whatever the budget.
+        ample_bytes: what a strip's own rows are to take at most, unless its halo takes a large part of that.
         to_device_bytes: copied to it so far.
         to_host_bytes: copied from it so far.
     """
 
     # Libraries of kernels count a tensor's elements in 32 bits: no strip has more bytes, and so no more elements.
     most_strip_bytes = 2**31 - 1
+    ample_bytes = most_strip_bytes
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -66,11 +69,11 @@ class StripDevice(ABC):
         """Waits for everything that was stored."""
 
     def load(self, source: torch.Tensor, rows: Rows | None = None, *, dim: int = -2) -> torch.Tensor:
-        """Rows of a host tensor along ``dim``, or all of it, as a contiguous tensor on the device."""
+        """Rows of a host tensor along ``dim``, or all of it, as a dense tensor on the device, channels last or not."""
         view = source.unchanged() if isinstance(source, Pixels) else source
         if rows is not None:
             view = view.narrow(dim, rows.begin, rows.count)
-        strip = torch.empty(view.shape, dtype=view.dtype, device=self.device)
+        strip = empty_map(view.shape, view.dtype, view, device=self.device)
         self._copy_in(strip, view)
         self.to_device_bytes += strip.nbytes
         return source.normalised(strip) if isinstance(source, Pixels) else strip
@@ -86,7 +89,7 @@ class SimulatedStrips(StripDevice):
 
     # Larger tensors get fresh pages from the system each time: a step on 512 x 16384 pixels takes 10.8 s of processor
     # time in strips of up to 512 MiB, 6.4 s in strips of up to 64 MiB.
-    most_strip_bytes = 64 * 2**20
+    ample_bytes = 64 * 2**20
 
     def __init__(self, budget: int, options: SimulatedDevice) -> None:
         super().__init__(torch.device("cpu"))

@@ -107,6 +107,18 @@ class Window:
         output = Rows(first, first + self.outputs(given.count))
         return BackwardStrip(given, own, output, Rows(self._first_after(own.begin), self._first_after(own.end)))
 
+    def forward_most(self, rows: int) -> tuple[int, int]:
+        """How many rows a strip of so many wanted ones loads and makes at most, wherever it lies."""
+        return self._with_outputs(rows * self.stride + self.reach + self.stride - 1)
+
+    def backward_most(self, rows: int) -> tuple[int, int]:
+        """How many rows of the input and of the output a strip of so many own ones is given at most."""
+        return self._with_outputs(rows + 2 * self.reach + 2 * (self.stride - 1))
+
+    def _with_outputs(self, reached: int) -> tuple[int, int]:
+        given = min(self.height, max(reached, self.least + 2 * (self.stride - 1)))
+        return given, max(0, self.outputs(given))
+
     def _first_after(self, row: int) -> int:
         """The first output none of whose windows begins before ``row``, padding counted; the ends are the map's."""
         if row in (0, self.height):
@@ -162,6 +174,18 @@ class TransposedWindow:
         first = given.begin * self.stride
         output = Rows(first, first + self.outputs(given.count))
         return BackwardStrip(given, own, output, Rows(self._first_after(own.begin), self._first_after(own.end)))
+
+    def forward_most(self, rows: int) -> tuple[int, int]:
+        """As in :class:`Window`."""
+        return self._with_outputs((rows - 1 + max(self.reach, 2 * self.padding - self.reach)) // self.stride + 3)
+
+    def backward_most(self, rows: int) -> tuple[int, int]:
+        """As in :class:`Window`."""
+        return self._with_outputs(rows + 2 * -(-self.padding // self.stride) + 1)
+
+    def _with_outputs(self, reached: int) -> tuple[int, int]:
+        given = min(self.height, max(reached, self.least))
+        return given, max(0, self.outputs(given))
 
     def _first_after(self, row: int) -> int:
         total = self.outputs(self.height)

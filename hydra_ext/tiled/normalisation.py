@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import Rows, strips
 from hydra_ext.tiled.pixels import Pixels
 from hydra_ext.tiled.rowwise import over_rows
@@ -36,7 +37,7 @@ def forward(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``aten.native_batch_norm`` of a map: the result, and in training mean and 1 / sqrt(variance + eps)."""
-    result = torch.empty(source.shape, dtype=source.dtype)
+    result = empty_map(source.shape, source.dtype, source)
     if training:
         mean, variance = _statistics(run, source, (running_mean, running_var), momentum)
         dtype = _parameter_dtype(source, weight)
@@ -109,7 +110,8 @@ def _strip_statistics(run: TiledRun, source: torch.Tensor, rows: Rows) -> tuple[
 def _strips_of(run: TiledRun, maps: Sequence[torch.Tensor]) -> list[Rows]:
     """Strips in which maps of one shape are read as fp64."""
     per_row = sum(row_bytes(tensor) * (1 + 8 // tensor.element_size()) for tensor in maps)
-    parts = list(strips(maps[0].shape[2], run.rows(per_row)))
+    height = maps[0].shape[2]
+    parts = list(strips(height, run.rows(height, lambda rows: rows * per_row)))
     run.count(len(parts))
     return parts
 
@@ -135,7 +137,7 @@ def backward(
         mean, inverse = _given(running_mean).double(), (_given(running_var).double() + eps).rsqrt()
     of_bias, of_weight = _sums(run, gradient, source, (mean, inverse))
     dtype = _parameter_dtype(source, weight)
-    result = torch.empty(source.shape, dtype=source.dtype) if wanted[0] else None
+    result = empty_map(source.shape, source.dtype, source) if wanted[0] else None
     if result is not None:
         count = source.numel() // source.shape[1]
         scales = [inverse] if weight is None else [inverse, weight]

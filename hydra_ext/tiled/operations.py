@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hydra_ext import _C
 from hydra_ext.errors import UnsupportedOperation
 from hydra_ext.tiled import convolutions, losses, normalisation, rowwise, windows
 from hydra_ext.tiled.run import Handler, TiledRun
@@ -84,26 +85,37 @@ def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         UnsupportedOperation: it is, and cannot be.
     """
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        return func(*args, **kwargs)
-    handler = _ON_MAPS.get(func)
-    if handler is not None and _is_image(args):
-        return handler(run, func, *args, **kwargs)
-    if not any(run.is_map(tensor) for tensor in tensors):
-        return func(*args, **kwargs)
+    handler = _ON_MAPS[func] if func in _ON_MAPS and _is_image(args) else None
+    maps = [tensor for tensor in tensors if not _is_elsewhere(tensor) and (handler is not None or run.is_map(tensor))]
     # Before what torch tags as pointwise: clone and equal are among that.
-    if func.is_view or func.overloadpacket in _ON_THE_HOST or _is_of_lists(func):
+    if not maps or func.is_view or func.overloadpacket in _ON_THE_HOST or _is_of_lists(func):
         return func(*args, **kwargs)
-    handler = _LOSSES.get(func) or (rowwise.pointwise if _is_pointwise(func, args) else None)
+    _refuse_elsewhere(func, tensors)
+    handler = handler or _LOSSES.get(func) or _of_elements(func, args)
     if handler is not None:
         return handler(run, func, *args, **kwargs)
-    maps = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if run.is_map(tensor))
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in maps)
     raise UnsupportedOperation(
-        f"{func} on a map of shape {maps} cannot be made in strips, and was not made; what can is listed in "
+        f"{func} on a map of shape {shapes} cannot be made in strips, and was not made; what can is listed in "
         "hydra_ext/tiled/operations.py. Put it into other operations, or make it outside 'with "
         "hydra_ext.tiled.strips(...)', on the whole map",
         operation=str(func),
     )
+
+
+def _is_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not what strips are made of: what lies on the host, under torch's own allocator."""
+    return tensor.device.type != "cpu" or _C.is_face(tensor)
+
+
+def _refuse_elsewhere(func: Any, tensors: list[torch.Tensor]) -> None:
+    for tensor in filter(_is_elsewhere, tensors):
+        what = f"a tensor on {tensor.device}" if tensor.device.type != "cpu" else "a parameter of hydra_ext.offload"
+        raise UnsupportedOperation(
+            f"{func} on a map on the host and {what}, of shape {tuple(tensor.shape)}: strips take what they need to "
+            "the device and back themselves. Leave the model and all tensors on the CPU, and out of hydra_ext.offload",
+            operation=str(func),
+        )
 
 
 def _is_image(args: tuple[Any, ...]) -> bool:
@@ -117,9 +129,9 @@ def _is_of_lists(func: Any) -> bool:
     return func._schema.name.startswith("aten::_foreach_") or func.overloadpacket in _FUSED_STEPS
 
 
-def _is_pointwise(func: Any, args: tuple[Any, ...]) -> bool:
+def _of_elements(func: Any, args: tuple[Any, ...]) -> Handler | None:
     if func in _ALONG_A_DIMENSION:
         along: int = args[_ALONG_A_DIMENSION[func]]
         dimensions: int = args[0].dim()
-        return along % dimensions != max(0, dimensions - 2)
-    return func in _POINTWISE or torch.Tag.pointwise in func.tags
+        return rowwise.along_a_dimension if along % dimensions != max(0, dimensions - 2) else None
+    return rowwise.pointwise if func in _POINTWISE or torch.Tag.pointwise in func.tags else None

@@ -29,8 +29,9 @@ class Pixels(torch.Tensor):
 
     @staticmethod
     def __new__(cls, pixels: torch.Tensor, mean: torch.Tensor, _std: torch.Tensor) -> Pixels:
+        strides = torch.empty_like(pixels, device="meta").stride()  # as pixels.to(dtype) would have them
         return torch.Tensor._make_wrapper_subclass(
-            cls, pixels.shape, dtype=mean.dtype, device=pixels.device, requires_grad=False
+            cls, pixels.shape, strides=strides, dtype=mean.dtype, device=pixels.device, requires_grad=False
         )
 
     def __init__(self, pixels: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> None:
@@ -98,21 +99,36 @@ def image(
         A tensor (N, C, H, W) of ``dtype``, without memory of its own.
 
     Raises:
-        InvalidArgument: ``pixels`` are no such tensor, ``mean`` or ``std`` have another number of channels, or ``std``
-            has a 0.
+        InvalidArgument: ``pixels`` are no such tensor, ``mean`` or ``std`` have another number of channels or what is
+            no finite number in ``dtype``, or ``std`` has a 0.
     """
+    if not isinstance(pixels, torch.Tensor):
+        raise InvalidArgument(f"pixels are a {type(pixels).__name__}: give a tensor, such as torch.from_numpy(pixels)")
     if pixels.dtype != torch.uint8 or pixels.device.type != "cpu" or pixels.dim() not in (3, 4):
         raise InvalidArgument(
             f"pixels are {pixels.dtype} of shape {tuple(pixels.shape)} on {pixels.device}: give torch.uint8 on the "
             "CPU, (N, C, H, W) or (C, H, W)"
         )
-    if not dtype.is_floating_point:
-        raise InvalidArgument(f"dtype={dtype}: give a floating dtype, such as torch.float32")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidArgument(f"dtype={dtype!r}: give a floating dtype, such as torch.float32")
     pixels = pixels if pixels.dim() == 4 else pixels.unsqueeze(0)
-    channels = pixels.shape[1]
-    for name, values in (("mean", mean), ("std", std)):
-        if len(values) not in (1, channels):
-            raise InvalidArgument(f"{name} has {len(values)} numbers, the image {channels} channels: give 1 or as many")
-    if 0 in std:
-        raise InvalidArgument(f"std={tuple(std)} has a 0, by which nothing can be divided")
-    return Pixels(pixels, *(torch.tensor(list(values), dtype=dtype).view(-1, 1, 1) for values in (mean, std)))
+    means, stds = _by_channel("mean", mean, pixels.shape[1], dtype), _by_channel("std", std, pixels.shape[1], dtype)
+    if not bool(stds.all()):
+        raise InvalidArgument(f"std={std!r} has a 0 in {dtype}, by which nothing can be divided")
+    return Pixels(pixels, means, stds)
+
+
+def _by_channel(name: str, values: Sequence[float], channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """(C, 1, 1) or (1, 1, 1)."""
+    wanted = f"{name}={values!r}: give a sequence of finite numbers, such as (0.5,), one of them or {channels}"
+    if isinstance(values, (str, bytes)):
+        raise InvalidArgument(wanted)
+    try:
+        numbers = torch.tensor([float(value) for value in values], dtype=dtype)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+        raise InvalidArgument(wanted) from error
+    if len(numbers) not in (1, channels):
+        raise InvalidArgument(f"{name} has {len(numbers)} numbers, the image {channels} channels: give 1 or as many")
+    if not bool(numbers.isfinite().all()):
+        raise InvalidArgument(f"{wanted}; in {dtype} not all of these are")
+    return numbers.view(-1, 1, 1)

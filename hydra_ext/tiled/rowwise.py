@@ -10,6 +10,8 @@ import torch
 
 from hydra_ext.errors import UnsupportedOperation
 from hydra_ext.tiled.geometry import Rows, strips
+from hydra_ext.tiled.overlaps import refuse_overlaps
+from hydra_ext.tiled.pixels import Pixels
 from hydra_ext.tiled.run import TiledRun, made_of
 
 _VECTOR_ELEMENTS = 64  # a multiple of what any instruction set takes at once, unrolled
@@ -22,6 +24,7 @@ def over_rows(
     compute: Callable[..., Sequence[torch.Tensor]],
     *,
     temporary_bytes: int = 0,
+    of_rows: bool = True,
 ) -> None:
     """Computes maps of maps, strip by strip.
 
@@ -30,14 +33,20 @@ def over_rows(
         results: host tensors of the shape that the operands have together; may be among the operands.
         compute: called with one device tensor for each operand, returns one for each result.
         temporary_bytes: what ``compute`` allocates for each element, besides the results.
+        of_rows: ``compute`` needs whole rows. If not, maps of which one row does not fit, such as a map that was
+            flattened, are cut along their longest dimension.
     """
     shape = _together((*operands, *results))
+    each = sum(tensor.element_size() for tensor in (*operands, *results)) + temporary_bytes
     dim = max(-2, -len(shape))  # the rows, or the only dimension
+    whole_rows = of_rows or run.fits(shape.numel() // max(1, shape[dim]) * each)
+    if not whole_rows:
+        dim = max(range(-len(shape), 0), key=lambda dimension: shape[dimension])
     height = shape[dim]
     cut = [operand.dim() >= -dim and operand.shape[dim] == height and height > 1 for operand in operands]
     elements = shape.numel() // max(1, height)
-    each = sum(tensor.element_size() for tensor in (*operands, *results)) + temporary_bytes
-    parts = list(strips(height, _in_whole_vectors(run.rows(elements * each), elements)))
+    most = (run.rows if whole_rows else run.part)(height, lambda rows: rows * elements * each)
+    parts = list(strips(height, most if most == height else _in_whole_vectors(most, elements)))
     with run.device:
         whole = [None if is_cut else run.device.load(t) for t, is_cut in zip(operands, cut, strict=True)]
 
@@ -70,11 +79,22 @@ def _together(tensors: Sequence[torch.Tensor]) -> torch.Size:
 
 
 def pointwise(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operation that torch tags as pointwise, and others whose elements depend on no other row, in place or not."""
+    """Any operation each of whose elements is made of one of each operand, in place or not."""
+    return _elementwise(run, func, args, kwargs, of_rows=False)
+
+
+def along_a_dimension(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """One whose elements are made of several, but of no other row."""
+    return _elementwise(run, func, args, kwargs, of_rows=True)
+
+
+def _elementwise(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, of_rows: bool) -> Any:
     leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     operands = [leaves[place] for place in places]
     written = _written(func, args, kwargs)
+    if written is not None:
+        refuse_overlaps(func, written, operands)
     made = [written] if written is not None else made_of(func, *args, **kwargs)
     made = list(made) if isinstance(made, (tuple, list)) else [made]
     shape = _together(operands)
@@ -84,7 +104,7 @@ def pointwise(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
             f"{tuple(shape)}: in strips, each row of a result is made of one row",
             operation=str(func),
         )
-    results = [written] if written is not None else [torch.empty(shape, dtype=tensor.dtype) for tensor in made]
+    results = [written] if written is not None else [torch.empty_like(tensor, device="cpu") for tensor in made]
 
     def compute(*strips_of_operands: torch.Tensor) -> Sequence[torch.Tensor]:
         for place, strip in zip(places, strips_of_operands, strict=True):
@@ -93,7 +113,9 @@ def pointwise(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
         value = func(*strip_args, **strip_kwargs)
         return value if isinstance(value, (tuple, list)) else (value,)
 
-    over_rows(run, operands, results, compute)
+    # An image of bytes is normalised by channels, in whole rows.
+    of_rows = of_rows or any(isinstance(operand, Pixels) for operand in operands)
+    over_rows(run, operands, results, compute, of_rows=of_rows)
     return results[0] if len(results) == 1 else tuple(results)
 
 

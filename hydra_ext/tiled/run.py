@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,9 +11,13 @@ import torch
 
 from hydra_ext import _C
 from hydra_ext.tiled.devices import StripDevice
+from hydra_ext.tiled.pixels import Pixels
 
 # What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
 _STRIPS_PER_BUDGET = 2
+
+# Own rows for each halo, in bytes, where the budget allows: of what is computed, a fifth is computed twice at most.
+_OWN_PER_HALO = 4
 
 
 @dataclass(frozen=True)
@@ -61,22 +67,38 @@ class TiledRun:
         self._strips = 0
 
     def is_map(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a tensor have to be made in strips: it is on the host and more than one strip."""
+        """Whether operations on a tensor have to be made in strips: it is on the host and more than one strip.
+
+        An image of bytes always is: only strips have its numbers.
+        """
         if tensor.device.type != "cpu":
             return False
+        if isinstance(tensor, Pixels):
+            return True
         if self._rows is not None and tensor.dim() >= 3 and tensor.shape[-2] > self._rows:
             return True
-        return tensor.numel() * tensor.element_size() > self._allowance
+        return tensor.numel() * tensor.element_size() > min(self._allowance, self.device.ample_bytes)
 
-    def rows(self, row_bytes: int, fixed_bytes: int = 0) -> int:
-        """How many rows a strip of an operation has.
+    def rows(self, height: int, strip_bytes: Callable[[int], int]) -> int:
+        """How many rows a strip of an operation has: at least one, and no more than the map.
 
         Args:
-            row_bytes: what a row takes on the device, operands and results together.
-            fixed_bytes: what every strip takes besides, such as its halo.
+            height: the map's rows.
+            strip_bytes: what a strip of so many rows takes on the device, operands and results together. Of no rows it
+                is what every strip takes besides, such as its halo. Never less for more rows.
         """
-        rows = max(1, (self._allowance - fixed_bytes) // max(1, row_bytes))
+        rows = self.part(height, strip_bytes)
         return rows if self._rows is None else min(rows, self._rows)
+
+    def part(self, size: int, part_bytes: Callable[[int], int]) -> int:
+        """Likewise how much of any dimension goes to the device at once: ``rows=`` is about maps' rows."""
+        besides = part_bytes(0)
+        most = min(self._allowance, besides + max(self.device.ample_bytes, _OWN_PER_HALO * besides))
+        return max(1, bisect.bisect_right(range(1, size + 1), most, key=part_bytes))
+
+    def fits(self, strip_bytes: int) -> bool:
+        """Whether a strip may take so much."""
+        return strip_bytes <= self._allowance
 
     def count(self, strips: int) -> None:
         """An operation was made in so many strips."""
@@ -107,12 +129,12 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 
 def made_of(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operation would make of its arguments: shapes and dtypes, no data; or the operation's own error."""
+    """What an operation would make of its arguments: no data, but shapes, strides and dtypes; or its own error."""
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     args, kwargs = torch.utils._pytree.tree_map(without_data, (args, kwargs))
     return func(*args, **kwargs)

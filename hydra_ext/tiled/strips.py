@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import SimulatedDevice, parse_bytes
@@ -24,8 +24,9 @@ class strips:  # noqa: N801 - a verb: it is used as a function
     always, all of them inside. What a strip takes on the device depends on the image's width, not on its height.
 
     Args:
-        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows; on a
-            simulated device, where larger ones are slower, as high as 64 MiB allow.
+        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows. On a
+            simulated device, where larger ones are slower, their own rows take at most 64 MiB, or four times what
+            every strip takes besides (its halo, the weight) where that is more.
         rows: the most rows that a strip has of any map; as many as the budget allows unless given.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
             ``"simulated"``, a :class:`hydra_ext.SimulatedDevice`.
@@ -36,6 +37,7 @@ class strips:  # noqa: N801 - a verb: it is used as a function
         InvalidDevice: there is no such device.
         torch.OutOfMemoryError: inside: a strip of one row does not fit.
         UnsupportedOperation: inside: an operation on a map that strips cannot make.
+        StateError: it was entered before, or inside another one on the same thread.
     """
 
     def __init__(
@@ -56,6 +58,11 @@ class strips:  # noqa: N801 - a verb: it is used as a function
     def __enter__(self) -> TiledRun:
         if self._run is not None:
             raise StateError("this strips context was entered before; make a new one")
+        if any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack()):
+            raise StateError(
+                "a strips context was entered inside another one on the same thread: leave that first, or use it for "
+                "all that is to be made in strips"
+            )
         self._run = TiledRun(choose(self._device, self._budget), budget=self._budget, rows=self._rows)
         self._mode = _Mode(self._run)
         self._mode.__enter__()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hydra_ext.errors import UnsupportedOperation
+from hydra_ext.tiled.formats import empty_map
 from hydra_ext.tiled.geometry import BackwardStrip, Rows, Window, strips
 from hydra_ext.tiled.run import TiledRun, made_of, row_bytes
 
@@ -41,12 +42,14 @@ def _window_of(source: torch.Tensor, settings: Sequence[Any], *, dilated: bool) 
 def _parts(run: TiledRun, source: torch.Tensor, result: torch.Tensor, window: Window, *, of_source: bool) -> list[Rows]:
     """Strips of the source's rows or the result's, counting what lies on the device of both."""
     per_source, per_result = row_bytes(source), row_bytes(result)
-    if of_source:
-        per_row = 2 * per_source + -(-result.shape[2] // source.shape[2]) * 2 * per_result
-    else:
-        per_row = per_result + window.stride * per_source
-    cut = source if of_source else result
-    parts = list(strips(cut.shape[2], run.rows(per_row, 2 * (window.reach + window.stride) * per_source)))
+
+    def strip_bytes(rows: int) -> int:
+        of_it, of_result = window.backward_most(rows) if of_source else window.forward_most(rows)
+        # Backward: what was given and its gradient, on both sides.
+        return (2 if of_source else 1) * (of_it * per_source + of_result * per_result)
+
+    height = (source if of_source else result).shape[2]
+    parts = list(strips(height, run.rows(height, strip_bytes)))
     run.count(len(parts))
     return parts
 
@@ -54,7 +57,7 @@ def _parts(run: TiledRun, source: torch.Tensor, result: torch.Tensor, window: Wi
 def average(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> torch.Tensor:
     """``aten.avg_pool2d``."""
     window = _window_of(source, settings[:4], dilated=False)
-    result = torch.empty(made_of(func, source, *settings).shape, dtype=source.dtype)
+    result = empty_map(made_of(func, source, *settings).shape, source.dtype, source)
     for wanted in _parts(run, source, result, window, of_source=False):
         with run.device:
             strip = window.forward(wanted)
@@ -71,12 +74,12 @@ def average_backward(
 ) -> torch.Tensor:
     """``aten.avg_pool2d_backward``: of the source it takes the shape alone."""
     window = _window_of(source, settings[:4], dilated=False)
-    result = torch.empty(source.shape, dtype=gradient.dtype)
+    result = empty_map(source.shape, gradient.dtype, source)
     for own in _parts(run, source, gradient, window, of_source=True):
         strip = window.backward(own)
         with run.device:
             shape = [*source.shape[:2], strip.input.count, source.shape[3]]
-            like = torch.empty(shape, dtype=source.dtype, device=run.device.device)
+            like = empty_map(shape, source.dtype, source, device=run.device.device)
             made = func(run.device.load(gradient, strip.output), like, *settings)
             _store_own(run, made, result, strip)
             del made, like
@@ -88,7 +91,7 @@ def maximum(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> t
     """``aten.max_pool2d_with_indices``: indices count in the whole map, in 64 bits."""
     window = _window_of(source, settings, dilated=True)
     shape = made_of(func, source, *settings)[0].shape
-    result, indices = torch.empty(shape, dtype=source.dtype), torch.empty(shape, dtype=torch.int64)
+    result, indices = empty_map(shape, source.dtype, source), empty_map(shape, torch.int64, source)
     for wanted in _parts(run, source, indices, window, of_source=False):
         strip = window.forward(wanted)
         keep = strip.keep.within(strip.result)
@@ -108,7 +111,7 @@ def maximum_backward(
     """``aten.max_pool2d_with_indices_backward``; ``settings`` end with the indices."""
     *shape_settings, indices = settings
     window = _window_of(source, shape_settings, dilated=True)
-    result = torch.empty(source.shape, dtype=gradient.dtype)
+    result = empty_map(source.shape, gradient.dtype, source)
     for own in _parts(run, source, indices, window, of_source=True):
         strip = window.backward(own)
         with run.device:
@@ -119,7 +122,7 @@ def maximum_backward(
             outgoing.masked_fill_(outside, 0)
             places.masked_fill_(outside, 0)
             shape = [*source.shape[:2], strip.input.count, source.shape[3]]
-            like = torch.empty(shape, dtype=source.dtype, device=run.device.device)
+            like = empty_map(shape, source.dtype, source, device=run.device.device)
             made = func(outgoing, like, *shape_settings, places)
             _store_own(run, made, result, strip)
             del made, like, outgoing, places, outside
@@ -170,9 +173,9 @@ def upsample(run: TiledRun, func: Any, source: torch.Tensor, size: Sequence[int]
     """``aten.upsample_nearest2d`` and ``aten.upsample_bilinear2d``."""
     _refuse_corners(func, settings)
     times = _times(func, source.shape[2], size[0], _scale(func, settings))
-    result = torch.empty(made_of(func, source, size, *settings).shape, dtype=source.dtype)
+    result = empty_map(made_of(func, source, size, *settings).shape, source.dtype, source)
     per_row = row_bytes(source) + times * row_bytes(result)
-    parts = list(strips(source.shape[2], run.rows(per_row, 2 * per_row)))
+    parts = list(strips(source.shape[2], run.rows(source.shape[2], lambda rows: (rows + 2) * per_row)))
     for own in parts:
         # A row above and below: what bilinear rows lie between.
         load = Rows(max(0, own.begin - 1), min(source.shape[2], own.end + 1))
@@ -194,9 +197,9 @@ def upsample_backward(
     _refuse_corners(func, settings)
     height = shape[2]
     times = _times(func, height, size[0], _scale(func, settings))
-    result = torch.empty(list(shape), dtype=gradient.dtype)
+    result = empty_map(shape, gradient.dtype, gradient)
     per_row = row_bytes(result) + times * row_bytes(gradient)
-    parts = list(strips(height, run.rows(per_row, 4 * per_row)))
+    parts = list(strips(height, run.rows(height, lambda rows: (rows + 4) * per_row)))
     for own in parts:
         # Two rows above and below: the nearer ones get what lies between them and the strip's own.
         given = Rows(max(0, own.begin - 2), min(height, own.end + 2))

@@ -57,6 +57,12 @@ def test_any_bytes_are_refused(noise: bytes, kept: int) -> None:
     assert read(whole()[:kept] + noise) is None
 
 
+def test_no_bytes_at_all_are_refused() -> None:
+    for nothing in (b"", torch.empty(0, 3).numpy()):
+        with pytest.raises(DamagedStream, match="0 bytes"):
+            codec.Packed.from_bytes(nothing)
+
+
 def test_more_bytes_than_there_should_be_are_refused() -> None:
     assert read(whole() + b"\0") is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import io
+import pickle
 import sys
 import threading
 import time
@@ -252,6 +253,56 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         codec.compress(torch.zeros(3), threads=0)
     with pytest.raises(InvalidArgument, match="bytes"):
         codec.decompress(b"HYCT")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        *(({"threads": threads}, InvalidArgument) for threads in ("2", 2.0, True, -1, 10**30)),
+        *(({name: value}, InvalidArgument) for name in ("keep_signs", "fast") for value in ("no", 1, None)),
+        *(({"error_bound": bound}, InvalidArgument) for bound in ("0.1", b"1", None, 1j, torch.ones(2))),
+        ({"error_bound": 10**400}, InvalidBound),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_options_of_another_type_are_refused_by_name(options: dict[str, Any], error: type[Exception]) -> None:
+    (name,) = options
+    with pytest.raises(error, match=name):
+        codec.compress(torch.zeros(3), **options)
+    if name == "threads":
+        with pytest.raises(error, match=name):
+            codec.decompress(codec.compress(torch.zeros(3)), **options)
+
+
+@pytest.mark.parametrize("value", ["HYCT", None, 5, [72, 89]])
+def test_what_is_no_bytes_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"to_bytes\(\)"):
+        codec.Packed.from_bytes(value)
+
+
+def test_bytes_in_any_buffer_are_read() -> None:
+    packed = codec.compress(torch.randn(50))
+    stream = packed.to_bytes()
+    apart = memoryview(bytes(byte for pair in zip(stream, stream, strict=True) for byte in pair))[::2]
+    for buffer in (bytearray(stream), memoryview(stream), apart, torch.frombuffer(bytearray(stream), dtype=torch.int8)):
+        again = codec.Packed.from_bytes(buffer.numpy() if isinstance(buffer, torch.Tensor) else buffer)
+        assert codec.decompress(again).equal(codec.decompress(packed))
+
+
+def test_more_dimensions_than_the_format_holds_are_refused() -> None:
+    packed = codec.compress(torch.randn([1] * 65_535))
+    assert codec.Packed.from_bytes(packed.to_bytes()).shape == packed.shape
+    with pytest.raises(InvalidArgument, match="65536 dimensions"):
+        codec.compress(torch.randn([1] * 65_536))
+
+
+def test_torch_save_is_said_to_need_trust_and_to_bytes_does_not() -> None:
+    packed, file = codec.compress(torch.randn(50)), io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        torch.load(file)
+    assert "to_bytes" in (codec.Packed.__doc__ or "")
 
 
 def test_all_instruction_sets_write_and_read_the_same() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from typing import Any
 
 import pytest
@@ -110,6 +112,97 @@ def test_a_context_is_entered_once() -> None:
         pass
 
 
+def test_a_context_inside_another_is_refused_and_on_another_thread_it_is_not() -> None:
+    results = []
+
+    def beside() -> None:
+        with tiled.strips(budget="1GiB", rows=10, device="simulated"):
+            results.append(torch.ones(1, 1, 40, 4) * 2)
+
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        inner = tiled.strips(budget="1GiB", rows=5, device="simulated")
+        with pytest.raises(StateError, match="leave that first"), inner:
+            pass
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        torch.ones(1, 1, 40, 4) * 2
+    assert (run.report().operations, run.report().strips) == (1, 4)
+    assert torch.equal(results[0], torch.full((1, 1, 40, 4), 2.0))
+    with inner as run:
+        torch.ones(1, 1, 40, 4) * 2
+    assert run.report().strips == 8
+
+
+@pytest.mark.parametrize("rows", [10, 100])
+def test_parameters_that_are_offloaded_are_refused(rows: int) -> None:
+    model = torch.nn.Conv2d(3, 3, 3)
+    with (
+        hydra_ext.offload(model, budget="1MiB", device="simulated"),
+        tiled.strips(budget="1GiB", rows=rows, device="simulated") as run,
+    ):
+        with pytest.raises(UnsupportedOperation, match=r"a parameter of hydra_ext\.offload.*out of") as error:
+            model(image())
+        model.weight.detach().clone()
+    assert error.value.operation == "aten.convolution.default"
+    assert run.report().operations == 0
+
+
+def test_tensors_on_another_device_are_refused_next_to_a_map() -> None:
+    elsewhere = torch.zeros(3, 3, 3, 3, device="meta")
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=r"a tensor on meta.*on the CPU"):
+            F.conv2d(image(), elsewhere)
+        with pytest.raises(UnsupportedOperation, match=r"a tensor on meta.*on the CPU"):
+            image() * elsewhere[:1, :, :1, :1]
+        assert F.conv2d(torch.zeros(1, 3, 40, 12, device="meta"), elsewhere).device.type == "meta"
+        assert image().to("meta").device.type == "meta"
+    assert run.report().operations == 0
+
+
+OVERLAPPING = {
+    "expanded": lambda x: x[:, :1].expand(1, 3, 40, 12).add_(1),
+    "in every row": lambda x: x[:, :, :1].expand(1, 3, 40, 12).mul_(x.clone()),
+    "a row further": lambda x: x[:, :, 1:].add_(x[:, :, :-1]),
+    "a row less": lambda x: x[:, :, :-1].add_(x[:, :, 1:]),
+    "by one of its rows": lambda x: x.mul_(x[:, :, :1]),
+    "upside down": lambda x: x.view(-1)[:1200].view(1, 1, 100, 12).sub_(x.view(-1)[240:].view(1, 1, 100, 12)),
+    "of 16 bits": lambda x: (y := x.bfloat16())[..., 1:].add_(y[..., :-1]),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+def test_operations_in_place_on_what_they_read_elsewhere_are_refused(name: str) -> None:
+    source = image()
+    before = source.clone()
+    with tiled.strips(budget="1GiB", rows=10, device="simulated") as run:
+        with pytest.raises(UnsupportedOperation, match=r"call \.clone\(\)"):
+            OVERLAPPING[name](source)
+        assert torch.equal(source, before)
+    assert run.report().operations == 0
+
+
+APART = {
+    "itself": lambda x: x.mul_(x),
+    "a view of itself": lambda x: x.mul_(x.view(3, 40, 12)[None]),
+    "rows in turn": lambda x: x[:, :, ::2].add_(x[:, :, 1::2]),
+    "columns in turn": lambda x: x[..., ::2].add_(x[..., 1::2]),
+    "channels": lambda x: x[:, :1].mul_(x[:, 1:2]).sub_(x[:, 2:]),
+    "upper and lower half": lambda x: x[:, :, :20].add_(x[:, :, 20:]),
+    "by a column": lambda x: x[..., 1:].mul_(x[..., :1]),
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3).add_(1),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_operations_in_place_on_what_they_do_not_read_elsewhere_are_made(name: str) -> None:
+    source = torch.randn(2, 3, 40, 12) if name != "a view of itself" else image()
+    expected = APART[name](source.clone())
+    with tiled.strips(budget="1GiB", rows=7, device="simulated") as run:
+        assert torch.equal(APART[name](source.clone()), expected)
+    assert run.report().strips > run.report().operations > 0
+
+
 def test_an_error_inside_leaves_torch_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), tiled.strips(budget="1KiB", rows=1, device="simulated") as run:
         raise ZeroDivisionError
@@ -125,6 +218,14 @@ def test_an_error_inside_leaves_torch_as_it_was() -> None:
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"mean": (0.0, 0.0)}, "3 channels"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"std": (1.0, 0.0, 1.0)}, "has a 0"),
         (torch.zeros(3, 4, 4, dtype=torch.uint8), {"dtype": torch.int32}, "floating"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"dtype": "float32"}, "floating"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8).numpy(), {}, "from_numpy"),
+        (torch.zeros(3, 4, 4, dtype=torch.uint8), {"std": (1e-50,)}, "has a 0 in torch.float32"),
+        *(
+            (torch.zeros(3, 4, 4, dtype=torch.uint8), {name: values}, f"{name}=.*finite numbers")
+            for name in ("mean", "std")
+            for values in (0.5, None, "123", ("much",), (math.nan,), (1.0, math.inf, 1.0), (10**400,), (1e300,), [[1]])
+        ),
     ],
 )
 def test_images(pixels: torch.Tensor, options: dict[str, Any], message: str) -> None:
@@ -154,6 +255,17 @@ def test_bytes_that_change_before_backward_raise(dimensions: int) -> None:
         F.conv2d(tiled.image(pixels), weight).sum().backward()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, torch.full_like(weight, 38 * 6 / 255))
+
+
+def test_an_image_of_bytes_smaller_than_a_strip_has_numbers_too() -> None:
+    pixels = torch.arange(3 * 8 * 8, dtype=torch.uint8).view(1, 3, 8, 8)
+    numbers = pixels.float().div(255).sub(0.5).div(0.25)
+    with tiled.strips(budget="1GiB", device="simulated"):
+        photograph = tiled.image(pixels, mean=(0.5,), std=(0.25,))
+        assert torch.equal(photograph * 2 + 1, numbers * 2 + 1)
+        assert torch.equal(F.relu(photograph), F.relu(numbers))
+        assert torch.equal(F.mse_loss(photograph, numbers), torch.tensor(0.0))
+        assert torch.equal(F.softmax(photograph, dim=1), F.softmax(numbers, dim=1))
 
 
 def test_bytes_of_inference_mode_make_an_image() -> None:

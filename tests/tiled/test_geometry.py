@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +34,11 @@ def assert_partition(calls: list[BackwardStrip], outputs: int) -> None:
     assert seen == outputs
 
 
+def assert_at_most(rows: tuple[int, int], most: tuple[int, int]) -> None:
+    assert rows[0] <= most[0]
+    assert rows[1] <= most[1]
+
+
 @settings(max_examples=400, deadline=None)
 @given(SHAPES, st.integers(1, 9))
 def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None:
@@ -52,9 +58,11 @@ def test_windows_load_what_they_reach(shape: tuple[int, ...], rows: int) -> None
             o * stride - padding + dilation * j for o in range(wanted.begin, wanted.end) for j in range(kernel)
         ):
             assert not 0 <= source < height or holds(strip.load, source)
+        assert_at_most((strip.load.count, strip.result.count), window.forward_most(wanted.count))
     calls = [window.backward(own) for own in strips(height, rows)]
     assert_partition(calls, outputs)
     for call in calls:
+        assert_at_most((call.input.count, call.output.count), window.backward_most(call.own.count))
         assert 0 <= call.input.begin <= call.own.begin < call.own.end <= call.input.end <= height
         assert call.input.begin % stride == (height - call.input.end) % stride == 0
         assert 0 <= call.output.begin < call.output.end <= outputs
@@ -78,14 +86,27 @@ def test_transposed_windows_load_what_reaches_them(shape: tuple[int, ...], extra
         for row in range(wanted.begin, wanted.end):
             for source, rest in (divmod(row + padding - dilation * j, stride) for j in range(kernel)):
                 assert rest or not 0 <= source < height or holds(strip.load, source)
+        assert_at_most((strip.load.count, strip.result.count), window.forward_most(wanted.count))
     calls = [window.backward(own) for own in strips(height, rows)]
     assert_partition(calls, outputs)
     for call in calls:
+        assert_at_most((call.input.count, call.output.count), window.backward_most(call.own.count))
         assert 0 <= call.input.begin <= call.own.begin < call.own.end <= call.input.end <= height
         assert 0 <= call.output.begin < call.output.end <= outputs
         for row in range(call.own.begin, call.own.end):
             for output in (row * stride - padding + dilation * j for j in range(kernel)):
                 assert not 0 <= output < outputs or holds(call.output, output)
+
+
+@pytest.mark.parametrize("rows", [1, 10])
+def test_halos_are_reckoned_on_the_side_that_they_are_on(rows: int) -> None:
+    shape = {"height": 10_000, "reach": 6, "stride": 4, "padding": 3}
+    windows = Window.of_convolution(**shape), TransposedWindow(*shape.values(), extra=3)
+    # A row of the smaller map is four of the larger one; 6 rows of reach, and 3 to begin at a multiple of 4.
+    assert windows[0].forward_most(rows) == (4 * rows + 9, rows + 3)
+    assert windows[0].backward_most(4 * rows) == (4 * rows + 18, rows + 5)
+    assert windows[1].forward_most(4 * rows) == (rows + 4, 4 * rows + 16)
+    assert windows[1].backward_most(rows) == (rows + 3, 4 * rows + 12)
 
 
 def test_rows_of_a_map_beyond_32_bits() -> None:

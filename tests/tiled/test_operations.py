@@ -13,6 +13,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import tiled
+from hydra_ext.errors import UnsupportedOperation
 from support.strips import assert_close, assert_equal, in_strips, outcome
 
 HEIGHT, WIDTH = 61, 23
@@ -61,6 +62,34 @@ def test_bits_of_the_whole_map(name: str, rows: int) -> None:
     count, function = SAME_BITS[name]
     tensors = maps(count)
     assert_equal(in_strips(function, tensors, rows=rows), outcome(function, tensors))
+
+
+FLAT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "an image in one row": lambda x: F.relu(x.flatten(1) * 2) + 1,
+    "an image in one column": lambda x: (x.reshape(-1, 1) * 2).view(x.shape[0], -1),
+    "channels in rows": lambda x: x.flatten(2) * x.flatten(2)[:, :1],
+    "rows one after the other": lambda x: (x.flatten(2).unsqueeze(2) * 2).add_(x[:, :, :1, :1]),
+    "curved": lambda x: torch.tanh(x.flatten(1)),
+    "without a batch": lambda x: x.flatten() * 2,
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", FLAT)
+def test_maps_that_were_flattened_are_cut_elsewhere(name: str, batch: int) -> None:
+    source = torch.randn(batch, 3, 256, 64, generator=torch.Generator().manual_seed(12))
+    expected = outcome(FLAT[name], [source])
+    made = in_strips(FLAT[name], [source], rows=100, budget="64KiB")  # a channel has as many
+    assert_equal(made, expected)
+
+
+def test_other_operations_on_a_flat_map_are_named() -> None:
+    weight = torch.randn(3 * 256 * 64, 2)
+    with (
+        tiled.strips(budget="64KiB", device="simulated"),
+        pytest.raises(UnsupportedOperation, match=r"aten\.mm\.default on a map of shape \(1, 49152\)"),
+    ):
+        torch.randn(1, 3, 256, 64).flatten(1) @ weight
 
 
 # torch's vectors and what is left over at their end differ in the last bit of exp and its kin.
