@@ -41,6 +41,18 @@ class BudgetTooSmall(HydraError, ValueError):
         self.smallest_budget = smallest_budget
 
 
+class HostBudgetTooSmall(HydraError, ValueError):
+    """What has to stay on the host takes more than ``host_budget``. Nothing was changed.
+
+    Attributes:
+        smallest_budget: the smallest one, in bytes, that would do.
+    """
+
+    def __init__(self, message: str, *, smallest_budget: int) -> None:
+        super().__init__(message)
+        self.smallest_budget = smallest_budget
+
+
 class UnsupportedModel(HydraError, ValueError):
     """A model, a parameter or a combination that cannot be offloaded or recomputed; the message names it, and what to
     do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from hydra_ext.activations.choice import Choice, default_policy, policies_of
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
+from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
@@ -24,6 +26,7 @@ from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, desc
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
+from hydra_ext.runtime.spilling import HostLimit
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -44,6 +47,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
             ``"simulated"``, a :class:`SimulatedDevice`.
         blocks: modules, or their names, that are to move as one; found by size unless given.
+        host_budget: host bytes for weights, gradients and the optimizer's state together, of an optimizer of
+            :mod:`hydra_ext.optim`; what is more of the state goes to the disk. What ``run.sync()``, ``state_dict()``
+            and operations on the state bring to the host, and the end of the context brings all, comes on top.
+        spill_dir: the folder for that, on a disk of this machine; made if it is not there. Its file has no name, is
+            readable for nobody else, and is gone however the process ends.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
         activations: what becomes of what the forward saves for backward, as the policy of :class:`hydra_ext.stash`: a
@@ -58,6 +66,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         InvalidBudget: the budget is no size.
         InvalidDevice: there is no such device, or this build cannot use it.
         BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
+        HostBudgetTooSmall: on entering: the host budget cannot hold what has to stay on the host.
+        SpillError: ``spill_dir`` cannot be used; on entering, or later, the disk fails.
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
         ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
@@ -71,6 +81,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         budget: int | str,
         device: SimulatedDevice | devices.Place | torch.device | str | None = None,
         blocks: Sequence[nn.Module | str] | None = None,
+        host_budget: int | str | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
         activations: Choice | None = None,
@@ -88,6 +100,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._model = model
         self._optimizer = optimizer
         self._budget = parse_bytes(budget)
+        self._host_limit = HostLimit.of(host_budget, spill_dir, checks.spill_files if checks is not None else None)
+        spills = self._host_limit is None or optimizer is None or isinstance(optimizer, HostOptimizer)
+        _expect(
+            spills, "optimizer", optimizer, "one of hydra_ext.optim, whose state can go to the disk, or no host_budget="
+        )
         self._place = devices.choose(device)
         self._param_dtype = param_dtype
         self._grad_dtype = grad_dtype
@@ -152,6 +169,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             replicas=replicas,
             casts=self._casts(),
             saving=None if self._activations is None else self._make_saving(backend, arena),
+            host_limit=self._host_limit,
         )
         try:
             self._run.open(self._optimizer, arena)

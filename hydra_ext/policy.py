@@ -86,10 +86,12 @@ class Checks:
             wrong face shows in the loss. A penalty on host parameters reads them then and is wrong by this switch
             alone; an optimizer that steps inside backward writes to them, which raises.
         fault_path: serve reads of absent parameters; off, they raise :class:`~hydra_ext.errors.PageFaultError`.
+        spill_files: does what ``spill_dir``'s file is asked for, or fails to; the system unless given.
     """
 
     poison_hosts: bool = False
     fault_path: bool = True
+    spill_files: Any = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,16 @@ void bind_homes(py::module_& module) {
       .def_readonly("settled", &HomeStatistics::settled)
       .def_readonly("returned", &HomeStatistics::returned)
       .def_readonly("moved_bytes", &HomeStatistics::moved_bytes);
+  module.attr("DISK_ALIGNMENT") = kDiskAlignment;
+  module.attr("DISK_LEAST_BYTES") = DiskHomes::kLeastBytes;
+  module.attr("DISK_WORKING_SETS") = DiskHomes::kWorkingSets;
+  py::class_<FileOperations, std::shared_ptr<FileOperations>>(module, "FileOperations");
+  py::class_<DiskStatistics>(module, "DiskStatistics")
+      .def_readonly("at_home_bytes", &DiskStatistics::at_home_bytes)
+      .def_readonly("working_bytes", &DiskStatistics::working_bytes)
+      .def_readonly("read_bytes", &DiskStatistics::read_bytes)
+      .def_readonly("written_bytes", &DiskStatistics::written_bytes)
+      .def_readonly("wait_seconds", &DiskStatistics::wait_seconds);
   auto model_class = py::reinterpret_borrow<ModelClass>(module.attr("PagedModel"));
   model_class
       .def("settle", &PagedModel::settle, py::arg("block"), py::arg("state"), Released(),
@@ -33,6 +43,14 @@ void bind_homes(py::module_& module) {
       .def_property_readonly(
           "home_statistics",
           py::cpp_function([](PagedModel& model) { return model.homes().statistics(); }, Released()));
+  model_class
+      .def("open_disk", &PagedModel::open_disk, py::arg("folder"), py::arg("sizes"), py::arg("files") = nullptr,
+           Released())
+      .def("settle_on_disk", &PagedModel::settle_on_disk, py::arg("block"), py::arg("state"), Released(),
+           "The disk becomes the home of the block's optimizer state.")
+      .def("make_zeros_on_disk", &PagedModel::make_zeros_on_disk, py::arg("block"), py::arg("like"), py::arg("dtype"),
+           Released())
+      .def_property_readonly("disk_statistics", py::cpp_function(&PagedModel::disk_statistics, Released()));
   module.def("scale_gradient", &scale_gradient, py::arg("gradient"), py::arg("factor"), Released(),
              "In place, wherever the gradient's home is.");
 }

@@ -9,6 +9,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/testing/file_faults.h"
 #include "csrc/testing/traffic_twin.h"
 
 namespace py = pybind11;
@@ -80,6 +81,25 @@ void bind_testing(py::module_& module) {
       .def("jitter", &FaultScript::jitter, py::arg("operation"), py::arg("seconds"), py::arg("seed"))
       .def("reset", &FaultScript::reset)
       .def("count", &FaultScript::count, py::arg("operation"));
+  using testing::FaultyFiles;
+  using testing::FileFault;
+  using testing::FileOperation;
+  py::enum_<FileOperation>(tests, "FileOperation")
+      .value("OPEN", FileOperation::kOpen)
+      .value("ALLOCATE", FileOperation::kAllocate)
+      .value("READ", FileOperation::kRead)
+      .value("WRITE", FileOperation::kWrite);
+  py::enum_<FileFault>(tests, "FileFault")
+      .value("ERROR", FileFault::kError)
+      .value("SHORT", FileFault::kShort)
+      .value("DROPPED", FileFault::kDropped)
+      .value("FLIPPED", FileFault::kFlipped);
+  py::class_<FaultyFiles, FileOperations, std::shared_ptr<FaultyFiles>>(tests, "FaultyFiles")
+      .def(py::init<>())
+      .def("fail", &FaultyFiles::fail, py::arg("operation"), py::arg("fault"), py::arg("nth"),
+           py::arg("persistent") = false, py::arg("error") = 0)
+      .def("reset", &FaultyFiles::reset)
+      .def("count", &FaultyFiles::count, py::arg("operation"));
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
             py::arg("pool"), "The memory traffic of an update without its arithmetic; spoils what the tensors hold.");

@@ -47,11 +47,22 @@ void DeferredUpdate::run() {
   std::unique_lock lock(mutex_);
   while (Entry* entry = next_locked()) {
     entry->state = State::kRunning;
+    const Entry* const following = next_locked();
     lock.unlock();
+    if (following != nullptr && following->part.lender) {
+      following->part.lender->expect();
+    }
     const Clock::time_point start = Clock::now();
-    entry->part.plan.run(*pool_, scale_);
+    std::int64_t bytes = 0;
+    try {
+      bytes = update(entry->part);
+    } catch (...) {  // whoever waits is told
+      lock.lock();
+      entry->state = State::kFailed;
+      fail_locked(std::current_exception());
+      return;
+    }
     double seconds = seconds_since(start);
-    const std::int64_t bytes = entry->part.plan.traffic_bytes();
     if (bytes_per_second_ > 0.0) {
       seconds = std::max(seconds, static_cast<double>(bytes) / bytes_per_second_);
       memory_free += std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -73,6 +84,27 @@ void DeferredUpdate::run() {
   }
 }
 
+std::int64_t DeferredUpdate::update(Part& part) {
+  if (part.lender) {
+    part.plan = part.lender->borrow();
+  }
+  part.plan.run(*pool_, scale_);
+  if (part.lender) {
+    part.lender->give_back();
+  }
+  return part.plan.traffic_bytes();
+}
+
+void DeferredUpdate::fail_locked(std::exception_ptr error) noexcept {
+  error_ = std::move(error);
+  for (Entry& entry : entries_) {
+    if (entry.state == State::kWaiting) {
+      entry.state = State::kFailed;
+    }
+  }
+  done_.notify_all();
+}
+
 const DeferredUpdate::Entry* DeferredUpdate::find_locked(std::int32_t block) const {
   const auto found =
       std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.part.block == block; });
@@ -87,22 +119,23 @@ double DeferredUpdate::wait(std::int32_t block) {
   }
   const auto start = std::chrono::steady_clock::now();
   wanted_ = block;
-  done_.wait(lock, [&] { return entry->state == State::kDone; });
+  done_.wait(lock, [&] { return has_ended(*entry); });
+  if (entry->state == State::kFailed) {
+    std::rethrow_exception(error_);
+  }
   return seconds_since(start);
 }
 
 double DeferredUpdate::wait_all() {
-  const auto all_done = [this] {
-    return std::all_of(entries_.begin(), entries_.end(),
-                       [](const Entry& entry) { return entry.state == State::kDone; });
-  };
+  const auto all_ended = [this] { return std::all_of(entries_.begin(), entries_.end(), &DeferredUpdate::has_ended); };
   std::unique_lock lock(mutex_);
-  if (all_done()) {
-    return 0.0;
-  }
   const auto start = std::chrono::steady_clock::now();
-  done_.wait(lock, all_done);
-  return seconds_since(start);
+  const bool waits = !all_ended();
+  done_.wait(lock, all_ended);
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+  return waits ? seconds_since(start) : 0.0;
 }
 
 bool DeferredUpdate::finished(std::int32_t block) const {

@@ -4,12 +4,15 @@
 // Host memory can be given a speed: a block then takes at least bytes / speed. That is a clock which runs on through
 // the blocks, so that a thread that wakes up late makes no block after it later.
 //
-// Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished.
+// Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished,
+// or what is borrowed for a block until it is given back. If that fails, so has the update: neither that block nor any
+// that had not begun is updated, and whoever waits for one of them is told why.
 // Threads: wait() and finished() from anywhere, without the interpreter lock.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -20,12 +23,25 @@
 
 namespace hydra {
 
+/// Memory that a block's update has for a while.
+class Lender {
+ public:
+  virtual ~Lender() = default;
+  /// The block is the next but one: what it needs may be fetched. Must not wait.
+  virtual void expect() noexcept = 0;
+  /// May wait, and may throw.
+  virtual StepPlan borrow() = 0;
+  /// What was borrowed has been written. May throw.
+  virtual void give_back() = 0;
+};
+
 class DeferredUpdate {
  public:
   /// The updates of one block.
   struct Part {
     std::int32_t block = -1;
     StepPlan plan;
+    std::unique_ptr<Lender> lender;  // gives the plan, unless it is null
   };
 
   /// Begins at once. Gradients are multiplied by `scale`. `bytes_per_second`: of the memory; 0 for as fast as it is.
@@ -37,22 +53,30 @@ class DeferredUpdate {
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
-  /// Blocks until the block is updated. Returns at once for a block that has no part in it. Seconds it blocked.
+  /// Blocks until the block is updated, or never will be, which it throws. Returns at once for a block that has no part
+  /// in it. Seconds it blocked.
   double wait(std::int32_t block);
   double wait_all();
+  /// Whether the block is updated.
   bool finished(std::int32_t block) const;
   /// Time spent on updates so far, and bytes that they have read and written.
   double seconds() const;
   std::int64_t bytes() const;
 
  private:
-  enum class State : std::uint8_t { kWaiting, kRunning, kDone };
+  enum class State : std::uint8_t { kWaiting, kRunning, kDone, kFailed };
   struct Entry {
     Part part;
     State state = State::kWaiting;
   };
 
+  static bool has_ended(const Entry& entry) noexcept {
+    return entry.state == State::kDone || entry.state == State::kFailed;
+  }
   void run();
+  /// Bytes that it has read and written.
+  std::int64_t update(Part& part);
+  void fail_locked(std::exception_ptr error) noexcept;
   Entry* next_locked();
   const Entry* find_locked(std::int32_t block) const;
 
@@ -66,6 +90,7 @@ class DeferredUpdate {
   std::int32_t wanted_ = -1;  // a block that somebody waits for
   double seconds_ = 0.0;
   std::int64_t bytes_ = 0;
+  std::exception_ptr error_;
   std::thread thread_;
 };
 

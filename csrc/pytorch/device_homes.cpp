@@ -17,12 +17,6 @@ std::byte* withheld_memory(const WithheldTensor& withheld) {
   return static_cast<std::byte*>(withheld_of(withheld.storage)->memory.get());
 }
 
-/// Nobody else may know the bytes, an array of numpy's say: it would not see them change any more.
-bool is_alone(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && !withheld_of(tensor) && tensor.storage_offset() == 0 &&
-         tensor.nbytes() == tensor.storage().nbytes() && tensor.storage().use_count() == 1;
-}
-
 bool can_settle(const BlockBacking& backing, const std::vector<at::Tensor>& state) {
   const auto& parameters = backing.parameters();
   return std::all_of(parameters.begin(), parameters.end(),

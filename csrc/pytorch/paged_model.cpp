@@ -140,13 +140,14 @@ void PagedModel::close() {
   }
   window_.clear();
   const py::gil_scoped_release released;
-  finish_update();
   std::exception_ptr lost;
   try {
-    homes_.bring_home();
+    bring_home();
   } catch (...) {  // re-raised at the end
     lost = std::current_exception();
+    abandon_update();
     homes_.abandon();
+    disk_.reset();
   }
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();

@@ -24,6 +24,7 @@
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/derived_page.h"
 #include "csrc/pytorch/device_homes.h"
+#include "csrc/pytorch/disk_homes.h"
 #include "csrc/pytorch/gradient_gathering.h"
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
@@ -195,6 +196,14 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale);
   DeviceHomes& homes() noexcept { return homes_; }
 
+  /// Optimizer state may have its home on the disk, in this folder, where there is room for tensors of these bytes.
+  /// Once; see DiskHomes. `files`: the system's if null.
+  void open_disk(const std::string& folder, const std::vector<Bytes>& sizes, std::shared_ptr<FileOperations> files);
+  /// The disk becomes the home of the block's `state`. Outside windows.
+  void settle_on_disk(std::int32_t block, const std::vector<at::Tensor>& state);
+  at::Tensor make_zeros_on_disk(std::int32_t block, const at::Tensor& like, at::ScalarType dtype);
+  DiskStatistics disk_statistics() const { return disk_ ? disk_->statistics() : DiskStatistics{}; }
+
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
 
@@ -250,8 +259,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
+  DeferredUpdate::Part part_of(const BlockUpdate& update) const;
   /// Gives back what is updated.
   void settle_update();
+  /// Gives back what will never be updated.
+  void abandon_update() noexcept;
   void give_back_locked(std::int32_t block) noexcept;
   void note_update_wait(Activity::Time begin, double seconds, std::int32_t block);
   /// The hosts hold what the forward wrote to faces.
@@ -277,6 +289,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::unique_ptr<AccumulatingSink> sink_;
   GradientGathering gathering_;
   DeviceHomes homes_;
+  std::unique_ptr<DiskHomes> disk_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;

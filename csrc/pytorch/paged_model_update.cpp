@@ -1,10 +1,48 @@
 // An optimizer step that runs behind the model's back: what it writes is withheld until it is written.
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/paged_model.h"
 
 namespace hydra {
+
+namespace {
+
+class DiskLender final : public Lender {
+ public:
+  DiskLender(DiskHomes& disk, std::int32_t block, TensorPlan plan)
+      : disk_(disk), block_(block), plan_(std::move(plan)), places_(disk.places(block, plan_)) {}
+
+  void expect() noexcept override { disk_.expect(block_); }
+  StepPlan borrow() override { return disk_.borrow(block_, plan_, places_); }
+  void give_back() override { disk_.give_back(block_); }
+
+ private:
+  DiskHomes& disk_;
+  std::int32_t block_;
+  TensorPlan plan_;
+  DiskHomes::Places places_;
+};
+
+}  // namespace
+
+// ---- a step -----------------------------------------------------------------------------------
+
+DeferredUpdate::Part PagedModel::part_of(const BlockUpdate& update) const {
+  const bool on_disk = disk_ && std::any_of(update.tensors.begin(), update.tensors.end(),
+                                            [this](const at::Tensor& tensor) { return disk_->holds(tensor); });
+  DeferredUpdate::Part part;
+  part.block = update.block;
+  if (on_disk) {
+    part.lender = std::make_unique<DiskLender>(*disk_, update.block, update.plan);
+  } else {
+    part.plan = update.plan.on_host();
+  }
+  return part;
+}
 
 void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale) {
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
@@ -12,7 +50,7 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   finish_update();
   std::vector<DeferredUpdate::Part> parts;
   for (const BlockUpdate& update : updates) {
-    parts.push_back({update.block, update.plan.on_host()});
+    parts.push_back(part_of(update));
   }
   const std::lock_guard lock(update_mutex_);
   for (BlockUpdate& update : updates) {
@@ -23,7 +61,9 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
       }
     }
     for (const at::Tensor& tensor : update.tensors) {
-      withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
+      if (!disk_ || !disk_->holds(tensor)) {
+        withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
+      }
     }
   }
   trainable_stale_ = true;
@@ -136,11 +176,36 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
 void PagedModel::bring_home(std::int32_t block) {
   finish_update(block);
   homes_.bring_home(block);
+  if (disk_) {
+    disk_->bring_home(block);
+  }
 }
 
 void PagedModel::bring_home() {
   finish_update();
   homes_.bring_home();
+  if (disk_) {
+    disk_->bring_home();
+  }
+}
+
+void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& sizes,
+                           std::shared_ptr<FileOperations> files) {
+  HYDRA_EXPECT(!disk_ && !closed_, StateError, "a second spill_dir of one offload context");
+  disk_ = std::make_unique<DiskHomes>(folder, std::move(files));
+  disk_->reserve(sizes);
+}
+
+void PagedModel::settle_on_disk(std::int32_t block, const std::vector<at::Tensor>& state) {
+  HYDRA_EXPECT(disk_ && !closed_ && !window_open(), StateError,
+               "optimizer state moves to the disk during the model's forward or backward, or outside its context");
+  finish_update(block);
+  disk_->settle(block, state, weak_from_this());
+}
+
+at::Tensor PagedModel::make_zeros_on_disk(std::int32_t block, const at::Tensor& like, at::ScalarType dtype) {
+  HYDRA_EXPECT(disk_ && !closed_, StateError, "optimizer state on the disk, outside its context");
+  return disk_->make_zeros(block, like, dtype, weak_from_this());
 }
 
 void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {
@@ -159,6 +224,14 @@ void scale_gradient(const at::Tensor& gradient, double factor) {
     const at::NoGradGuard no_grad;
     gradient.mul_(python_number(factor));
   }
+}
+
+void PagedModel::abandon_update() noexcept {
+  const std::lock_guard lock(update_mutex_);
+  while (!withheld_.empty()) {
+    give_back_locked(withheld_.begin()->first);
+  }
+  update_.reset();
 }
 
 void PagedModel::settle_update() {

@@ -72,6 +72,25 @@ at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>
   return tensor;
 }
 
+void note_on_disk(const WithheldTensor& withheld) noexcept {
+  c10::StorageImpl* const implementation = withheld.storage.unsafeGetStorageImpl();
+  c10::DataPtr freed;  // ends without the lock
+  const std::lock_guard lock(changing());
+  if (Withheld* const context = context_of(*implementation)) {
+    freed = std::exchange(context->memory, c10::DataPtr());
+    implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        "hydra_ext: the home of this tensor is the disk now; operations bring it to the host, raw access cannot. Call "
+        "run.sync() first");
+  }
+}
+
+bool is_alone(const at::Tensor& tensor) { return is_whole(tensor) && tensor.storage().use_count() == 1; }
+
+bool is_whole(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && !withheld_of(tensor) && tensor.storage_offset() == 0 &&
+         tensor.nbytes() == tensor.storage().nbytes();
+}
+
 bool shows(const at::Tensor& tensor, const c10::Storage& storage) noexcept {
   return storage && tensor.defined() && tensor.unsafeGetTensorImpl()->has_storage() &&
          tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
@@ -120,7 +139,7 @@ void give_up(const WithheldTensor& withheld) noexcept {
   if (Withheld* const context = context_of(*implementation)) {
     context->at_home = nullptr;
     implementation->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        "hydra_ext: this tensor's bytes are lost: they could not be brought from the device when its offload context "
+        "hydra_ext: this tensor's bytes are lost: they could not be brought to the host when its offload context "
         "ended");
   }
 }

@@ -1,5 +1,5 @@
-// Host tensors whose bytes are elsewhere: an optimizer step is writing them, or their home is the device. Their
-// storages have none until they are given back.
+// Host tensors whose bytes are elsewhere: an optimizer step is writing them, or their home is the device or the disk.
+// Their storages have none until they are given back.
 //
 // A withheld tensor carries the fault key, so that an operation on it waits; raw access (numpy, data_ptr, saving)
 // raises. Storage, tensor, version and aliases stay what they are: only the data pointer is away, in the storage's
@@ -21,7 +21,7 @@ class PagedModel;
 struct Withheld final : c10::intrusive_ptr_target {
   std::weak_ptr<PagedModel> owner;
   std::int32_t block = -1;       // whose tensor it is
-  c10::DataPtr memory;           // the storage's own; may be null where the home is the device
+  c10::DataPtr memory;           // the storage's own; may be null where the home is elsewhere
   std::byte* at_home = nullptr;  // the bytes on the device, where the home is that
 };
 
@@ -44,6 +44,12 @@ WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel
 /// A host tensor that lies as `like` does and never had bytes of its own; the first give_back() gives it `memory`.
 at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
                          std::byte* at_home);
+/// Its home is the disk from now on: the bytes on the host are freed.
+void note_on_disk(const WithheldTensor& withheld) noexcept;
+/// Whether nobody else knows the tensor's bytes, an array of numpy's say, who would not see them change any more.
+bool is_alone(const at::Tensor& tensor);
+/// Whether it is all of a storage that has its bytes on the host, whoever else knows them.
+bool is_whole(const at::Tensor& tensor);
 /// Whether the tensor, which may be undefined, has this storage.
 bool shows(const at::Tensor& tensor, const c10::Storage& storage) noexcept;
 /// The tensor's bytes on the device, if their home is there; else null.

@@ -50,6 +50,9 @@ class StepRunner(Protocol):
         What was to run later has run.
         """
 
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """Zeros that lie as the parameter does."""
+
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Runs the plans of :meth:`parts`, in any order, now or later."""
 
@@ -217,6 +220,17 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         state = self.state.get(parameter, {})
         return [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
 
+    def state_sizes(self) -> dict[Tensor, list[int]]:
+        """Bytes of each of the tensors that :meth:`tensors_beside` gives once its parameter was stepped."""
+        sizes = {}
+        for _, group, parameter in self._enumerate():
+            count = len(self._MOMENTS) if self._has_moments(group) else 0
+            sizes[parameter] = [parameter.numel() * group["moments"].itemsize for _ in range(count)]
+            kind = masters.kind_for(parameter, group["master"])
+            if kind is not None:
+                sizes[parameter].append(parameter.numel() * masters.dtype_of(kind).itemsize)
+        return sizes
+
     def finish(self, prepared: PreparedStep) -> None:
         """Autograd is told what was written, or is about to be before anybody can read it."""
         increment_version(prepared.written)
@@ -241,7 +255,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name in self._MOMENTS:
                 if name not in state:
-                    state[name] = torch.zeros_like(parameter, dtype=group["moments"])
+                    state[name] = self._zeros(parameter, group["moments"])
         kind = masters.kind_for(parameter, group["master"])
         if kind is not None:
             name = masters.LOWER if kind == "split" else masters.FULL
@@ -250,6 +264,11 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             elif kind == "fp32" and self._written.get(parameter) != parameter._version:
                 masters.follow(state[name], parameter)
         return state, first
+
+    def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.runner is None:
+            return torch.zeros_like(parameter, dtype=dtype)
+        return self.runner.new_state(parameter, dtype)
 
     # ---- saving and loading -----------------------------------------------------------------------------------------
 

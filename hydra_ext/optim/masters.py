@@ -21,11 +21,15 @@ def kind_for(parameter: Tensor, asked: str) -> str | None:
     return asked if parameter.dtype == torch.bfloat16 else "fp32"
 
 
+def dtype_of(kind: str) -> torch.dtype:
+    return torch.int16 if kind == "split" else torch.float32
+
+
 def make(parameter: Tensor, kind: str) -> Tensor:
     """The state of a master that equals the parameter."""
     if kind == "split":
-        return torch.zeros_like(parameter, dtype=torch.int16)
-    return parameter.to(torch.float32, copy=True)
+        return torch.zeros_like(parameter, dtype=dtype_of(kind))
+    return parameter.to(dtype_of(kind), copy=True)
 
 
 def merged(parameter: Tensor, lower: Tensor) -> Tensor:

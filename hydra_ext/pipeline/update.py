@@ -37,6 +37,9 @@ class _ScaledStep:
     def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         return [gradients]
 
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.zeros_like(parameter, dtype=dtype)
+
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         for part in prepared:
             part.plan.run(optimizer.pool, self._factor)

@@ -38,6 +38,10 @@ class Report:
         deferred_updates: optimizer steps that ran behind the next forward.
         update_seconds: how long their threads worked.
         update_bytes: host memory that they read and wrote.
+        disk_bytes: of optimizer state whose home is the disk now, rounded up to the disk's multiples.
+        disk_read_bytes, disk_written_bytes: counted where they are moved.
+        disk_working_bytes: of host memory for state on its way.
+        waited_for_disk_seconds: an update, or who brought state home, waited for the disk.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
@@ -79,6 +83,11 @@ class Report:
     deferred_updates: int
     update_seconds: float
     update_bytes: int
+    disk_bytes: int
+    disk_read_bytes: int
+    disk_written_bytes: int
+    disk_working_bytes: int
+    waited_for_disk_seconds: float
     waited_for_weights_seconds: float
     waited_for_faults_seconds: float
     waited_for_gradients_seconds: float
@@ -126,6 +135,11 @@ class Report:
                 f"updates  {self.deferred_updates} behind the next forward, {self.update_seconds:.3f} s, "
                 f"{self.waited_for_updates_seconds:.3f} s waited for"
             )
+        if self.disk_bytes or self.disk_written_bytes:
+            lines.append(
+                f"disk     {_mib(self.disk_bytes)} of optimizer state; {_mib(self.disk_read_bytes)} read, "
+                f"{_mib(self.disk_written_bytes)} written, {self.waited_for_disk_seconds:.3f} s waited for"
+            )
         if self.ranks > 1:
             lines.append(
                 f"ranks    {self.ranks}, gradients averaged {_mib(self.reduced_bytes)}, "
@@ -169,6 +183,7 @@ def make_report(
     budget: int,
 ) -> Report:
     pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
+    disk = core.disk_statistics
     return Report(
         budget_bytes=budget,
         peak_bytes=ledger.peak,
@@ -196,6 +211,11 @@ def make_report(
         deferred_updates=core.deferred_updates,
         update_seconds=core.update_seconds,
         update_bytes=core.update_bytes,
+        disk_bytes=disk.at_home_bytes,
+        disk_read_bytes=disk.read_bytes,
+        disk_written_bytes=disk.written_bytes,
+        disk_working_bytes=disk.working_bytes,
+        waited_for_disk_seconds=disk.wait_seconds,
         waited_for_weights_seconds=pager.hook_wait_seconds,
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,

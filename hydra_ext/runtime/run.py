@@ -30,6 +30,7 @@ from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
+from hydra_ext.runtime.spilling import HostLimit, Spilling
 from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
@@ -57,12 +58,14 @@ class Run:
         replicas: Replicas | None = None,
         casts: str = "",
         saving: Saving | None = None,
+        host_limit: HostLimit | None = None,
     ):
         self.budget = budget
         self.device = place.device
         self._place = place
         self._casts = casts
         self._saving = saving
+        self._host_limit = host_limit
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
@@ -268,14 +271,20 @@ class Run:
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._casts or self._averaged_on_host(),
+                refusal=self._casts or self._averaged_on_host() or self._kept_from_host(),
             )
-            self.updates = Updates(self.core, self.layout, optimizer, self._homes)
+            spilling = None
+            if self._host_limit is not None:
+                spilling = Spilling(self.core, self.layout, optimizer, self._host_limit)
+            self.updates = Updates(self.core, self.layout, optimizer, self._homes, spilling)
         engine.join(self)
 
     def _averaged_on_host(self) -> str:
         on_host = self.replicas is not None and not self.replicas.takes_gathered
         return "gradients are averaged over the ranks on the host" if on_host else ""
+
+    def _kept_from_host(self) -> str:
+        return "" if self._host_limit is None else "optimizer state may be on the disk, with host_budget="
 
     def close(self) -> None:
         """Undoes :meth:`open` and ends the core, all of it whatever fails on the way. Idempotent."""

@@ -20,6 +20,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.runtime.homes import Homes
+from hydra_ext.runtime.spilling import Spilling
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,19 @@ class Updates:
 
     destinations: Mapping[Tensor, Tensor] | None = None  # steps are made in place
 
-    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, homes: Homes) -> None:
+    def __init__(
+        self,
+        core: _C.PagedModel,
+        layout: Layout,
+        optimizer: HostOptimizer,
+        homes: Homes,
+        spilling: Spilling | None = None,
+    ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
         self._homes = homes
+        self._spilling = spilling
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
@@ -107,8 +116,15 @@ class Updates:
         self._parts = [block for block, members in by_block.items() if members]
         return [by_block[block] for block in self._parts]
 
+    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._spilling is None:
+            return torch.zeros_like(parameter, dtype=dtype)
+        return self._spilling.new_state(parameter, dtype)
+
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Parameters of other models are updated at once."""
+        if self._spilling is not None:
+            self._spilling.settle(self._parts)
         settled = set(self._core.settled_blocks)
         later: list[_C.BlockUpdate] = []
         at_home: list[_C.BlockUpdate] = []

@@ -1,0 +1,296 @@
+"""Optimizer state whose home is the disk: the bits of the plain loop, counted bytes, and a disk that fails."""
+
+from __future__ import annotations
+
+import copy
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hydra_ext
+from hydra_ext import _C, Checks, Run, SimulatedDevice, errors, optim
+from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation
+from hydra_ext.optim.host_optimizer import HostOptimizer
+from support.benches import assert_same
+from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, WIDTH, stack, state, train
+
+DEVICE_BUDGET = 2**19
+STATE = 4 * WIDTH * WIDTH  # of one moment of one layer's weight: a multiple of the disk's; biases stay on the host
+
+
+def on_host(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """What stays there: weights, gradients, and of the state what is small."""
+    assert isinstance(optimizer, HostOptimizer)
+    small = [size for sizes in optimizer.state_sizes().values() for size in sizes if size < _C.DISK_LEAST_BYTES]
+    return 2 * sum(parameter.nbytes for parameter in model.parameters()) + sum(small)
+
+
+def budget_for(spilled: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    """Just enough for so many of the layers to have their state on the disk."""
+    assert isinstance(optimizer, HostOptimizer)
+    sizes = [size for sizes in optimizer.state_sizes().values() for size in sizes if size >= _C.DISK_LEAST_BYTES]
+    layer = sum(sizes) // LAYERS
+    return on_host(optimizer, model) + (LAYERS - spilled) * layer + (3 * layer if spilled else 0)
+
+
+@contextmanager
+def offloaded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    *,
+    spilled: int = LAYERS,
+    files: FaultyFiles | None = None,
+) -> Iterator[Run]:
+    context = hydra_ext.offload(
+        model,
+        optimizer,
+        budget=DEVICE_BUDGET,
+        host_budget=budget_for(spilled, optimizer, model),
+        spill_dir=folder,
+        blocks=list(model.children()),
+        device=SimulatedDevice(),
+        checks=Checks(poison_hosts=True, spill_files=files),
+    )
+    with context as run:
+        yield run
+        assert run.report().windows > 0
+    assert not list(folder.iterdir())
+    for values in optimizer.state.values():
+        for value in values.values():
+            value.data_ptr()  # its own bytes, on the host
+
+
+def pair(name: str = "adamw", dtype: torch.dtype = torch.float32) -> tuple[Any, Any, Any, Any]:
+    plain, model = stack(dtype), stack(dtype)
+    return plain, OPTIMIZERS[name](plain.parameters()), model, OPTIMIZERS[name](model.parameters())
+
+
+@pytest.mark.parametrize("spilled", [4, 5, LAYERS])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_gives_the_bits_of_the_plain_one_and_moves_the_state_once_a_step(
+    name: str, spilled: int, tmp_path: Path
+) -> None:
+    plain, theirs, model, ours = pair(name)
+    expected = train(plain, theirs)
+    with offloaded(model, ours, tmp_path, spilled=spilled) as run:
+        seen = train(model, ours)
+        each = spilled * STATE * len(ours._MOMENTS)
+        assert run.report().disk_bytes == each
+        assert f"{each / 2**20:,.1f} MiB of optimizer state" in str(run.report())
+        run.sync()
+        report = run.report()
+        assert report.disk_bytes == 0
+        assert report.disk_written_bytes == STEPS * each
+        assert report.disk_read_bytes == STEPS * each  # nothing for the first step, and once for the sync
+        assert report.disk_working_bytes <= 3 * each // spilled
+        assert report.deferred_updates == STEPS
+    assert_same(expected, seen)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_so_does_one_in_bf16_with_masters_and_moments_in_bf16(master: str, tmp_path: Path) -> None:
+    plain, model = stack(torch.bfloat16), stack(torch.bfloat16)
+    theirs, ours = (
+        optim.AdamW(each.parameters(), lr=1e-2, master=master, moments=torch.float32) for each in (plain, model)
+    )
+    expected = train(plain, theirs)
+    with offloaded(model, ours, tmp_path) as run:
+        assert_same(expected, train(model, ours))
+        assert run.report().disk_written_bytes > 0
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_a_step_over_microbatches_does_too(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    with offloaded(model, ours, tmp_path) as run:
+        for batch in BATCHES:
+            wanted = []
+            for microbatch in batch.split(2):
+                loss = plain(microbatch).pow(2).mean() / 4
+                loss.backward()
+                wanted.append(loss.detach() * 4)
+            optim.clip_grad_norm_(plain.parameters(), 0.1)
+            theirs.step()
+            theirs.zero_grad()
+            output = run.step(batch.split(2), lambda microbatch: model(microbatch).pow(2).mean(), max_norm=0.1)
+            assert torch.equal(output.loss, torch.stack(wanted).mean())
+        assert run.report().fallbacks == run.report().refusals == 0
+        assert run.report().disk_bytes > 0
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_user_code_does_between_steps_it_does_to_a_plain_model(between: str, tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    expected = train(plain, theirs, between=lambda: BETWEEN[between](plain, theirs))
+    with offloaded(model, ours, tmp_path) as run:
+        seen = train(model, ours, between=lambda: BETWEEN[between](model, ours))
+        assert run.report().disk_written_bytes > 0
+    assert_same(expected, seen)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_what_was_brought_to_the_host_goes_back_in_the_next_step(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    train(plain, theirs), train(plain, theirs)
+    with offloaded(model, ours, tmp_path) as run:
+        train(model, ours)
+        there = run.report().disk_bytes
+        run.sync()
+        assert run.report().disk_bytes == 0
+        assert all(value.data_ptr() for each in ours.state.values() for value in each.values())
+        train(model, ours)
+        assert run.report().disk_bytes == there
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_state_that_is_loaded_takes_the_place_of_what_was_there(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    train(plain, theirs)
+    saved = copy.deepcopy({"model": plain.state_dict(), "optimizer": theirs.state_dict()})
+    with offloaded(model, ours, tmp_path) as run:
+        train(model, ours), train(model, ours)
+        model.load_state_dict(saved["model"])
+        ours.load_state_dict(saved["optimizer"])
+        train(model, ours)
+        assert run.report().disk_bytes == LAYERS * 2 * STATE
+    train(plain, theirs)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_with_room_for_all_nothing_is_on_the_disk(tmp_path: Path) -> None:
+    _, _, model, ours = pair()
+    with offloaded(model, ours, tmp_path, spilled=0) as run:
+        train(model, ours)
+        assert run.report().disk_written_bytes == 0
+        assert "disk" not in str(run.report())
+
+
+# ---- what does not go -----------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_cannot_be_kept_says_what_would_do(tmp_path: Path) -> None:
+    _, _, model, ours = pair()
+    before = [parameter.clone() for parameter in model.parameters()]
+    context = hydra_ext.offload(
+        model, ours, budget=DEVICE_BUDGET, host_budget=1024, spill_dir=tmp_path, blocks=list(model.children())
+    )
+    with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: weights, gradients") as caught:
+        context.__enter__()
+    assert caught.value.smallest_budget == budget_for(LAYERS, ours, model)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    train(model, ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"host_budget": "1GiB"}, "host_budget= was given without spill_dir="),
+        ({"spill_dir": "there"}, "spill_dir= was given without host_budget="),
+    ],
+)
+def test_one_is_of_no_use_without_the_other(given: dict[str, Any], message: str) -> None:
+    _, _, model, ours = pair()
+    with pytest.raises(errors.InvalidArgument, match=message):
+        hydra_ext.offload(model, ours, budget=DEVICE_BUDGET, **given)
+
+
+def test_state_of_other_optimizers_cannot_go_there(tmp_path: Path) -> None:
+    model = stack()
+    with pytest.raises(errors.InvalidArgument, match=r"one of hydra_ext\.optim"):
+        hydra_ext.offload(
+            model, torch.optim.AdamW(model.parameters()), budget=DEVICE_BUDGET, host_budget="1GiB", spill_dir=tmp_path
+        )
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, _, model, ours = pair()
+    with pytest.raises(errors.SpillError, match=r"'.*/file/below' cannot be made"):
+        hydra_ext.offload(model, ours, budget=DEVICE_BUDGET, host_budget="1GiB", spill_dir=tmp_path / "file" / "below")
+
+
+# ---- a disk that fails ----------------------------------------------------------------------------------------------
+
+
+def failing(fail: Callable[[FaultyFiles], None], tmp_path: Path) -> tuple[Run, nn.Module, Any, FaultyFiles, Any]:
+    files = FaultyFiles()
+    _, _, model, ours = pair()
+    context = hydra_ext.offload(
+        model,
+        ours,
+        budget=DEVICE_BUDGET,
+        host_budget=budget_for(LAYERS, ours, model),
+        spill_dir=tmp_path,
+        blocks=list(model.children()),
+        device=SimulatedDevice(),
+        checks=Checks(spill_files=files),
+    )
+    run = context.__enter__()
+    train(model, ours)
+    run.core.finish_update()
+    files.reset()
+    fail(files)
+    return run, model, ours, files, context
+
+
+def train_and_wait(run: Run, model: nn.Module, optimizer: Any) -> None:
+    train(model, optimizer)
+    run.sync()
+
+
+@pytest.mark.parametrize("nth", range(1, 2 * LAYERS + 1))
+@pytest.mark.parametrize("operation", [FileOperation.READ, FileOperation.WRITE])
+def test_a_step_whose_state_was_lost_is_an_error_and_not_a_wrong_weight(
+    operation: FileOperation, nth: int, tmp_path: Path
+) -> None:
+    run, model, ours, files, context = failing(
+        lambda files: files.fail(operation, FileFault.ERROR, nth, error=errno.EIO), tmp_path
+    )
+    with pytest.raises(errors.SpillError, match=r"Input/output error|are lost"):
+        train_and_wait(run, model, ours)
+    files.reset()
+    with pytest.raises(errors.SpillError):  # nobody goes on from there by mistake
+        train(model, ours)
+    with pytest.raises(errors.SpillError):
+        context.__exit__(None, None, None)
+    assert not list(tmp_path.iterdir())
+    for parameter in model.parameters():
+        assert bool(torch.isfinite(parameter).all())
+
+
+@pytest.mark.parametrize("fault", [FileFault.FLIPPED, FileFault.SHORT])
+def test_damage_is_noticed_and_short_reads_are_gone_on_with(fault: FileFault, tmp_path: Path) -> None:
+    run, model, ours, _, context = failing(lambda files: files.fail(FileOperation.READ, fault, 3), tmp_path)
+    if fault == FileFault.SHORT:
+        train_and_wait(run, model, ours)
+        context.__exit__(None, None, None)
+        return
+    with pytest.raises(errors.SpillError, match="not what was written"):
+        train_and_wait(run, model, ours)
+    with pytest.raises(errors.SpillError):
+        context.__exit__(None, None, None)
+
+
+def test_a_full_disk_is_told_before_anything_begins_and_with_room_it_does(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    for nth in (1, 2 * LAYERS):
+        files = FaultyFiles()
+        files.fail(FileOperation.ALLOCATE, FileFault.ERROR, nth, error=errno.ENOSPC)
+        entering = offloaded(model, ours, tmp_path, files=files)
+        with pytest.raises(errors.SpillError, match="No space left on device"):
+            entering.__enter__()
+        assert not ours.state
+    expected = train(plain, theirs)
+    with offloaded(model, ours, tmp_path, files=files):
+        assert_same(expected, train(model, ours))
+        assert files.count(FileOperation.ALLOCATE) == 4 * LAYERS  # none but on entering
+    assert_same(state(plain, theirs), state(model, ours))
