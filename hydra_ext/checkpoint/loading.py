@@ -78,7 +78,7 @@ def choose(path: Path, files: Files, *, strict: bool = True) -> str | None:
     Raises:
         CheckpointError: it is damaged, or all are.
     """
-    with _readable(path), ExitStack() as stack:
+    with readable(path), ExitStack() as stack:
         try:
             descriptor = stack.enter_context(closing(files, files.open_folder(path)))
         except FileNotFoundError:
@@ -112,7 +112,7 @@ def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
     with ExitStack() as stack:
-        with _readable(path):
+        with readable(path):
             folder = stack.enter_context(closing(files, files.open_folder(path)))
             if name != ".":
                 folder = stack.enter_context(closing(files, files.open_folder_in(name, inside=folder)))
@@ -123,7 +123,7 @@ def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

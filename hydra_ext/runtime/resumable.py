@@ -24,6 +24,7 @@ from hydra_ext.runtime import snapshot
 from hydra_ext.runtime.figures import StepMeter
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.snapshot import Stateful, Training
+from hydra_ext.runtime.termination import Noted, Termination
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Resumable:
     _saving: Saving | None
     _closed: bool
     _gradients_used = True  # by a step of the optimizer, since the last backward
+    _termination: Termination | None = None
     _files = Files()
 
     def sync(self) -> None:
@@ -143,6 +145,51 @@ class Resumable:
             if self._saving is not None and self._saving.learns:
                 logger.warning("the adaptive bounds of hydra_ext.Compress begin anew, and are in no checkpoint")
             return loading.loaded(reader)
+
+    def save_on_sigterm(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: Callable[[], Any] | None = None,
+        schedule: Stateful | None = None,
+        scaler: Stateful | None = None,
+        keep: int = 2,
+    ) -> None:
+        """From now on SIGTERM ends the process between two steps, behind a :meth:`save`.
+
+        The step under way is finished. The save comes as the next forward or ``run.step`` begins, or the context ends,
+        so that whatever follows ``optimizer.step()`` in the loop belongs to it. Then the handler that was there before
+        is called; if there was none, ``SystemExit(143)`` is raised. A second SIGTERM goes to that handler at once. A
+        signal to one rank is one to all.
+
+        Args:
+            folder, schedule, scaler, keep: as for :meth:`save`.
+            extra: called as the last step ends; what it returns is saved.
+
+        Raises:
+            StateError: this is not the main thread, it was called before, or the context has ended.
+            UnsupportedState: random states cannot be saved.
+        """
+        if self._closed or self._termination is not None:
+            there = "was called before" if self._termination is not None else "comes after the end of the context"
+            raise StateError(f"run.save_on_sigterm {there}")
+        path = Path(folder)
+        training = self._training(schedule, scaler)
+
+        def note() -> Noted:
+            return Noted(snapshot.randomness(training), None if extra is None else extra())
+
+        def saved(noted: Noted | None) -> None:
+            noted = noted or note()
+            self._save(path, noted.randomness, extra=noted.extra, schedule=schedule, scaler=scaler, keep=keep)
+
+        snapshot.randomness(training)
+        self._termination = Termination(note, saved, self.replicas)
+
+    def end_steps(self) -> None:
+        """None follows: a signal that was to be served in the next one is served now."""
+        if self._termination is not None:
+            self._termination.step_begins(last=True)
 
     # ---- how --------------------------------------------------------------------------------------------------------
 

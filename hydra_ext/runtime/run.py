@@ -130,6 +130,8 @@ class Run(Resumable):
             RankFailed: another rank has failed in this step.
             ReplicasDiffer: the ranks have gone different ways.
         """
+        if self._termination is not None:
+            self._termination.step_begins()
         given: list[Microbatch] = []
 
         def whole() -> StepOutput:
@@ -285,6 +287,8 @@ class Run(Resumable):
         self._closed = True
         engine.leave(self)
         with ExitStack() as stack:  # the last one first
+            if self._termination is not None:
+                stack.callback(self._termination.close)
             if self.replicas is not None:
                 stack.callback(self.replicas.leave)
             stack.callback(self._place.close)
@@ -318,7 +322,10 @@ class Run(Resumable):
     def _after_optimizer_step(self) -> None:
         self.core.note_optimizer_step()
         self._gradients_used = True
+        before = self.meter.updates
         self.meter.update_ended(deferred=self.updates is not None)
+        if self._termination is not None and self.meter.updates > before:
+            self._termination.step_ended()
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -337,6 +344,8 @@ class Run(Resumable):
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
+        if self._termination is not None and not (self.meter.inside or self.core.window_open):
+            self._termination.step_begins()
         token = _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
