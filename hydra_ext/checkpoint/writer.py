@@ -27,8 +27,8 @@ class Shard:
     entries: tuple[Entry, ...]
 
 
-def plan(section: str, groups: Iterable[Sequence[Entry]], *, shard_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """The files of a section. A group is in one file; files of several groups have at most ``shard_bytes``.
+def plan(section: str, groups: Iterable[Sequence[Entry]]) -> list[Shard]:
+    """The files of a section. A group is in one file; files of several groups have at most ``SHARD_BYTES``.
 
     Raises:
         UnsupportedState: two tensors have one name, or so many are in a file that no header can say so.
@@ -37,7 +37,7 @@ def plan(section: str, groups: Iterable[Sequence[Entry]], *, shard_bytes: int = 
     size = 0
     for group in groups:
         added = sum(entry.nbytes for entry in group)
-        if not filled or size + added > shard_bytes:
+        if not filled or size + added > SHARD_BYTES:
             filled.append([])
             size = 0
         filled[-1] += group

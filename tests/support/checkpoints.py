@@ -203,3 +203,45 @@ def manifest_of(checkpoint: Path) -> Any:
     import json
 
     return json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]
+
+
+class Small:
+    """A run that is a function of its steps, so that a checkpoint's step says what has to be in it."""
+
+    def __init__(self) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+        for parameter in self.model.parameters():
+            nn.init.zeros_(parameter)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0, momentum=0.5)
+        self.offload = hydra_ext.offload(self.model, self.optimizer, budget=2**20)
+
+    def __enter__(self) -> Small:
+        self.run = self.offload.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self.offload.__exit__(*details)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        self.model(torch.zeros(2, 3))  # buffers count, too
+
+    def state(self) -> list[Tensor]:
+        momenta = [self.optimizer.state[p].get("momentum_buffer") for p in self.model.parameters()]
+        return [
+            *(t.detach().clone() for t in self.model.state_dict().values()),
+            *(m.clone() for m in momenta if m is not None),
+        ]
+
+
+def small_states(steps: int) -> list[list[Tensor]]:
+    """By step."""
+    with Small() as small:
+        found = [small.state()]
+        for _ in range(steps):
+            small.step()
+            found.append(small.state())
+    return found
