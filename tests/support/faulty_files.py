@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ OPERATIONS = [name for name in vars(Files) if not name.startswith("_")]
 
 
 class CountingFiles(Files):
-    """Counts operations, and syncs nothing. Before each, ``before`` is asked; it may raise, or say how many bytes to take."""
+    """Counts operations, and syncs nothing. Before each, ``before`` is asked: it may raise, or say how many bytes to
+    take."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -95,6 +97,13 @@ class _Folder:
     now: dict[str, Any] = field(default_factory=dict)
     safe: dict[str, Any] = field(default_factory=dict)
 
+    def some(self, draw: random.Random) -> dict[str, Any]:
+        """Of the changes since it was made safe; each node has one name or none, as it had at one time."""
+        before = {id(node): (name, node) for name, node in self.safe.items()}
+        after = {id(node): (name, node) for name, node in self.now.items()}
+        chosen = [draw.choice((before, after)).get(key) for key in {**before, **after}]
+        return dict(each for each in chosen if each is not None)
+
 
 class PowerLossFiles(CountingFiles):
     """Works on a real folder until the n-th operation, and knows what would be left then on a disk.
@@ -154,23 +163,24 @@ class PowerLossFiles(CountingFiles):
         elif isinstance(node, _File):
             node.safe = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
-    def leave(self, target: Path, *, names: str) -> None:
+    def leave(self, target: Path, *, names: str, seed: int = 0) -> None:
         """Makes a folder as it may be found afterwards.
 
         Args:
             names: "safe": those that were made so; "now": all, as if folders had been written by themselves, but no
-                file's bytes.
+                file's bytes; "some": each change of a name may have been written or not, a renaming as one.
         """
         status = os.stat(self._root)
-        self._leave(self._nodes[status.st_dev, status.st_ino], target, names)
+        self._leave(self._nodes[status.st_dev, status.st_ino], target, names, random.Random(seed))
 
-    def _leave(self, node: Any, target: Path, names: str) -> None:
+    def _leave(self, node: Any, target: Path, names: str, draw: random.Random) -> None:
         if isinstance(node, _File):
             target.write_bytes(node.safe)
             return
         target.mkdir()
-        for name, each in (node.safe if names == "safe" else node.now).items():
-            self._leave(each, target / name, names)
+        left = node.some(draw) if names == "some" else getattr(node, names)
+        for name, each in left.items():
+            self._leave(each, target / name, names, draw)
 
 
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "short": None}
