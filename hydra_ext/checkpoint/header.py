@@ -1,6 +1,7 @@
 """The header of a safetensors file: https://huggingface.co/docs/safetensors. Eight bytes of its length, then JSON.
 
-Written from names, types and shapes that are known ahead; read with more suspicion than any library has.
+Made from names, types and shapes that are known ahead. There is only one header for the same tensors, so that nobody
+has to read what a file says of itself: it is compared with what it has to say.
 """
 
 from __future__ import annotations
@@ -24,12 +25,8 @@ _METADATA = {"format": "pt"}  # without it, some loaders refuse the file
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-class BadHeader(ValueError):
-    """The message says why, and names the tensor if it is about one."""
-
-    def __init__(self, message: str, tensor: str | None = None) -> None:
-        super().__init__(message)
-        self.tensor = tensor
+class BadSpan(ValueError):
+    """The message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +46,17 @@ class Span:
     def __post_init__(self) -> None:
         """
         Raises:
-            BadHeader: the bytes are not as many as the shape takes.
+            BadSpan: the bytes are not as many as the shape takes.
         """
         if self.dtype not in DTYPES:
-            raise BadHeader(f"there is no type {self.dtype!r:.40}")
+            raise BadSpan(f"there is no type {self.dtype!r:.40}")
         if len(self.shape) > _MOST_DIMENSIONS or not all(is_count(size) for size in self.shape):
-            raise BadHeader(f"{repr(self.shape)[:80]} is no shape")
+            raise BadSpan(f"{repr(self.shape)[:80]} is no shape")
         if math.prod(size for size in self.shape if size) >= 2**63:
-            raise BadHeader(f"no tensor has the shape {list(self.shape)}")
+            raise BadSpan(f"no tensor has the shape {list(self.shape)}")
         needed = DTYPES[self.dtype].itemsize * math.prod(self.shape)
         if not (is_count(self.begin) and is_count(self.end) and self.end - self.begin == needed):
-            raise BadHeader(
+            raise BadSpan(
                 f"{self.dtype} of shape {list(self.shape)} takes {needed} bytes, not [{self.begin}, {self.end})"
             )
 
@@ -88,62 +85,3 @@ def make(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[by
         begin, end = entries[name]["data_offsets"]
         spans[name] = Span(CODES[dtype], tuple(shape), base + begin, base + end)
     return _LENGTH.pack(len(text)) + text, spans
-
-
-LENGTH_BYTES = _LENGTH.size
-
-
-def text_bytes(prefix: bytes | bytearray, file_bytes: int) -> int:
-    """How long the header's text is, from the first bytes of a file so long.
-
-    Raises:
-        BadHeader: the file cannot hold it.
-    """
-    if len(prefix) < _LENGTH.size:
-        raise BadHeader("it ends within the length of its header")
-    length = int(_LENGTH.unpack(prefix)[0])
-    if length > LONGEST or length > file_bytes - _LENGTH.size:
-        raise BadHeader(f"its header is said to be of {length} bytes, in a file of {file_bytes}")
-    return length
-
-
-def parse(text: bytes | bytearray, file_bytes: int) -> dict[str, Span]:
-    """Where the tensors of a file so long lie, in their order there.
-
-    Raises:
-        BadHeader: it is not well formed, or tensors overlap, leave holes, or do not end where the file does.
-    """
-    try:
-        entries = strict_json.read(text)
-    except strict_json.NotStrict as error:
-        raise BadHeader(f"its header cannot be read: {error}") from error
-    if not isinstance(entries, dict) or text[:1] != b"{":
-        raise BadHeader("its header is no table")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadHeader("its metadata are no texts")
-    base = _LENGTH.size + len(text)
-    spans = {name: _span(name, entry, base) for name, entry in entries.items()}
-    ordered = dict(sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)))
-    offset = base
-    for name, span in ordered.items():
-        if span.begin != offset:
-            raise BadHeader(f"it begins at byte {span.begin}, and what is before it ends at {offset}", name)
-        offset = span.end
-    if offset != file_bytes:
-        raise BadHeader(f"its tensors end at byte {offset}, and the file has {file_bytes}")
-    return ordered
-
-
-def _span(name: str, entry: Any, base: int) -> Span:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadHeader("its entry has other parts than dtype, shape and data_offsets", name)
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise BadHeader("its shape or its data_offsets is no list", name)
-    if not isinstance(entry["dtype"], str) or not all(map(is_count, offsets)):
-        raise BadHeader("its type is no text, or its data_offsets are no numbers", name)
-    try:
-        return Span(entry["dtype"], tuple(shape), base + offsets[0], base + offsets[1])
-    except BadHeader as error:
-        raise BadHeader(str(error), name) from error

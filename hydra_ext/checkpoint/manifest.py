@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra_ext.checkpoint import checksum, strict_json
-from hydra_ext.checkpoint.header import BadHeader, Span, is_count
+from hydra_ext.checkpoint.header import BadSpan, Span, is_count
 
 NAME = "manifest.json"
 UNFINISHED = "manifest.json.unfinished"
@@ -120,13 +120,13 @@ def parse(data: bytes | bytearray) -> Manifest:
         raise BadManifest("its bytes are not those that were written: the checksum differs")
     try:
         return _manifest(strict_json.read(inner))
-    except (strict_json.NotStrict, BadHeader) as error:
+    except (strict_json.NotStrict, BadSpan) as error:
         raise BadManifest(str(error)) from error
 
 
 def _manifest(body: Any) -> Manifest:
     body = _table(body, "the manifest")
-    if body.get("version") != VERSION:
+    if type(body.get("version")) is not int or body["version"] != VERSION:
         raise BadManifest(f"it is of version {body.get('version')!r:.40}; this hydra_ext reads version {VERSION}")
     files = {name: _file(name, entry) for name, entry in _table(body.get("files"), "files").items()}
     sections = _table(body.get("tensors"), "tensors")
@@ -172,7 +172,7 @@ def _tensor(section: str, name: str, entry: Any, files: Mapping[str, FileRecord]
         raise BadManifest(f"the tensor {name!r:.200} has no checksum or no type")
     try:
         return TensorRecord(file, Span(entry["dtype"], tuple(shape), ends[0], ends[1]), summed)
-    except BadHeader as error:
+    except BadSpan as error:
         raise BadManifest(f"the tensor {name!r:.200}: {error}") from error
 
 

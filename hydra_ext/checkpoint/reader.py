@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hydra_ext.checkpoint import checksum, header
 from hydra_ext.checkpoint.files import Files, closing, is_regular, read_all
-from hydra_ext.checkpoint.header import BadHeader
 from hydra_ext.checkpoint.manifest import Manifest, TensorRecord
 from hydra_ext.checkpoint.tensors import bytes_of, empty
 from hydra_ext.construction.weight_files import DTYPES
@@ -87,18 +86,18 @@ class Reader:
             yield error
 
     def _check_header(self, file: int, name: str, tensors: dict[str, TensorRecord]) -> None:
-        size = self.manifest.files[name].nbytes
-        try:
-            prefix = self._read_bytes(file, name, 0, min(size, header.LENGTH_BYTES))
-            text = self._read_bytes(file, name, header.LENGTH_BYTES, header.text_bytes(prefix, size))
-            spans = header.parse(text, size)
-        except BadHeader as error:
-            raise self._damaged(name, error.tensor, str(error)) from error
-        for tensor in spans.keys() ^ tensors.keys():
-            raise self._damaged(name, tensor, "the file and the manifest do not name the same tensors")
+        described = {tensor: (DTYPES[record.span.dtype], record.span.shape) for tensor, record in tensors.items()}
+        expected, spans = header.make(described)
         for tensor, record in tensors.items():
             if spans[tensor] != record.span:
-                raise self._damaged(name, tensor, "the file and the manifest do not agree about where and what it is")
+                raise self._damaged(name, tensor, "it does not begin where what is before it ends")
+        end = max((span.end for span in spans.values()), default=len(expected))
+        if end != self.manifest.files[name].nbytes:
+            raise self._damaged(name, None, f"its tensors end at byte {end}, and the file does not")
+        found = bytearray(len(expected))
+        self._fill(file, name, None, memoryview(found), 0)
+        if found != expected:
+            raise self._damaged(name, None, "its header is not the one that was written")
 
     def _sum(self, file: int, name: str, tensor: str | None, begin: int, end: int) -> str:
         summed = checksum.EMPTY
@@ -149,11 +148,6 @@ class Reader:
         if not is_regular(status):
             raise CheckpointError(f"{path} is no ordinary file", file=path)
         return status.st_size
-
-    def _read_bytes(self, file: int, name: str, begin: int, count: int) -> bytearray:
-        data = bytearray(count)
-        self._fill(file, name, None, memoryview(data), begin)
-        return data
 
     def _fill(self, file: int, name: str, tensor: str | None, into: memoryview, begin: int) -> None:
         try:

@@ -183,7 +183,7 @@ class Return:
 
     def _other_differences(self) -> list[str]:
         lines = []
-        optimizer, saved = self._training.optimizer, self._content["optimizer"]
+        optimizer, saved = self._training.optimizer, self._content.get("optimizer")
         if (optimizer is None) != (saved is None):
             lines.append(
                 f"there was {'no' if saved is None else 'an'} optimizer, and there is {_article(optimizer)} now"
