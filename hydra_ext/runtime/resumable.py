@@ -186,6 +186,11 @@ class Resumable:
         snapshot.randomness(training)
         self._termination = Termination(note, saved, self.replicas)
 
+    def _step_begins(self) -> None:
+        """Perhaps: it is called by every forward that might be its first."""
+        if self._termination is not None and not (self.meter.inside or self.core.window_open):
+            self._termination.step_begins()
+
     def end_steps(self) -> None:
         """None follows: a signal that was to be served in the next one is served now."""
         if self._termination is not None:

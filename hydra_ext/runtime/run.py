@@ -130,8 +130,7 @@ class Run(Resumable):
             RankFailed: another rank has failed in this step.
             ReplicasDiffer: the ranks have gone different ways.
         """
-        if self._termination is not None:
-            self._termination.step_begins()
+        self._step_begins()
         given: list[Microbatch] = []
 
         def whole() -> StepOutput:
@@ -344,8 +343,7 @@ class Run(Resumable):
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
-        if self._termination is not None and not (self.meter.inside or self.core.window_open):
-            self._termination.step_begins()
+        self._step_begins()
         token = _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
