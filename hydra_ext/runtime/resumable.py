@@ -1,4 +1,7 @@
-"""Saving a run, and going on from what was saved: the part of :class:`hydra_ext.Run` that users see."""
+"""Saving a run, and going on from what was saved: the part of :class:`hydra_ext.Run` that users see.
+
+What does it is imported by whoever uses it: nobody else waits for that.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,16 +18,16 @@ from torch import nn
 from hydra_ext import _C
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
-from hydra_ext.checkpoint import checksum, loading
 from hydra_ext.checkpoint.files import Files
-from hydra_ext.checkpoint.loading import Loaded
-from hydra_ext.checkpoint.saving import Contents, save
 from hydra_ext.errors import CheckpointError, InvalidArgument, StateError
-from hydra_ext.runtime import snapshot
 from hydra_ext.runtime.figures import StepMeter
 from hydra_ext.runtime.replicas import Replicas
-from hydra_ext.runtime.snapshot import Stateful, Training
-from hydra_ext.runtime.termination import Noted, Termination
+
+if TYPE_CHECKING:
+    from hydra_ext.checkpoint.loading import Loaded
+    from hydra_ext.checkpoint.saving import Contents
+    from hydra_ext.runtime.snapshot import Stateful, Training
+    from hydra_ext.runtime.termination import Noted, Termination
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +124,11 @@ class Resumable:
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
             RankFailed: another rank has failed.
         """
+        from hydra_ext.checkpoint import checksum, loading
+        from hydra_ext.runtime import snapshot
+
         path = Path(folder)
-        training = self._training(schedule, scaler)
+        training = self._training("run.load", schedule, scaler)
         self._together(lambda: self._expect_rest("run.load"))
         _C.suspend_charging()
         name = self._from_first(lambda: loading.choose(path, self._files, strict=strict) or "")
@@ -170,11 +176,13 @@ class Resumable:
             StateError: this is not the main thread, it was called before, or the context has ended.
             UnsupportedState: random states cannot be saved.
         """
-        if self._closed or self._termination is not None:
-            there = "was called before" if self._termination is not None else "comes after the end of the context"
-            raise StateError(f"run.save_on_sigterm {there}")
+        from hydra_ext.runtime import snapshot
+        from hydra_ext.runtime.termination import Noted, Termination
+
         path = Path(folder)
-        training = self._training(schedule, scaler)
+        training = self._training("run.save_on_sigterm", schedule, scaler)
+        if self._termination is not None:
+            raise StateError("run.save_on_sigterm was called before: one folder is enough")
 
         def note() -> Noted:
             return Noted(snapshot.randomness(training), None if extra is None else extra())
@@ -209,41 +217,42 @@ class Resumable:
         keep: int,
     ) -> Path:
         """``random``: the states to be saved; None for those of now."""
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise InvalidArgument(f"run.save: keep={keep!r}: give a number of checkpoints, 1 or more")
-        training = self._training(schedule, scaler)
+        from hydra_ext.checkpoint.saving import save
+        from hydra_ext.runtime import snapshot
+
+        training = self._training("run.save", schedule, scaler)
 
         def taken() -> Contents:
+            if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+                raise InvalidArgument(f"run.save: keep={keep!r}: give a number of checkpoints, 1 or more")
             self._expect_rest("run.save")
             _C.suspend_charging()
-            self._expect_no_gradients(training)
+            name = snapshot.pending_gradient(training, used=self._gradients_used)
+            if name is not None:
+                raise StateError(
+                    f"run.save: '{name}' has a gradient that no step has used, and no checkpoint would hold it: save "
+                    "after optimizer.step(), or after model.zero_grad()"
+                )
             return snapshot.take(training, random or snapshot.randomness(training), step=self.steps, extra=extra)
 
         contents = snapshot.with_ranks(self._together(taken), training)
-
         return Path(self._from_first(lambda: str(save(path, contents, keep=keep, files=self._files))))
 
-    def _training(self, schedule: Stateful | None, scaler: Stateful | None) -> Training:
+    def _training(self, asked: str, schedule: Stateful | None, scaler: Stateful | None) -> Training:
+        from hydra_ext.runtime.snapshot import Training
+
+        if self._closed:  # the other ranks are not heard any more
+            raise StateError(f"{asked}: the offload context of this model has ended")
         helpers = {"schedule": schedule, "scaler": scaler}
         return Training(self.model, self.optimizer, self.layout, self.device, self.replicas, helpers)
 
     def _expect_rest(self, asked: str) -> None:
-        if self._closed:
-            raise StateError(f"{asked}: the offload context of this model has ended")
         if self.core.window_open or self.meter.inside:
             raise StateError(
                 f"{asked} was called while a step, a forward or a backward of the model is under way, here or in "
                 "another thread: call it between steps"
             )
         self.sync()
-
-    def _expect_no_gradients(self, training: Training) -> None:
-        name = snapshot.pending_gradient(training, used=self._gradients_used)
-        if name is not None:
-            raise StateError(
-                f"run.save: '{name}' has a gradient that no step has used, and no checkpoint would hold it: save after "
-                "optimizer.step(), or after model.zero_grad()"
-            )
 
     def _together(self, work: Callable[[], Result]) -> Result:
         return work() if self.replicas is None else self.replicas.together(work)

@@ -85,7 +85,7 @@ def test_keep_is_a_number(run: hydra_ext.Run, keep: Any, tmp_path: Path) -> None
 
 def test_not_while_gradients_wait_for_a_step(run: hydra_ext.Run, tmp_path: Path) -> None:
     backward(run)
-    with pytest.raises(StateError, match=r"'1.bias' has a gradient that no step has used"):
+    with pytest.raises(StateError, match=r"'\d\.\w+' has a gradient that no step has used"):
         run.save(tmp_path)
     run.optimizer.step()
     run.save(tmp_path)  # used, though they are still there

@@ -216,7 +216,7 @@ def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with offloaded(made) as run:
         pass
-    with pytest.raises(StateError, match="after the end"):
+    with pytest.raises(StateError, match="has ended"):
         run.save_on_sigterm(tmp_path)
 
 
