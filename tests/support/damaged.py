@@ -246,6 +246,10 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     "file folder": instead("model.safetensors", lambda path: path.mkdir()),
     "file pipe": instead("model.safetensors", os.mkfifo),
     "file device": instead("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "text pipe": lambda checkpoint: (
+        os.mkfifo(checkpoint / "config.json"),
+        change(checkpoint, lambda body: body["files"].update({"config.json": {"bytes": 0, "crc32": "00000000"}})),
+    ),
     "optimizer's file gone": lambda checkpoint: (checkpoint / "optimizer.safetensors").unlink(),
     # the header of a file that is as long as it should be
     "header empty": in_header(lambda header: b""),
