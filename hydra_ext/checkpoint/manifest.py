@@ -112,6 +112,8 @@ def parse(data: bytes | bytearray) -> Manifest:
     Raises:
         BadManifest: it is no manifest of ours, or not as it was written.
     """
+    if len(data) > LONGEST:
+        raise BadManifest(f"it is longer than {LONGEST} bytes")
     start = _START.match(data)
     if start is None or not data.endswith(_END):
         raise BadManifest("it is cut off, or no manifest of a checkpoint")

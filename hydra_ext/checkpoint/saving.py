@@ -18,7 +18,7 @@ from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint import writer
 from hydra_ext.checkpoint.files import Files, closing, write_all
 from hydra_ext.checkpoint.folder import Folder, Found, newest_first
-from hydra_ext.checkpoint.manifest import Manifest
+from hydra_ext.checkpoint.manifest import BadManifest, Manifest
 from hydra_ext.checkpoint.tensors import Entry
 from hydra_ext.errors import SaveFailed
 
@@ -80,17 +80,24 @@ def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
 
 def _make_folders(path: Path, files: Files) -> None:
     """Those that are missing, each safe in the one around it."""
+    made = True
     try:
         files.make_folder(path)
     except FileExistsError:
-        pass  # perhaps made by one that was killed before its name was safe
+        made = False
     except FileNotFoundError:
         if path.parent == path:
             raise
         _make_folders(path.parent, files)
         files.make_folder(path)
-    with closing(files, files.open_folder(path.parent)) as parent:
-        files.sync(parent)
+    try:
+        parent = files.open_folder(path.parent)
+    except PermissionError:
+        if made:
+            raise
+        return  # somebody else has made it
+    with closing(files, parent):
+        files.sync(parent)  # also if it was there: who made it may have been killed before this
 
 
 def _expect_room(folder: Folder, files: Files, needed: int) -> None:
@@ -139,7 +146,7 @@ def _write(
                     ties=contents.ties,
                     content=contents.content,
                 )
-                write_all(files, mark, memoryview(manifest.write()))
+                write_all(files, mark, memoryview(_readable(manifest, folder.path)))
                 files.sync(mark)
             finally:
                 files.close(mark)
@@ -150,6 +157,16 @@ def _write(
             folder.discard(name)
         raise
     return name
+
+
+def _readable(manifest: Manifest, path: Path) -> bytes:
+    """What is to be written: whatever it says, a reader will take it."""
+    text = manifest.write()
+    try:
+        manifests.parse(text)
+    except BadManifest as error:
+        raise SaveFailed(f"no checkpoint could be saved in {path}: nobody could read it: {error}", path=path) from error
+    return text
 
 
 def _discard(folder: Folder, names: Sequence[str]) -> None:

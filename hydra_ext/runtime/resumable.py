@@ -179,7 +179,7 @@ class Resumable:
         from hydra_ext.runtime import snapshot
         from hydra_ext.runtime.termination import Noted, Termination
 
-        path = Path(folder)
+        path = Path(folder).absolute()  # wherever the process is by then
         training = self._training("run.save_on_sigterm", schedule, scaler)
         if self._termination is not None:
             raise StateError("run.save_on_sigterm was called before: one folder is enough")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import hydra_ext
+from hydra_ext.checkpoint import manifest
 from hydra_ext.checkpoint.files import Files
 from hydra_ext.errors import (
     CheckpointMismatch,
@@ -23,6 +24,7 @@ from hydra_ext.errors import (
     StateError,
     UnsupportedState,
 )
+from support import damaged
 from support.checkpoints import Job, differences, offloaded
 
 
@@ -297,6 +299,34 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(run: hydra_ex
     assert (caught.value.path, caught.value.free_bytes) == (tmp_path, 100)
     assert caught.value.needed_bytes > 40
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+def test_what_nobody_could_read_is_not_saved(
+    run: hydra_ext.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run.save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(manifest, "LONGEST", (first / "manifest.json").stat().st_size - 1)
+        with pytest.raises(SaveFailed, match="is longer than"):
+            run.save(tmp_path, extra="more")
+    damaged.top(serial=2**63 - 1)(first)
+    with pytest.raises(SaveFailed, match="serial is no number"):
+        run.save(tmp_path)
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_the_folder_around_may_be_closed_to_us(run: hydra_ext.Run, tmp_path: Path) -> None:
+    class Closed(Files):
+        def open_folder(self, path: Path) -> int:
+            if path == tmp_path:
+                raise PermissionError("closed")
+            return super().open_folder(path)
+
+    (tmp_path / "ckpt").mkdir()
+    run._files = Closed()
+    run.save(tmp_path / "ckpt")
+    with pytest.raises(SaveFailed, match="closed"):
+        run.save(tmp_path / "new")
 
 
 def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_path: Path) -> None:

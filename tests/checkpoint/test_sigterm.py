@@ -220,6 +220,17 @@ def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:
         run.save_on_sigterm(tmp_path)
 
 
+def test_a_relative_folder_is_that_of_the_time_when_it_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Job("images", "adamw", "none").make(0)
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        train(made, Path("ckpt"), lambda _: [monkeypatch.chdir("other"), terminate(), made.steps(2)])
+    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["step-00000001"]
+
+
 def test_only_the_main_thread_can_ask_for_it(tmp_path: Path) -> None:
     made = Job("images", "adamw", "none").make(0)
     caught: list[BaseException] = []
