@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hydra_ext import codec as codec
     from hydra_ext import schedule
     from hydra_ext import tiled as tiled
+    from hydra_ext.checkpoint.loading import Loaded as Loaded
+    from hydra_ext.checkpoint.loading import load_model as load_model
     from hydra_ext.construction import materialize
     from hydra_ext.pipeline import Pipeline
     from hydra_ext.pipeline import PipelineOutput as PipelineOutput
@@ -53,9 +55,11 @@ __all__ = [
 __version__ = _build_info.VERSION
 
 _ON_FIRST_USE = {  # who does not use them does not wait for them
+    "Loaded": "hydra_ext.checkpoint.loading",
     "Pipeline": "hydra_ext.pipeline",
     "PipelineOutput": "hydra_ext.pipeline",
     "PipelineReport": "hydra_ext.pipeline",
+    "load_model": "hydra_ext.checkpoint.loading",
     "StepFigures": "hydra_ext.runtime.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",
     "materialize": "hydra_ext.construction",

@@ -190,3 +190,54 @@ class SplitError(HydraError, RuntimeError):
 
     The message gives the reason and the way out. Nothing was computed wrongly: no loss was returned, and no gradient.
     """
+
+
+class CheckpointError(HydraError, RuntimeError):
+    """A checkpoint that is not there, is damaged, or was made by somebody else; nothing of it was taken.
+
+    Attributes:
+        file: which file, or folder.
+        tensor: the tensor's name, where it is about one.
+    """
+
+    def __init__(self, message: str, *, file: Path, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+
+
+class CheckpointMismatch(CheckpointError):
+    """A whole checkpoint, of another model or another optimizer; nothing of it was taken.
+
+    Attributes:
+        differences: all of them, a line each.
+    """
+
+    def __init__(self, message: str, *, file: Path, differences: tuple[str, ...]) -> None:
+        super().__init__(message, file=file)
+        self.differences = differences
+
+
+class UnsupportedState(HydraError, ValueError):
+    """Something of a training that no checkpoint can hold, so that it would be lost; nothing was written."""
+
+
+class SaveFailed(HydraError, RuntimeError):
+    """A checkpoint could not be written. Those that were there before are as they were.
+
+    Attributes:
+        path: of the folder.
+        needed_bytes, free_bytes: where there is not enough room; else None.
+    """
+
+    def __init__(
+        self, message: str, *, path: Path, needed_bytes: int | None = None, free_bytes: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+
+class CheckpointsInUse(SaveFailed):
+    """Somebody else is saving into the same folder at this moment."""

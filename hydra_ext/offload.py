@@ -214,9 +214,14 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         return replicas
 
     def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self, type_: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if self._run is not None:
+        if self._run is None:
+            return
+        try:
+            if type_ is None:
+                self._run.end_steps()
+        finally:
             self._run.close()
 
 

@@ -45,6 +45,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("profile", "plan"),
     ("schedule",),
     ("optim", "activations"),
+    ("checkpoint",),
     ("runtime",),
     ("offload", "stash", "pipeline", "fleet", "data", "tiled"),
     ("integrations",),

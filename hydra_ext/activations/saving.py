@@ -131,6 +131,11 @@ class Saving:
             names=[name for name, _ in self._parts],
         )
 
+    @property
+    def learns(self) -> bool:
+        """Whether what is saved depends on what was learnt in the steps before."""
+        return any(policy.error == "adaptive" for policy in self._layers)
+
     def close(self) -> None:
         """No host memory is kept for a next pass. Graphs that are alive stay whole."""
         self._core.close()

@@ -29,6 +29,7 @@ VERBS = {
     "doctor": Entry("hydra_ext.cli.doctor", "say what is installed, what will work here and what will not"),
     "demo": Entry("hydra_ext.cli.demo", "train a transformer beyond a device budget, next to plain PyTorch"),
     "schedule": Entry("hydra_ext.cli.schedule", "draw a pipeline schedule, and say what it needs"),
+    "verify": Entry("hydra_ext.cli.verify", "read every checkpoint in a folder, and say which are whole"),
 }
 
 

@@ -16,7 +16,7 @@ from hydra_ext.errors import WeightsError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {
+DTYPES = {  # as safetensors names them
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -138,7 +138,7 @@ class WeightFiles:
             with _opened(file) as opened:
                 for name in names:
                     part = opened.get_slice(found[name])
-                    _compare(file, found[name], tuple(part.get_shape()), _DTYPES.get(part.get_dtype()), wanted[name])
+                    _compare(file, found[name], tuple(part.get_shape()), DTYPES.get(part.get_dtype()), wanted[name])
 
 
 def _compare(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, wanted: Tensor) -> None:

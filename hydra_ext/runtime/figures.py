@@ -105,6 +105,8 @@ class StepMeter:
 
     Attributes:
         steps: how many there were.
+        updates: calls of ``optimizer.step()`` that have ended.
+        inside: a whole step is under way.
         observer: who else is to hear of them.
     """
 
@@ -114,12 +116,13 @@ class StepMeter:
         self._budget = budget
         self._listeners: OrderedDict[int, _Listener] = OrderedDict()
         self._begin: _Moment | None = None
-        self._inside = False
+        self.inside = False
         self._update_began = 0
         self._update_depth = 0
         self._update_windows = 0
         self._at_once = 0.0
         self.steps = 0
+        self.updates = 0
         self.observer: StepObserver | None = None
 
     def on_step(self, callback: Callback, tokens: TokenCount | None) -> RemovableHandle:
@@ -141,7 +144,7 @@ class StepMeter:
 
     def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
         """Runs a whole step."""
-        self._inside = True
+        self.inside = True
         self.begin()
         try:
             result = work()
@@ -149,7 +152,7 @@ class StepMeter:
             self.begin()
             raise
         finally:
-            self._inside = False
+            self.inside = False
         self._end(microbatches)
         return result
 
@@ -167,12 +170,13 @@ class StepMeter:
         self._update_depth -= 1
         if self._update_depth > 0:
             return
+        self.updates += 1
         if not deferred:
             end = time.monotonic_ns()
             self._at_once += (end - self._update_began) / 1e9
             if self.observer is not None:
                 self.observer.note_update(self._update_began, end)
-        if not self._inside:
+        if not self.inside:
             self._end(None)
 
     # ---- the figures ------------------------------------------------------------------------------------------------

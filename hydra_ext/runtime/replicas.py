@@ -8,18 +8,22 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hydra_ext.blocks import Layout
-from hydra_ext.errors import InvalidArgument, ReplicasDiffer
+from hydra_ext.errors import InvalidArgument, RankFailed, ReplicasDiffer
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_FAILED = "\0"  # before what went wrong, which may be an empty text
 
 
 def check_group(group: object) -> None:
@@ -133,11 +137,7 @@ class Replicas:
         digests = self._gather(torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8))
         if all(torch.equal(digest, digests[0]) for digest in digests):
             return
-        lengths = [int(length) for length in self._gather(torch.tensor([len(text)], device="cpu"))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        gathered = zip(self._gather(padded), lengths, strict=True)
-        texts = [bytes(received[:length].tolist()).decode().split("\n") for received, length in gathered]
+        texts = [received.decode().split("\n") for received in self.gather(text)]
         rank = next(rank for rank, lines in enumerate(texts) if lines != texts[0])
         lines = zip_longest(texts[0], texts[rank], fillvalue="nothing")
         expected, found = next((a, b) for a, b in lines if a != b)
@@ -163,6 +163,32 @@ class Replicas:
             received = sent.to(own.device)
             if self.rank != 0 and not torch.equal(received, own):
                 tensor.copy_(received.view(values.dtype).view(values.shape))
+
+    # ---- anything else ----------------------------------------------------------------------------------------------
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank has given, by rank."""
+        lengths = [int(length) for length in self._gather(torch.tensor([len(data)], device="cpu"))]
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        return [received.numpy().tobytes()[:n] for received, n in zip(self._gather(padded), lengths, strict=True)]
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Does something on this rank that talks to no other, and returns when all have done theirs.
+
+        Raises:
+            RankFailed: another rank has failed. What this one fails with, it raises itself.
+        """
+        try:
+            result = work()
+        except BaseException as error:  # re-raised, once the others know
+            self.gather(f"{_FAILED}{type(error).__name__}: {error}".encode(errors="replace"))
+            raise
+        for rank, answer in enumerate(self.gather(b"")):
+            if answer:
+                reason = answer.decode(errors="replace").removeprefix(_FAILED)
+                raise RankFailed(f"rank {rank} has failed, and so this one has, too: {reason}", rank=rank)
+        return result
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         sent = tensor.to(self._message_device)

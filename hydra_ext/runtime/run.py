@@ -28,15 +28,16 @@ from hydra_ext.runtime.homes import Homes
 from hydra_ext.runtime.live import live_line
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.report import Report, make_report
+from hydra_ext.runtime.resumable import Resumable
 from hydra_ext.runtime.rounds.choice import Choice
-from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, draw_seeds
+from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, checked_seeds
 from hydra_ext.runtime.spilling import HostLimit, Spilling
 from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
 
 
-class Run:
+class Run(Resumable):
     """The handle that ``with hydra_ext.offload(...) as run`` gives.
 
     Attributes:
@@ -132,12 +133,13 @@ class Run:
             RankFailed: another rank has failed in this step.
             ReplicasDiffer: the ranks have gone different ways.
         """
+        self._step_begins()
         given: list[Microbatch] = []
 
         def whole() -> StepOutput:
             with self._averaging(IN_STEP) as averaging:
                 given.extend(microbatches)
-                of_each = _checked_seeds(seeds, len(given), round_size, reduction)
+                of_each = checked_seeds(seeds, len(given), round_size, reduction)
                 divisor = len(given) if reduction == "mean" else 1
                 return self._stepper.step(
                     [Work(fn, microbatch, divisor, scaler) for microbatch in given],
@@ -293,6 +295,8 @@ class Run:
         self._closed = True
         engine.leave(self)
         with ExitStack() as stack:  # the last one first
+            if self._termination is not None:
+                stack.callback(self._termination.close)
             if self.replicas is not None:
                 stack.callback(self.replicas.leave)
             stack.callback(self._place.close)
@@ -325,7 +329,11 @@ class Run:
 
     def _after_optimizer_step(self) -> None:
         self.core.note_optimizer_step()
+        self._gradients_used = True
+        before = self.meter.updates
         self.meter.update_ended(deferred=self.updates is not None)
+        if self._termination is not None and self.meter.updates > before:
+            self._termination.step_ended()
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -344,6 +352,7 @@ class Run:
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
+        self._step_begins()
         token = _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
@@ -372,6 +381,7 @@ class Run:
     def backward_ended(self, *, accumulated: bool) -> None:
         """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""
         self._place.backward_ended()
+        self._gradients_used = self._gradients_used and not accumulated
         if self.replicas is not None and self._averages and accumulated and not self.core.in_backward:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:
@@ -392,16 +402,3 @@ class Run:
         """A gradient that the caller asked for by its host parameter."""
         _C.suspend_charging()
         return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")
-
-
-def _checked_seeds(seeds: Sequence[int] | None, count: int, round_size: int | None, reduction: str) -> list[int]:
-    """Of so many microbatches, which are checked with the rest of what run.step was given."""
-    if not count or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"run.step was given {count} microbatches, round_size={round_size}, reduction={reduction!r}: "
-            "give at least one microbatch, a positive size, 'mean' or 'sum'"
-        )
-    seeds = draw_seeds(count) if seeds is None else list(seeds)
-    if len(seeds) != count:
-        raise ValueError(f"run.step was given {len(seeds)} seeds for {count} microbatches")
-    return seeds

@@ -282,3 +282,16 @@ def draw_seeds(count: int) -> list[int]:
     """One per microbatch, from the caller's random state."""
     drawn: list[int] = torch.randint(2**62, (count,), generator=torch.default_generator, device="cpu").tolist()
     return drawn
+
+
+def checked_seeds(seeds: Sequence[int] | None, count: int, round_size: int | None, reduction: str) -> list[int]:
+    """Of so many microbatches, which are checked with the rest of what run.step was given."""
+    if not count or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"run.step was given {count} microbatches, round_size={round_size}, reduction={reduction!r}: "
+            "give at least one microbatch, a positive size, 'mean' or 'sum'"
+        )
+    seeds = draw_seeds(count) if seeds is None else list(seeds)
+    if len(seeds) != count:
+        raise ValueError(f"run.step was given {len(seeds)} seeds for {count} microbatches")
+    return seeds

@@ -1,0 +1,25 @@
+"""The checksum that checkpoints carry. Nothing else knows which one it is."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+NAME = "crc32"
+EMPTY = "00000000"
+"""Of no bytes."""
+
+_FORM = re.compile(r"[0-9a-f]{8}")
+
+
+def follow(before: str, data: bytes | memoryview) -> str:
+    """Of what ``before`` is of, and the data after it."""
+    return f"{zlib.crc32(data, int(before, 16)):08x}"
+
+
+def of(data: bytes | memoryview) -> str:
+    return follow(EMPTY, data)
+
+
+def is_one(text: object) -> bool:
+    return isinstance(text, str) and _FORM.fullmatch(text) is not None

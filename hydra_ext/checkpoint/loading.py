@@ -1,0 +1,173 @@
+"""Finds a checkpoint, makes sure of every byte of it, and only then gives it to a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hydra_ext.checkpoint import manifest as manifests
+from hydra_ext.checkpoint import model_state
+from hydra_ext.checkpoint.files import Files, closing
+from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
+from hydra_ext.checkpoint.model_state import Named
+from hydra_ext.checkpoint.reader import Reader
+from hydra_ext.errors import CheckpointError, CheckpointMismatch
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20  # differences in a message; the error has all of them
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: optimizer steps made when it was saved.
+        extra: what the caller had added to it.
+        path: the checkpoint's own folder.
+    """
+
+    step: int
+    extra: Any
+    path: Path
+
+
+def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
+    """Gives a model the parameters and buffers of a checkpoint, and nothing else: neither optimizer nor randomness.
+
+    Args:
+        folder: of checkpoints, of which the newest is taken, or one checkpoint.
+        model: has the tensors that were saved, under their names, and no others; on any device.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged; nothing was changed. Should a file change between its being
+            looked at and its being read, the model is partly loaded, and the message says so.
+        CheckpointMismatch: it is of another model.
+        UnsupportedState: the model has tensors that no checkpoint can hold.
+    """
+    path, files = Path(folder), Files()
+    name = choose(path, files)
+    if name is None:
+        raise CheckpointError(f"there is no checkpoint in {path}", file=path)
+    with opened(path, name, files) as reader:
+        tensors = model_state.named_tensors(model)
+        expect_none(reader, model_state.differences(tensors, reader.manifest))
+        reader.check(("model",))
+        with half_done():
+            put_model(reader, tensors)
+        return loaded(reader)
+
+
+# ---- which ----------------------------------------------------------------------------------------------------------
+
+
+def choose(path: Path, files: Files, *, strict: bool = True) -> str | None:
+    """The newest checkpoint's name in a folder of them, or "." if the folder is one; None if there is none.
+
+    Args:
+        strict: a damaged newest one is an error; else the newest that is whole in every byte is taken.
+
+    Raises:
+        CheckpointError: it is damaged, or all are.
+    """
+    with readable(path), ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(closing(files, files.open_folder(path)))
+        except FileNotFoundError:
+            return None
+        if manifests.NAME in files.names(descriptor):
+            return "."
+        found = Folder(path, files, descriptor).scan()
+    names = [each.name for each in newest_first(found)]
+    damaged = [each.error for each in perhaps_newer(found) if each.error is not None]
+    if strict or not (names or damaged):
+        if damaged:
+            raise damaged[0]
+        return names[0] if names else None
+    for name in names:
+        try:
+            with opened(path, name, files) as reader:
+                reader.check(manifests.SECTIONS)
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        for fault in damaged:
+            logger.warning("%s; the checkpoint %s is taken instead", fault, path / name)
+        return name
+    raise damaged[0]
+
+
+@contextmanager
+def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
+    """
+    Raises:
+        CheckpointError: there is no such checkpoint, or its manifest is damaged.
+    """
+    with ExitStack() as stack:
+        with readable(path):
+            folder = stack.enter_context(closing(files, files.open_folder(path)))
+            if name != ".":
+                folder = stack.enter_context(closing(files, files.open_folder_in(name, inside=folder)))
+            manifest = read_manifest(files, folder, path / name)
+        if manifest is None:
+            raise CheckpointError(f"{path / name} is no checkpoint any more", file=path / name)
+        yield Reader(path / name, manifest, files, folder)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", file=path) from error
+
+
+# ---- what to do with it ---------------------------------------------------------------------------------------------
+
+
+def expect_none(reader: Reader, differences: Sequence[str]) -> None:
+    """
+    Raises:
+        CheckpointMismatch: there are differences.
+    """
+    if not differences:
+        return
+    shown = [*differences[:_SHOWN], *([f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else [])]
+    raise CheckpointMismatch(
+        f"{reader.path} is of something else: " + "; ".join(shown) + ". Build what was saved; nothing was changed",
+        file=reader.path,
+        differences=tuple(differences),
+    )
+
+
+def put_model(reader: Reader, tensors: Sequence[Named]) -> None:
+    """One tensor after another, in the order of their bytes."""
+    records = reader.manifest.tensors.get("model", {})
+    for named in sorted(tensors, key=lambda named: (records[named.name].file, records[named.name].span.begin)):
+        model_state.put(named.tensor, reader.read("model", named.name))
+
+
+@contextmanager
+def half_done() -> Iterator[None]:
+    """What fails inside has changed something."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}. It was whole a moment ago: what is loaded now is partly new and partly old. Load again before "
+            "you go on",
+            file=error.file,
+            tensor=error.tensor,
+        ) from error
+
+
+def loaded(reader: Reader) -> Loaded:
+    return Loaded(reader.manifest.step, reader.manifest.content.get("extra"), reader.path)

@@ -1,0 +1,122 @@
+"""A model's tensors by their names, each once, and what else is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.checkpoint.header import CODES
+from hydra_ext.checkpoint.manifest import Manifest
+from hydra_ext.checkpoint.tensors import Entry
+from hydra_ext.errors import UnsupportedState
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter or buffer, and all its names; the first is its own."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def named_tensors(model: nn.Module) -> list[Named]:
+    """Parameters and persistent buffers, in the order of ``state_dict()``.
+
+    Raises:
+        UnsupportedState: ``state_dict()`` has something else in it, or has not all of them.
+    """
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    buffers = {id(buffer) for buffer in model.buffers()}
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in parameters and id(value) not in buffers:
+            raise UnsupportedState(
+                f"'{name}' in the model's state_dict() is no parameter and no buffer but a {type(value).__name__}, "
+                "which could not be given back: register it as a buffer"
+            )
+        found.setdefault(id(value), ([], value))[0].append(name)
+    for key, name in parameters.items():
+        if key not in found:
+            raise UnsupportedState(f"the model's state_dict() leaves out the parameter '{name}', which would be lost")
+    return [Named(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def entries(tensors: Sequence[Named], blocks: Sequence[Sequence[Tensor]]) -> list[list[Entry]]:
+    """For the writer: the tensors of each block together, and every other one by itself.
+
+    Raises:
+        UnsupportedState: no file can hold one of them.
+    """
+    block_of = {id(tensor): number for number, block in enumerate(blocks) for tensor in block}
+    groups: dict[int, list[Entry]] = {}
+    for named in tensors:
+        groups.setdefault(block_of.get(id(named.tensor), -1 - len(groups)), []).append(
+            Entry.of(named.name, named.tensor)
+        )
+    return list(groups.values())
+
+
+def ties(tensors: Sequence[Named]) -> tuple[tuple[str, ...], ...]:
+    return tuple(named.names for named in tensors if len(named.names) > 1)
+
+
+def differences(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
+    """Between a model and what was saved: all of them, a line each."""
+    stored = manifest.tensors.get("model", {})
+    own = {named.name: named for named in tensors}
+    lines = [f"the checkpoint has no tensor {name!r}, which the model has" for name in own if name not in stored]
+    lines += [f"the model has no tensor {name!r:.200}, which the checkpoint has" for name in stored if name not in own]
+    for name, named in own.items():
+        if name not in stored:
+            continue
+        span, tensor = stored[name].span, named.tensor
+        if span.shape != tuple(tensor.shape):
+            lines.append(
+                f"{name!r} is of shape {list(span.shape)} in the checkpoint, {list(tensor.shape)} in the model"
+            )
+        if span.dtype != CODES.get(tensor.dtype):
+            lines.append(f"{name!r} is {span.dtype} in the checkpoint, {tensor.dtype} in the model")
+    before, now = set(manifest.ties), set(ties(tensors))
+    lines += [f"{_tied(names)} in the checkpoint, and not in the model" for names in sorted(before - now)]
+    lines += [f"{_tied(names)} in the model, and were not in the checkpoint" for names in sorted(now - before)]
+    return lines
+
+
+def _tied(names: tuple[str, ...]) -> str:
+    return ", ".join(f"{name!r:.200}" for name in names) + " are one tensor"
+
+
+@torch.no_grad()
+def put(tensor: Tensor, value: Tensor) -> None:
+    """The value's bits become the tensor's, in place."""
+    tensor.copy_(value)
+
+
+def texts(model: nn.Module) -> dict[str, bytes]:
+    """The files that Hugging Face's ``from_pretrained`` wants beside the tensors, of a model with such a config."""
+    found: dict[str, bytes] = {}
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
+    if hasattr(config, "to_json_string"):
+        said = json.loads(config.to_json_string())
+        said.setdefault("architectures", [type(model).__name__])
+        dtype = next((str(each.dtype) for each in model.parameters() if each.is_floating_point()), None)
+        if dtype is not None:
+            said["dtype"] = dtype.removeprefix("torch.")
+        found["config.json"] = _text(said)
+    if config is not None and hasattr(generation, "to_json_string"):
+        found["generation_config.json"] = _text(json.loads(generation.to_json_string()))
+    return found
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"

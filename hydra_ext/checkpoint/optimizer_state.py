@@ -1,0 +1,175 @@
+"""An optimizer's state by its parameters' names, with the types it has.
+
+It is put back directly: ``Optimizer.load_state_dict`` would cast fp32 state of bf16 parameters to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_ext.checkpoint.tensors import Entry
+from hydra_ext.checkpoint.values import BadValue, Encoder, decode
+from hydra_ext.errors import UnsupportedState
+from hydra_ext.optim.delayed import DelayedOptimizer
+from hydra_ext.optim.host_optimizer import HostOptimizer
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What is to be saved of an optimizer.
+
+    Attributes:
+        content: in JSON; stands for tensors by their names.
+        groups: the tensors of each parameter's state, and of the options of the parameters' groups.
+    """
+
+    content: dict[str, Any]
+    groups: list[list[Entry]] = field(default_factory=list)
+
+
+def kind(owner: object) -> str:
+    return f"{type(owner).__module__}.{type(owner).__qualname__}"
+
+
+def capture(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    """
+    Args:
+        names: of the model's parameters, by ``id``.
+
+    Raises:
+        UnsupportedState: something of its state cannot be given back.
+    """
+    _refuse_strangers(optimizer)
+    groups: list[list[Entry]] = []
+
+    def encoded(value: object, place: str) -> Any:
+        encoder = Encoder()
+        found = encoder.encode(value, place)
+        if encoder.entries:
+            groups.append(encoder.entries)
+        return found
+
+    param_groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        members = [_name(optimizer, parameter, names) for parameter in group["params"]]
+        param_groups.append({"params": members, "options": encoded(options, f"group {number}")})
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    state = {}
+    for parameter, entries in optimizer.state.items():
+        if not isinstance(parameter, Tensor) or id(parameter) not in stepped:
+            raise UnsupportedState(
+                f"{kind(optimizer)} keeps state of {repr(parameter)[:60]}, which is none of its parameters: a "
+                "checkpoint holds state by parameter"
+            )
+        state[names[id(parameter)]] = encoded(entries, names[id(parameter)])
+    return OptimizerState({"class": kind(optimizer), "groups": param_groups, "state": state}, groups)
+
+
+def _refuse_strangers(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers whose state is not all in ``state`` and ``param_groups``."""
+    own = isinstance(optimizer, (HostOptimizer, DelayedOptimizer))  # theirs convert the state of others
+    for method in () if own else ("state_dict", "load_state_dict"):
+        if getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
+            raise UnsupportedState(
+                f"{kind(optimizer)} has a {method}() of its own, which says that its state is not by parameter alone: "
+                "no checkpoint can hold it. Save it yourself, and the model with an optimizer of torch.optim"
+            )
+    more = optimizer.state_dict().keys() - {"state", "param_groups"}
+    if more:
+        raise UnsupportedState(
+            f"a hook puts {sorted(more)} into the state_dict() of {kind(optimizer)}: it would be lost"
+        )
+
+
+def _name(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UnsupportedState(
+            f"{kind(optimizer)} has a parameter of shape {list(parameter.shape)} that the model has not: put it into "
+            "a module of the model's"
+        )
+    return name
+
+
+# ---- back again -----------------------------------------------------------------------------------------------------
+
+
+def differences(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Any) -> list[str]:
+    """Between an optimizer and what was saved, a line each.
+
+    Args:
+        saved: what :func:`check` has found to be one.
+    """
+    lines = []
+    if saved["class"] != kind(optimizer):
+        lines.append(f"the optimizer was a {saved['class']!r:.200}, and is a {kind(optimizer)}")
+    now = [[_name(optimizer, parameter, names) for parameter in group["params"]] for group in optimizer.param_groups]
+    before = [group["params"] for group in saved["groups"]]
+    if len(before) != len(now):
+        lines.append(f"the optimizer had {len(before)} groups of parameters, and has {len(now)}")
+    for number, (old, new) in enumerate(zip(before, now, strict=False)):
+        if old != new:
+            lost, more = sorted(set(old) - set(new)), sorted(set(new) - set(old))
+            what = (
+                f"lacks {lost}, has {more} in addition"[:400] if lost or more else "has its parameters in another order"
+            )
+            lines.append(f"group {number} of the optimizer {what}")
+    return lines
+
+
+def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
+    """
+    Args:
+        fetch: gives any tensor for a tensor's name; KeyError where there is none.
+
+    Raises:
+        BadValue: this is not what :func:`capture` gives.
+    """
+    if not isinstance(content, dict) or not isinstance(content.get("class"), str):
+        raise BadValue("the optimizer's state is no table with its class")
+    groups, state = content.get("groups"), content.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        raise BadValue("the optimizer's state has no groups")
+    for group in groups:
+        options = decode(group.get("options"), fetch) if isinstance(group, dict) else None
+        if not isinstance(options, dict) or not _are_names(group.get("params")) or "params" in options:
+            raise BadValue("a group of the optimizer's has no parameters or no options")
+    members = {name for group in groups for name in group["params"]}
+    if not state.keys() <= members or not all(isinstance(decode(each, fetch), dict) for each in state.values()):
+        raise BadValue("the optimizer's state is not of its parameters")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def restore(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Any, fetch: Callable[[str], Tensor]
+) -> None:
+    """Its state, and its groups' options, become what was saved. Weights have to be there already.
+
+    Args:
+        fetch: reads a tensor.
+    """
+    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+        group.update(decode(saved["options"], fetch))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()
+    for parameter in parameters:
+        entries = content["state"].get(names[id(parameter)])
+        if entries is not None:
+            found = decode(entries, fetch)
+            optimizer.state[parameter] = {key: _laid_as(value, parameter) for key, value in found.items()}
+
+
+def _laid_as(value: Any, parameter: Tensor) -> Any:
+    """A tensor of the parameter's shape lies in memory as the parameter does, as it did when it was made."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -1,0 +1,166 @@
+"""Reads a checkpoint, of which nothing is believed before it has been looked at.
+
+No file is mapped, no link followed, no memory taken that the files do not fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from hydra_ext.checkpoint import checksum, header
+from hydra_ext.checkpoint.files import Files, closing, is_regular, read_all
+from hydra_ext.checkpoint.manifest import Manifest, TensorRecord
+from hydra_ext.checkpoint.tensors import bytes_of, empty
+from hydra_ext.construction.weight_files import DTYPES
+from hydra_ext.errors import CheckpointError
+
+_PIECE = 4 * 2**20  # bytes that are read at once to be summed
+
+
+class Reader:
+    """One open checkpoint.
+
+    Attributes:
+        path: of its folder.
+        manifest: what it says it holds.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, files: Files, folder: int) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._files = files
+        self._folder = folder
+
+    # ---- looking at it ----------------------------------------------------------------------------------------------
+
+    def check(self, sections: tuple[str, ...]) -> None:
+        """Reads every byte of these sections, and all texts.
+
+        Raises:
+            CheckpointError: something is not as it was written.
+        """
+        for error in self.faults(sections):
+            raise error
+
+    def faults(self, sections: tuple[str, ...]) -> Iterator[CheckpointError]:
+        """All that is not as it was written."""
+        for name, record in self.manifest.files.items():
+            if record.checksum is not None:
+                yield from self._faults_of_text(name, record.checksum)
+        for name, tensors in self._by_file(sections).items():
+            yield from self._faults_of_file(name, tensors)
+
+    def _by_file(self, sections: tuple[str, ...]) -> dict[str, dict[str, TensorRecord]]:
+        """Tensors in the order of their bytes."""
+        files: dict[str, dict[str, TensorRecord]] = {
+            name: {}
+            for name, record in self.manifest.files.items()
+            if record.checksum is None and name.partition(".")[0].partition("-")[0] in sections
+        }
+        for section in sections:
+            records = self.manifest.tensors.get(section, {})
+            for name, record in sorted(records.items(), key=lambda item: (item[1].file, item[1].span.begin)):
+                files[record.file][name] = record
+        return files
+
+    def _faults_of_text(self, name: str, expected: str) -> Iterator[CheckpointError]:
+        try:
+            with self._open(name) as file:
+                if self._sum(file, name, None, 0, self.manifest.files[name].nbytes) != expected:
+                    yield CheckpointError(f"{self.path / name}: {_DIFFERS}", file=self.path / name)
+        except CheckpointError as error:
+            yield error
+
+    def _faults_of_file(self, name: str, tensors: dict[str, TensorRecord]) -> Iterator[CheckpointError]:
+        try:
+            with self._open(name) as file:
+                self._check_header(file, name, tensors)
+                for tensor, record in tensors.items():
+                    if self._sum(file, name, tensor, record.span.begin, record.span.end) != record.checksum:
+                        yield self._damaged(name, tensor, _DIFFERS)
+        except CheckpointError as error:
+            yield error
+
+    def _check_header(self, file: int, name: str, tensors: dict[str, TensorRecord]) -> None:
+        described = {tensor: (DTYPES[record.span.dtype], record.span.shape) for tensor, record in tensors.items()}
+        expected, spans = header.make(described)
+        for tensor, record in tensors.items():
+            if spans[tensor] != record.span:
+                raise self._damaged(name, tensor, "it does not begin where what is before it ends")
+        end = max((span.end for span in spans.values()), default=len(expected))
+        if end != self.manifest.files[name].nbytes:
+            raise self._damaged(name, None, f"its tensors end at byte {end}, and the file does not")
+        found = bytearray(len(expected))
+        self._fill(file, name, None, memoryview(found), 0)
+        if found != expected:
+            raise self._damaged(name, None, "its header is not the one that was written")
+
+    def _sum(self, file: int, name: str, tensor: str | None, begin: int, end: int) -> str:
+        summed = checksum.EMPTY
+        piece = memoryview(bytearray(min(_PIECE, end - begin)))
+        while begin < end:
+            wanted = piece[: min(len(piece), end - begin)]
+            self._fill(file, name, tensor, wanted, begin)
+            summed = checksum.follow(summed, wanted)
+            begin += len(wanted)
+        return summed
+
+    # ---- reading it -------------------------------------------------------------------------------------------------
+
+    def read(self, section: str, name: str) -> Tensor:
+        """A tensor, in new memory on the host.
+
+        Raises:
+            CheckpointError: it is not as it was written.
+        """
+        record = self.manifest.tensors[section][name]
+        with self._open(record.file) as file:
+            tensor = empty(DTYPES[record.span.dtype], record.span.shape)
+            data = bytes_of(tensor)
+            self._fill(file, record.file, name, data, record.span.begin)
+        if checksum.of(data) != record.checksum:
+            raise self._damaged(record.file, name, _DIFFERS)
+        return tensor
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        path = self.path / name
+        try:
+            file = self._files.open(name, inside=self._folder)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path) from error
+        with closing(self._files, file):
+            status = self._status(file, path)
+            expected = self.manifest.files[name].nbytes
+            if status != expected:
+                raise CheckpointError(f"{path} has {status} bytes, and had {expected} when it was written", file=path)
+            yield file
+
+    def _status(self, file: int, path: Path) -> int:
+        try:
+            status = self._files.status(file)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be looked at: {error.strerror}", file=path) from error
+        if not is_regular(status):
+            raise CheckpointError(f"{path} is no ordinary file", file=path)
+        return status.st_size
+
+    def _fill(self, file: int, name: str, tensor: str | None, into: memoryview, begin: int) -> None:
+        try:
+            count = read_all(self._files, file, into, begin)
+        except OSError as error:
+            raise self._damaged(name, tensor, f"it cannot be read: {error.strerror}") from error
+        if count != len(into):
+            raise self._damaged(name, tensor, f"the file ends at byte {begin + count}")
+
+    def _damaged(self, name: str, tensor: str | None, why: str) -> CheckpointError:
+        file = self.path / name
+        about = "" if tensor is None else f" {tensor!r:.200}:"
+        return CheckpointError(f"{file}:{about} {why}", file=file, tensor=tensor)
+
+
+_DIFFERS = "its bytes are not those that were written: the checksum differs"
