@@ -90,6 +90,8 @@ class DiskHomes {
     std::vector<TicketPtr> transfers;  // the last ones
   };
 
+  /// Waits for all of them, and then throws the first error.
+  static void wait_for(const std::vector<TicketPtr>& tickets);
   Resting* find_locked(std::int32_t block, const c10::Storage& storage);
   void add(std::int32_t block, WithheldTensor tensor, std::int32_t extent, bool written);
   std::int32_t take_extent(Bytes bytes);

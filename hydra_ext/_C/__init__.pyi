@@ -21,8 +21,13 @@ __all__: list[str] = [
     "BlockUpdate",
     "ChainPartition",
     "Charged",
+    "DISK_ALIGNMENT",
+    "DISK_LEAST_BYTES",
+    "DISK_WORKING_SETS",
     "DeviceBackend",
+    "DiskStatistics",
     "FaultInjector",
+    "FileOperations",
     "GradientStatistics",
     "HomeStatistics",
     "HostArena",
@@ -837,8 +842,17 @@ class PagedModel:
     def expect_version(self, version: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def faces(self) -> list[torch.Tensor]: ...
     def finish_update(self) -> None: ...
+    def make_zeros_on_disk(
+        self, block: typing.SupportsInt | typing.SupportsIndex, like: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor: ...
     def moved_hosts(self) -> str: ...
     def note_optimizer_step(self) -> None: ...
+    def open_disk(
+        self,
+        folder: str,
+        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        files: FileOperations = None,
+    ) -> None: ...
     def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
         """
@@ -866,6 +880,12 @@ class PagedModel:
         """
         Nothing is to be added to the block's gradients in this window. Returns which of them have changed.
         """
+    def settle_on_disk(
+        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
+    ) -> None:
+        """
+        The disk becomes the home of the block's optimizer state.
+        """
     def show_in_window(self, host: typing.Any, face: typing.Any) -> None: ...
     def stay_in(
         self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
@@ -889,6 +909,8 @@ class PagedModel:
     def backend(self) -> DeviceBackend: ...
     @property
     def deferred_updates(self) -> int: ...
+    @property
+    def disk_statistics(self) -> DiskStatistics: ...
     @property
     def dropped_copies(self) -> int: ...
     @property
@@ -1013,6 +1035,21 @@ class HomeStatistics:
     def returned(self) -> int: ...
     @property
     def settled(self) -> int: ...
+
+class FileOperations:
+    pass
+
+class DiskStatistics:
+    @property
+    def at_home_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
+    @property
+    def working_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
 
 class StashStatistics:
     @property
@@ -1273,4 +1310,7 @@ def why_not_pageable(parameter: torch.Tensor) -> str:
     Why the parameter cannot be offloaded; empty when it can.
     """
 
+DISK_ALIGNMENT: int = 4096
+DISK_LEAST_BYTES: int = 16384
+DISK_WORKING_SETS: int = 3
 PAGE_ALIGNMENT: int = 512

@@ -8,7 +8,16 @@ import hydra_ext._C
 import torch
 import typing
 
-__all__: list[str] = ["FaultScript", "Meter", "Operation", "pretend_cuda", "run_traffic_twin"]
+__all__: list[str] = [
+    "FaultScript",
+    "FaultyFiles",
+    "FileFault",
+    "FileOperation",
+    "Meter",
+    "Operation",
+    "pretend_cuda",
+    "run_traffic_twin",
+]
 
 class Operation:
     """
@@ -51,6 +60,85 @@ class FaultScript(hydra_ext._C.FaultInjector):
         operation: Operation,
         seconds: typing.SupportsFloat | typing.SupportsIndex,
         seed: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def reset(self) -> None: ...
+
+class FileOperation:
+    """
+    Members:
+
+      OPEN
+
+      ALLOCATE
+
+      READ
+
+      WRITE
+    """
+
+    ALLOCATE: typing.ClassVar[FileOperation]
+    OPEN: typing.ClassVar[FileOperation]
+    READ: typing.ClassVar[FileOperation]
+    WRITE: typing.ClassVar[FileOperation]
+    __members__: typing.ClassVar[dict[str, FileOperation]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class FileFault:
+    """
+    Members:
+
+      ERROR
+
+      SHORT
+
+      DROPPED
+
+      FLIPPED
+    """
+
+    DROPPED: typing.ClassVar[FileFault]
+    ERROR: typing.ClassVar[FileFault]
+    FLIPPED: typing.ClassVar[FileFault]
+    SHORT: typing.ClassVar[FileFault]
+    __members__: typing.ClassVar[dict[str, FileFault]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class FaultyFiles(hydra_ext._C.FileOperations):
+    def __init__(self) -> None: ...
+    def count(self, operation: FileOperation) -> int: ...
+    def fail(
+        self,
+        operation: FileOperation,
+        fault: FileFault,
+        nth: typing.SupportsInt | typing.SupportsIndex,
+        persistent: bool = False,
+        error: typing.SupportsInt | typing.SupportsIndex = 0,
     ) -> None: ...
     def reset(self) -> None: ...
 

@@ -31,7 +31,7 @@ from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.resumable import Resumable
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, checked_seeds
-from hydra_ext.runtime.spilling import HostLimit, Spilling
+from hydra_ext.runtime.spilling import HostLimit
 from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
@@ -273,20 +273,16 @@ class Run(Resumable):
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._casts or self._averaged_on_host() or self._kept_from_host(),
+                refusal=self._why_no_homes(),
             )
-            spilling = None
-            if self._host_limit is not None:
-                spilling = Spilling(self.core, self.layout, optimizer, self._host_limit)
-            self.updates = Updates(self.core, self.layout, optimizer, self._homes, spilling)
+            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._host_limit)
         engine.join(self)
 
-    def _averaged_on_host(self) -> str:
+    def _why_no_homes(self) -> str:
+        if self._host_limit is not None:
+            return "optimizer state may be on the disk, with host_budget="
         on_host = self.replicas is not None and not self.replicas.takes_gathered
-        return "gradients are averaged over the ranks on the host" if on_host else ""
-
-    def _kept_from_host(self) -> str:
-        return "" if self._host_limit is None else "optimizer state may be on the disk, with host_budget="
+        return self._casts or ("gradients are averaged over the ranks on the host" if on_host else "")
 
     def close(self) -> None:
         """Undoes :meth:`open` and ends the core, all of it whatever fails on the way. Idempotent."""

@@ -76,7 +76,9 @@ class Spilling:
         self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
         sizes = optimizer.state_sizes()
         self._spilled = _choose(self._parameters, sizes, limit.budget)
-        self._block_of = {parameter: block for block in self._spilled for parameter in self._parameters[block]}
+        self._block_of: dict[Tensor, int] = {
+            parameter: block for block in self._spilled for parameter in self._parameters[block]
+        }
         if self._spilled:  # all room now: a full disk in the middle of a step would be too late
             moving = [size for parameter in self._block_of for size in sizes.get(parameter, ()) if _goes(size)]
             core.open_disk(str(limit.folder), moving, limit.files)

@@ -20,7 +20,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.runtime.homes import Homes
-from hydra_ext.runtime.spilling import Spilling
+from hydra_ext.runtime.spilling import HostLimit, Spilling
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ class Updates:
         layout: Layout,
         optimizer: HostOptimizer,
         homes: Homes,
-        spilling: Spilling | None = None,
+        limit: HostLimit | None = None,
     ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
         self._homes = homes
-        self._spilling = spilling
+        self._spilling = None if limit is None else Spilling(core, layout, optimizer, limit)
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
