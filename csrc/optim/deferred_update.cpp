@@ -49,8 +49,10 @@ void DeferredUpdate::run() {
     entry->state = State::kRunning;
     const Entry* const following = next_locked();
     lock.unlock();
-    if (following != nullptr && following->part.lender) {
-      following->part.lender->expect();
+    for (const Entry* const soon : {static_cast<const Entry*>(entry), following}) {
+      if (soon != nullptr && soon->part.lender) {
+        soon->part.lender->expect();
+      }
     }
     const Clock::time_point start = Clock::now();
     std::int64_t bytes = 0;

@@ -27,7 +27,7 @@ namespace hydra {
 class Lender {
  public:
   virtual ~Lender() = default;
-  /// The block is the next but one: what it needs may be fetched. Must not wait.
+  /// The block's turn comes, or is the one after: what it needs may be fetched. Perhaps more than once. Must not wait.
   virtual void expect() noexcept = 0;
   /// May wait, and may throw.
   virtual StepPlan borrow() = 0;

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <string>
 
+#include "csrc/base/errors.h"
 #include "tests/cpp/optim_support.h"
 
 namespace hydra {
@@ -162,6 +165,73 @@ TEST(DeferredUpdate, OfNothingIsDone) {
   DeferredUpdate update({}, pool(1), 1.0F);
   update.wait_all();
   EXPECT_EQ(update.seconds(), 0.0);
+}
+
+/// Lends the plan that it was made with, and fails where it is told to.
+class ScriptedLender final : public Lender {
+ public:
+  enum class Fails { kNever, kBorrow, kGiveBack };
+
+  ScriptedLender(StepPlan plan, std::string name, std::vector<std::string>& log, Fails fails)
+      : plan_(std::move(plan)), name_(std::move(name)), log_(log), fails_(fails) {}
+
+  void expect() noexcept override { log_.push_back("expect " + name_); }
+  StepPlan borrow() override {
+    log_.push_back("borrow " + name_);
+    HYDRA_EXPECT(fails_ != Fails::kBorrow, SpillError, "no bytes for " + name_);
+    return plan_;
+  }
+  void give_back() override {
+    log_.push_back("give back " + name_);
+    HYDRA_EXPECT(fails_ != Fails::kGiveBack, SpillError, "no place for " + name_);
+  }
+
+ private:
+  StepPlan plan_;
+  std::string name_;
+  std::vector<std::string>& log_;  // written by one thread
+  Fails fails_;
+};
+
+std::vector<DeferredUpdate::Part> lent(Blocks& blocks, std::vector<std::string>& log, std::int32_t failing,
+                                       ScriptedLender::Fails fails) {
+  std::vector<DeferredUpdate::Part> parts = blocks.parts({0, 1, 2});
+  for (DeferredUpdate::Part& part : parts) {
+    part.lender = std::make_unique<ScriptedLender>(std::move(part.plan), std::to_string(part.block), log,
+                                                   part.block == failing ? fails : ScriptedLender::Fails::kNever);
+    part.plan = StepPlan();
+  }
+  return parts;
+}
+
+TEST(DeferredUpdate, BorrowsWhatItNeedsAndTellsWhatComesNext) {
+  Blocks wanted(3);
+  wanted.update_now(1.0F);
+  Blocks blocks(3);
+  std::vector<std::string> log;
+  DeferredUpdate update(lent(blocks, log, -1, ScriptedLender::Fails::kNever), pool(1), 1.0F);
+  update.wait_all();
+  EXPECT_EQ(blocks.differences(wanted), 0);
+  EXPECT_GT(update.bytes(), 0);
+  EXPECT_EQ(log, (std::vector<std::string>{"expect 0", "expect 1", "borrow 0", "give back 0", "expect 1", "expect 2",
+                                           "borrow 1", "give back 1", "expect 2", "borrow 2", "give back 2"}));
+}
+
+TEST(DeferredUpdate, WhatCannotBeLentEndsItAndWhoeverWaitsIsTold) {
+  for (const auto fails : {ScriptedLender::Fails::kBorrow, ScriptedLender::Fails::kGiveBack}) {
+    Blocks blocks(3);
+    std::vector<std::string> log;
+    DeferredUpdate update(lent(blocks, log, 1, fails), pool(1), 1.0F);
+    EXPECT_THROW(update.wait_all(), SpillError);
+    EXPECT_THROW(update.wait_all(), SpillError);
+    update.wait(0);
+    EXPECT_TRUE(update.finished(0));
+    for (const std::int32_t block : {1, 2}) {
+      EXPECT_THROW(update.wait(block), SpillError);
+      EXPECT_FALSE(update.finished(block));
+    }
+    EXPECT_EQ(std::count(log.begin(), log.end(), "borrow 2"), 0);
+  }
 }
 
 }  // namespace
