@@ -118,18 +118,18 @@ TEST(DeferredUpdate, EndsOnlyWhenAllIsDone) {
 
 TEST(DeferredUpdate, IsInTheActivityLogBlockByBlock) {
   Blocks blocks(4);
-  const std::vector<DeferredUpdate::Part> parts = blocks.parts({2, 0, 3, 1});
+  const std::vector<std::int32_t> order{2, 0, 3, 1};
   ActivityLog log;
   log.start(10);
-  DeferredUpdate update(parts, pool(2), 1.0F, 0.0, &log);
+  DeferredUpdate update(blocks.parts(order), pool(2), 1.0F, 0.0, &log);
   update.wait_all();
   const std::vector<Activity> done = log.stop().activities;
   ASSERT_EQ(done.size(), 4U);
   for (std::size_t i = 0; i < done.size(); ++i) {
     EXPECT_EQ(done[i].row, ActivityRow::kOptimizer);
     EXPECT_EQ(done[i].kind, ActivityKind::kUpdate);
-    EXPECT_EQ(done[i].label.block, (std::vector<std::int32_t>{2, 0, 3, 1})[i]);
-    EXPECT_EQ(done[i].bytes, parts[i].plan.traffic_bytes());
+    EXPECT_EQ(done[i].label.block, order[i]);
+    EXPECT_EQ(done[i].bytes, blocks.parts({order[i]}).front().plan.traffic_bytes());
     EXPECT_TRUE(i == 0 || done[i - 1].end <= done[i].begin);
   }
 }
