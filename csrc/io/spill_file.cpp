@@ -146,23 +146,28 @@ SpillFile::Span SpillFile::span(std::int32_t extent, std::int64_t piece) const {
           .bytes = std::min(kPieceBytes, found.bytes - begin)};
 }
 
+void SpillFile::transfer(const Span& span, const char* doing, const std::function<ssize_t(Bytes, Bytes)>& move) const {
+  int interruptions = 0;
+  for (Bytes done = 0; done < span.bytes;) {
+    const ssize_t result = move(done, span.bytes - done);
+    if (is_interrupted(result) && ++interruptions < kMostInterruptions) {
+      continue;
+    }
+    HYDRA_EXPECT(result > 0 && interruptions < kMostInterruptions, SpillError,
+                 std::string(doing) + " " + human_bytes(span.bytes) + " in spill_dir '" + folder_ +
+                     "' failed: " + reason(result >= 0 ? EIO : static_cast<int>(-result)) + room_in(folder_));
+    done += progress(result, interruptions);
+  }
+}
+
 void SpillFile::write_piece(std::int32_t extent, std::int64_t piece, const void* data) {
   home_.expect_here();
   const Span to = span(extent, piece);
   const auto* const from = static_cast<const std::byte*>(data) + to.begin;
   to.piece->state = PieceState::kLost;
   to.piece->checksum = crc32c(from, to.bytes);
-  int interruptions = 0;
-  for (Bytes done = 0; done < to.bytes;) {
-    const ssize_t result = files_.write(descriptor_, from + done, to.bytes - done, to.offset + done);
-    if (is_interrupted(result) && ++interruptions < kMostInterruptions) {
-      continue;
-    }
-    HYDRA_EXPECT(result > 0 && interruptions < kMostInterruptions, SpillError,
-                 "writing " + human_bytes(to.bytes) + " into spill_dir '" + folder_ +
-                     "' failed: " + reason(result >= 0 ? EIO : static_cast<int>(-result)) + room_in(folder_));
-    done += progress(result, interruptions);
-  }
+  transfer(to, "writing",
+           [&](Bytes done, Bytes left) { return files_.write(descriptor_, from + done, left, to.offset + done); });
   to.piece->state = PieceState::kWritten;
 }
 
@@ -175,17 +180,8 @@ void SpillFile::read_piece(std::int32_t extent, std::int64_t piece, void* data) 
                human_bytes(from.bytes) + " in spill_dir '" + folder_ +
                    "' are lost: writing them failed before. Load the last checkpoint");
   auto* const to = static_cast<std::byte*>(data) + from.begin;
-  int interruptions = 0;
-  for (Bytes done = 0; done < from.bytes;) {
-    const ssize_t result = files_.read(descriptor_, to + done, from.bytes - done, from.offset + done);
-    if (is_interrupted(result) && ++interruptions < kMostInterruptions) {
-      continue;
-    }
-    HYDRA_EXPECT(result > 0 && interruptions < kMostInterruptions, SpillError,
-                 "reading " + human_bytes(from.bytes) + " from spill_dir '" + folder_ +
-                     "' failed: " + reason(result >= 0 ? EIO : static_cast<int>(-result)));
-    done += progress(result, interruptions);
-  }
+  transfer(from, "reading",
+           [&](Bytes done, Bytes left) { return files_.read(descriptor_, to + done, left, from.offset + done); });
   HYDRA_EXPECT(crc32c(to, from.bytes) == from.piece->checksum, SpillError,
                human_bytes(from.bytes) + " in spill_dir '" + folder_ +
                    "' are not what was written there: the disk is damaged. Load the last checkpoint, and use another "

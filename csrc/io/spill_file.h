@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -72,6 +73,8 @@ class SpillFile {
   };
 
   Span span(std::int32_t extent, std::int64_t piece) const;
+  /// Until all bytes have moved. `move`: from what is done on, so many that are left.
+  void transfer(const Span& span, const char* doing, const std::function<ssize_t(Bytes, Bytes)>& move) const;
   Bytes progress(ssize_t result, int& interruptions) const noexcept;
   void try_bypassing_cache();
 

@@ -39,6 +39,27 @@ def budget_for(spilled: int, optimizer: torch.optim.Optimizer, model: nn.Module)
     return on_host(optimizer, model) + (LAYERS - spilled) * layer + (3 * layer if spilled else 0)
 
 
+def context_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: Path,
+    *,
+    spilled: int = LAYERS,
+    files: FaultyFiles | None = None,
+    poison: bool = True,
+) -> hydra_ext.offload:
+    return hydra_ext.offload(
+        model,
+        optimizer,
+        budget=DEVICE_BUDGET,
+        host_budget=budget_for(spilled, optimizer, model),
+        spill_dir=folder,
+        blocks=list(model.children()),
+        device=SimulatedDevice(),
+        checks=Checks(poison_hosts=poison, spill_files=files),
+    )
+
+
 @contextmanager
 def offloaded(
     model: nn.Module,
@@ -48,16 +69,7 @@ def offloaded(
     spilled: int = LAYERS,
     files: FaultyFiles | None = None,
 ) -> Iterator[Run]:
-    context = hydra_ext.offload(
-        model,
-        optimizer,
-        budget=DEVICE_BUDGET,
-        host_budget=budget_for(spilled, optimizer, model),
-        spill_dir=folder,
-        blocks=list(model.children()),
-        device=SimulatedDevice(),
-        checks=Checks(poison_hosts=True, spill_files=files),
-    )
+    context = context_of(model, optimizer, folder, spilled=spilled, files=files)
     with context as run:
         yield run
         assert run.report().windows > 0
@@ -224,16 +236,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 def failing(fail: Callable[[FaultyFiles], None], tmp_path: Path) -> tuple[Run, nn.Module, Any, FaultyFiles, Any]:
     files = FaultyFiles()
     _, _, model, ours = pair()
-    context = hydra_ext.offload(
-        model,
-        ours,
-        budget=DEVICE_BUDGET,
-        host_budget=budget_for(LAYERS, ours, model),
-        spill_dir=tmp_path,
-        blocks=list(model.children()),
-        device=SimulatedDevice(),
-        checks=Checks(spill_files=files),
-    )
+    context = context_of(model, ours, tmp_path, files=files, poison=False)
     run = context.__enter__()
     train(model, ours)
     run.core.finish_update()
