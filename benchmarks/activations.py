@@ -64,7 +64,7 @@ class Task:
     model: nn.Module
     batch: Tensor
     loss: Callable[[Tensor], Tensor]
-    hiding: float
+    hiding: float = 3.0
 
     def step(self, inside: AbstractContextManager[object]) -> None:
         """Gradients are those of this step alone, and stay until the next one."""
@@ -149,7 +149,7 @@ def vgg(*, tiny: bool) -> Task:
 def gpt2(*, tiny: bool) -> Task:
     model = make_model(Size(layers=2, width=64, tokens=64) if tiny else Size(layers=6, width=768, tokens=256))
     ids = torch.randint(0, 256, (1, 64 if tiny else 256))
-    return Task("GPT-2", model, ids, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss, hiding=3.0)
+    return Task("GPT-2", model, ids, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
 def saved_by(task: Task) -> Saved:
