@@ -101,7 +101,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._optimizer = optimizer
         self._budget = parse_bytes(budget)
         self._host_limit = HostLimit.of(host_budget, spill_dir, checks.spill_files if checks is not None else None)
-        spills = self._host_limit is None or optimizer is None or isinstance(optimizer, HostOptimizer)
+        spills = self._host_limit is None or isinstance(optimizer, HostOptimizer)
         _expect(
             spills, "optimizer", optimizer, "one of hydra_ext.optim, whose state can go to the disk, or no host_budget="
         )

@@ -127,7 +127,10 @@ at::Tensor DiskHomes::make_zeros(std::int32_t block, const at::Tensor& like, at:
 
 void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensors,
                        const std::weak_ptr<PagedModel>& owner) {
-  forget_strangers(block, tensors);
+  const std::lock_guard alone(moving_);
+  if (holds_others(block, tensors)) {  // no optimizer's any more, but perhaps still somebody's
+    bring_home_alone(block);
+  }
   std::vector<at::Tensor> movers;
   std::vector<std::int32_t> extents;
   Bytes bytes = 0;
@@ -166,32 +169,21 @@ void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensor
   }
 }
 
-void DiskHomes::forget_strangers(std::int32_t block, const std::vector<at::Tensor>& tensors) {
-  std::vector<Resting> gone;  // ends without the lock
+bool DiskHomes::holds_others(std::int32_t block, const std::vector<at::Tensor>& tensors) const {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
-  if (found == blocks_.end()) {
-    return;
-  }
-  Block& contents = found->second;
-  const auto strangers = std::stable_partition(contents.resting.begin(), contents.resting.end(),
-                                               [&](const Resting& each) { return is_among(each.tensor, tensors); });
-  std::move(strangers, contents.resting.end(), std::back_inserter(gone));
-  contents.resting.erase(strangers, contents.resting.end());
-  contents.bytes = 0;
-  for (Resting& each : contents.resting) {
-    each.offset = contents.bytes;
-    contents.bytes += file_.bytes(each.extent);
-  }
-  for (const Resting& each : gone) {
-    free_extents_.emplace(file_.bytes(each.extent), each.extent);
-    give_up(each.tensor);
-  }
+  return found != blocks_.end() && !std::all_of(found->second.resting.begin(), found->second.resting.end(),
+                                                [&](const Resting& each) { return is_among(each.tensor, tensors); });
 }
 
 // ---- to the host ------------------------------------------------------------------------------
 
 void DiskHomes::bring_home(std::int32_t block) {
+  const std::lock_guard alone(moving_);
+  bring_home_alone(block);
+}
+
+void DiskHomes::bring_home_alone(std::int32_t block) {
   std::vector<Resting> resting;
   {
     const std::lock_guard lock(mutex_);

@@ -44,8 +44,8 @@ class DiskHomes {
 
   /// Room for tensors of these bytes. Throws SpillError if the disk has not got it.
   void reserve(const std::vector<Bytes>& sizes);
-  /// The disk becomes the home of those of these tensors for which that is worth while; those that were at home with
-  /// this block and are not among them are forgotten. Waits until they are written. Whoever else knows a tensor's
+  /// The disk becomes the home of those of these tensors for which that is worth while. Waits until they are written.
+  /// If others are at home with this block, all of the block's comes to the host first. Whoever else knows a tensor's
   /// memory, such as an array of numpy's, keeps it, and sees it change no more.
   void settle(std::int32_t block, const std::vector<at::Tensor>& tensors, const std::weak_ptr<PagedModel>& owner);
   /// A tensor that lies as `like` does, of zeros, and has its home here from the beginning. Nothing is written.
@@ -96,7 +96,8 @@ class DiskHomes {
   void add(std::int32_t block, WithheldTensor tensor, std::int32_t extent, bool written);
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent);
-  void forget_strangers(std::int32_t block, const std::vector<at::Tensor>& tensors);
+  void bring_home_alone(std::int32_t block);
+  bool holds_others(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
   ArenaRegionPtr take_idle_locked(Bytes bytes);
   /// Comes back to the others when its last owner lets go. Null if there is none and `wait` is false.
   ArenaRegionPtr take_memory(Bytes bytes, bool wait = true);
@@ -108,6 +109,7 @@ class DiskHomes {
   std::shared_ptr<HostArena> arena_;       // never pinned: only the host works there
   std::shared_ptr<FileOperations> files_;  // of tests
   SpillFile file_;
+  std::mutex moving_;  // of whoever changes a home: held while it waits for the disk, never the other way round
   mutable std::mutex mutex_;
   std::condition_variable returned_;
   std::map<std::int32_t, Block> blocks_;

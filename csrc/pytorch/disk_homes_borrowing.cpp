@@ -27,7 +27,7 @@ void DiskHomes::wait_for(const std::vector<TicketPtr>& tickets) {
 
 // ---- working memory ---------------------------------------------------------------------------
 
-std::shared_ptr<ArenaRegion> DiskHomes::take_idle_locked(Bytes bytes) {
+ArenaRegionPtr DiskHomes::take_idle_locked(Bytes bytes) {
   if (idle_.empty()) {
     return nullptr;
   }
@@ -41,7 +41,7 @@ std::shared_ptr<ArenaRegion> DiskHomes::take_idle_locked(Bytes bytes) {
   return nullptr;
 }
 
-std::shared_ptr<ArenaRegion> DiskHomes::take_memory(Bytes bytes, bool wait) {
+ArenaRegionPtr DiskHomes::take_memory(Bytes bytes, bool wait) {
   ArenaRegionPtr region;
   {
     Lock lock(mutex_);
@@ -104,7 +104,7 @@ void DiskHomes::end_transfers(std::int32_t block) {
 }
 
 void DiskHomes::drop_memory(std::int32_t block) {
-  std::shared_ptr<ArenaRegion> memory;  // ends without the lock
+  ArenaRegionPtr memory;  // ends without the lock
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
   if (found != blocks_.end()) {
@@ -121,11 +121,16 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
     if (found == blocks_.end() || found->second.memory) {
       return;
     }
+    const auto& before = found->second.transfers;  // writes of the update before
+    if (!wait &&
+        !std::all_of(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->finished(); })) {
+      return;
+    }
     resting = found->second.resting;
     bytes = found->second.bytes;
   }
-  end_transfers(block);  // a write of the update before
-  std::shared_ptr<ArenaRegion> memory = take_memory(bytes, wait);
+  end_transfers(block);
+  ArenaRegionPtr memory = take_memory(bytes, wait);
   if (!memory) {
     return;
   }
@@ -147,7 +152,7 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
 void DiskHomes::expect(std::int32_t block) {
   try {
     begin_reading(block, /*wait=*/false);
-  } catch (const SpillError&) {  // whoever needs the bytes is told
+  } catch (const Error&) {  // whoever needs the bytes is told
   }
 }
 
@@ -183,7 +188,7 @@ StepPlan DiskHomes::borrow(std::int32_t block, const TensorPlan& plan, const Pla
 }
 
 void DiskHomes::give_back(std::int32_t block) {
-  std::shared_ptr<ArenaRegion> memory;
+  ArenaRegionPtr memory;
   std::vector<Resting> resting;
   {
     const std::lock_guard lock(mutex_);

@@ -260,7 +260,8 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         if kind is not None:
             name = masters.LOWER if kind == "split" else masters.FULL
             if name not in state:
-                state[name] = masters.make(parameter, kind)
+                dtype = masters.dtype_of(kind)  # nothing is rounded off yet: of "split" all is zero
+                state[name] = self._zeros(parameter, dtype) if kind == "split" else parameter.to(dtype, copy=True)
             elif kind == "fp32" and self._written.get(parameter) != parameter._version:
                 masters.follow(state[name], parameter)
         return state, first

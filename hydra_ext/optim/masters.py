@@ -25,13 +25,6 @@ def dtype_of(kind: str) -> torch.dtype:
     return torch.int16 if kind == "split" else torch.float32
 
 
-def make(parameter: Tensor, kind: str) -> Tensor:
-    """The state of a master that equals the parameter."""
-    if kind == "split":
-        return torch.zeros_like(parameter, dtype=dtype_of(kind))
-    return parameter.to(dtype_of(kind), copy=True)
-
-
 def merged(parameter: Tensor, lower: Tensor) -> Tensor:
     """The number that a split stands for, as a new fp32 tensor."""
     upper = parameter.detach().view(torch.int16).to(torch.int32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Resumable:
+class Resumable(ABC):
     """What can be saved and loaded. The rest of it is :class:`hydra_ext.Run`."""
 
     model: nn.Module
@@ -50,8 +51,9 @@ class Resumable:
     _termination: Termination | None = None
     _files = Files()
 
+    @abstractmethod
     def sync(self) -> None:
-        raise NotImplementedError
+        """Waits for what is under way."""
 
     # ---- for users --------------------------------------------------------------------------------------------------
 

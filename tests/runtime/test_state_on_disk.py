@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,44 @@ def test_state_that_is_loaded_takes_the_place_of_what_was_there(tmp_path: Path) 
     assert_same(state(plain, theirs), state(model, ours))
 
 
+def test_state_that_is_replaced_is_still_there_for_who_kept_it(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+
+    def replace(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        state = optimizer.state[model[2].weight]
+        kept: torch.Tensor = state["exp_avg"]
+        state["exp_avg"] = torch.ones(WIDTH, WIDTH)
+        return kept
+
+    with offloaded(model, ours, tmp_path) as run:
+        train(plain, theirs), train(model, ours)
+        run.core.finish_update()
+        wanted, kept = replace(plain, theirs), replace(model, ours)
+        train(plain, theirs), train(model, ours)
+        assert torch.equal(kept, wanted)
+        assert run.report().disk_bytes == LAYERS * 2 * STATE
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_several_threads_may_read_state_at_once(tmp_path: Path) -> None:
+    plain, theirs, model, ours = pair()
+    train(plain, theirs)
+    with offloaded(model, ours, tmp_path) as run:
+        train(model, ours)
+        wanted = [value.sum() for each in theirs.state.values() for value in each.values()]
+        for _ in range(5):
+            with ThreadPoolExecutor(4) as threads:
+                read = [
+                    threads.submit(lambda: [value.sum() for each in ours.state.values() for value in each.values()])
+                    for _ in range(4)
+                ]
+                assert all(all(map(torch.equal, found.result(), wanted)) for found in read)
+            for block, layer in enumerate(model.children()):
+                tensors = [tensor for weight in layer.parameters() for tensor in ours.tensors_beside(weight)]
+                run.core.settle_on_disk(block, tensors)
+            assert run.report().disk_bytes == LAYERS * 2 * STATE
+
+
 def test_with_room_for_all_nothing_is_on_the_disk(tmp_path: Path) -> None:
     _, _, model, ours = pair()
     with offloaded(model, ours, tmp_path, spilled=0) as run:
@@ -215,12 +254,11 @@ def test_one_is_of_no_use_without_the_other(given: dict[str, Any], message: str)
         hydra_ext.offload(model, ours, budget=DEVICE_BUDGET, **given)
 
 
-def test_state_of_other_optimizers_cannot_go_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [lambda model: torch.optim.AdamW(model.parameters()), lambda _: None])
+def test_only_state_of_native_optimizers_can_go_there(make: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     model = stack()
     with pytest.raises(errors.InvalidArgument, match=r"one of hydra_ext\.optim"):
-        hydra_ext.offload(
-            model, torch.optim.AdamW(model.parameters()), budget=DEVICE_BUDGET, host_budget="1GiB", spill_dir=tmp_path
-        )
+        hydra_ext.offload(model, make(model), budget=DEVICE_BUDGET, host_budget="1GiB", spill_dir=tmp_path)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
