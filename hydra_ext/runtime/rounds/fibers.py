@@ -14,7 +14,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -28,6 +28,8 @@ from hydra_ext.tracing import not_traced
 Result = TypeVar("Result")
 SiteVisit = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 START = -1  # where a fiber is before its first site
+# A signal that arrives just before its thread begins to wait does not wake it: Python sees it at the next wake.
+_SECONDS_TO_A_SIGNAL = 1.0
 
 _local = threading.local()
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -149,7 +151,9 @@ class Fiber(Generic[Result]):
         interrupts: list[BaseException] = []
         while self._permitted or self._running:
             try:
-                self._rested.get()
+                self._rested.get(timeout=_SECONDS_TO_A_SIGNAL)
+            except Empty:
+                pass
             except BaseException as error:  # noqa: BLE001 - raised below
                 interrupts.append(error)
                 self._interrupt(type(error))
