@@ -29,7 +29,12 @@ def on_host(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
     """What stays there: weights, gradients, and of the state what is small."""
     assert isinstance(optimizer, HostOptimizer)
     small = [size for sizes in optimizer.state_sizes().values() for size in sizes if size < _C.DISK_LEAST_BYTES]
-    return 2 * sum(parameter.nbytes for parameter in model.parameters()) + sum(small)
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    return sum(map(in_slot, model.parameters())) + gradients + sum(small)
+
+
+def in_slot(parameter: nn.Parameter) -> int:
+    return -(-parameter.nbytes // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT
 
 
 def budget_for(spilled: int, optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
