@@ -55,8 +55,8 @@ void bind_homes(py::module_& module) {
       .def_property_readonly("disk_fills", &PagedModel::disk_fills)
       .def("send_gradients_to_disk", &PagedModel::send_gradients_to_disk, py::arg("block"), py::arg("backlog"),
            Released())
-      .def("make_on_disk", &PagedModel::make_on_disk, py::arg("block"), py::arg("like"), py::arg("dtype"), py::kw_only(),
-           py::arg("copies"), Released())
+      .def("make_on_disk", &PagedModel::make_on_disk, py::arg("block"), py::arg("like"), py::arg("dtype"),
+           py::kw_only(), py::arg("copies"), Released())
       .def(
           "read_from_disk",
           [](PagedModel& model, const at::Tensor& tensor) -> std::optional<at::Tensor> {

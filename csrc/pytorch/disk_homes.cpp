@@ -23,11 +23,6 @@ bool is_among(const WithheldTensor& one, const std::vector<at::Tensor>& tensors)
                      [&](const at::Tensor& tensor) { return shows(tensor, one.storage); });
 }
 
-/// Nobody but who asks holds it.
-bool is_forgotten(const WithheldTensor& gradient) {
-  return gradient.tensor.use_count() == 1 && gradient.storage.use_count() == 2;
-}
-
 }  // namespace
 
 DiskHomes::DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena, std::shared_ptr<FileOperations> files)
@@ -42,28 +37,26 @@ DiskHomes::~DiskHomes() { abandon(); }
 
 // ---- what is where ----------------------------------------------------------------------------
 
-const DiskHomes::Resting* DiskHomes::find_locked(std::int32_t block, const c10::Storage& storage,
-                                                 const Member** member) const {
+bool DiskHomes::is_forgotten(const Resting& resting) {
+  return resting.role == DiskRole::kGradient && resting.members.front().tensor.storage.use_count() == 1;
+}
+
+std::optional<DiskHomes::Found> DiskHomes::find_locked(std::int32_t block, const c10::Storage& storage) const {
   const auto found = blocks_.find(block);
-  if (found == blocks_.end()) {
-    return nullptr;
-  }
-  for (const Resting& resting : found->second.resting) {
-    for (const Member& each : resting.members) {
-      if (each.tensor.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
-        *member = &each;
-        return &resting;
+  for (std::size_t i = 0; found != blocks_.end() && i < found->second.resting.size(); ++i) {
+    for (const Member& member : found->second.resting[i].members) {
+      if (member.tensor.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+        return Found{i, member.offset};
       }
     }
   }
-  return nullptr;
+  return std::nullopt;
 }
 
 bool DiskHomes::holds(const at::Tensor& tensor) const {
   const WithheldPtr withheld = withheld_of(tensor);
-  const Member* member = nullptr;
   const std::lock_guard lock(mutex_);
-  return withheld && find_locked(withheld->block, tensor.unsafeGetTensorImpl()->unsafe_storage(), &member) != nullptr;
+  return withheld && find_locked(withheld->block, tensor.unsafeGetTensorImpl()->unsafe_storage());
 }
 
 bool DiskHomes::holds_weights(std::int32_t block) const {
@@ -82,6 +75,9 @@ DiskStatistics DiskHomes::statistics() const {
   const std::lock_guard lock(mutex_);
   for (const auto& [block, contents] : blocks_) {
     for (const Resting& resting : contents.resting) {
+      if (is_forgotten(resting)) {
+        continue;
+      }
       statistics.at_home_bytes.at(static_cast<std::size_t>(resting.role)) += file_.bytes(resting.extent);
     }
   }
@@ -132,9 +128,8 @@ void DiskHomes::drop_unused(std::int32_t block) {
     return;
   }
   auto& resting = found->second.resting;
-  const auto gone = std::stable_partition(resting.begin(), resting.end(), [](const Resting& each) {
-    return each.role != DiskRole::kGradient || !is_forgotten(each.members.front().tensor);
-  });
+  const auto gone =
+      std::stable_partition(resting.begin(), resting.end(), [](const Resting& each) { return !is_forgotten(each); });
   for (auto each = gone; each != resting.end(); ++each) {
     free_extents_.emplace(file_.bytes(each->extent), each->extent);
     dropped.push_back(std::move(*each));
@@ -204,11 +199,10 @@ void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensor
 bool DiskHomes::holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
-  return found != blocks_.end() && std::any_of(found->second.resting.begin(), found->second.resting.end(),
-                                               [&](const Resting& each) {
-                                                 return each.role == DiskRole::kState &&
-                                                        !is_among(each.members.front().tensor, tensors);
-                                               });
+  return found != blocks_.end() &&
+         std::any_of(found->second.resting.begin(), found->second.resting.end(), [&](const Resting& each) {
+           return each.role == DiskRole::kState && !is_among(each.members.front().tensor, tensors);
+         });
 }
 
 bool DiskHomes::settle_weights(std::int32_t block, BlockBacking& backing, const std::weak_ptr<PagedModel>& owner) {
@@ -260,11 +254,13 @@ void DiskHomes::store_gradients(std::int32_t block, const std::vector<at::Tensor
     const std::int32_t extent = take_extent(bytes_of(gradient));
     // Owned by the job, whose bytes they are from here on.
     const auto memory = std::make_shared<c10::DataPtr>();
-    gradient_writes_.push_back(
-        lane_.submit({DiskDirection::kWrite, extent, gradient.mutable_data_ptr(), memory}));
-    const WithheldTensor withheld = withhold(gradient, owner, block);
+    gradient_writes_.push_back(lane_.submit({DiskDirection::kWrite, extent, gradient.mutable_data_ptr(), memory}));
+    WithheldTensor withheld = withhold(gradient, owner, block);
     *memory = note_on_disk(withheld);
-    add(block, {.role = DiskRole::kGradient, .extent = extent, .members = {{withheld}}, .written = true});
+    withheld.tensor.reset();  // it may be dropped
+    Member member{.tensor = std::move(withheld)};
+    member.gradient = gradient.getIntrusivePtr();
+    add(block, {.role = DiskRole::kGradient, .extent = extent, .members = {std::move(member)}, .written = true});
   }
 }
 

@@ -5,8 +5,8 @@
 // tensors that the user knows have no bytes meanwhile; an operation on one of them brings its extent home to the host.
 // A deferred update borrows a block's extents: they are read into working memory, ahead of the update where there is
 // room, and written back behind it, gradients excepted. There are kWorkingSets such memories, each as large as the
-// largest block needs. Fills read weights into memory of their own (WeightLoans). Tensors of state, and gradients, below
-// kLeastDiskBytes stay on the host.
+// largest block needs. Fills read weights into memory of their own (WeightLoans). Tensors of state, and gradients,
+// below kLeastDiskBytes stay on the host.
 //
 // Threads: any; two mutexes, of which the one that guards what is where is never held by who waits. Calls that wait are
 // made without the interpreter lock. An error of the disk is thrown as SpillError: of a read, by whoever needed the
@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -46,9 +47,10 @@ class DiskHomes {
  public:
   static constexpr int kWorkingSets = 3;  // one is read, one worked on, one written
 
-  /// Throws SpillError if there can be no file in the folder. What comes home, but for state, comes to `arena`. `files`:
-  /// the system's if null.
-  DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena, std::shared_ptr<FileOperations> files = nullptr);
+  /// Throws SpillError if there can be no file in the folder. What comes home, but for state, comes to `arena`.
+  /// `files`: the system's if null.
+  DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena,
+            std::shared_ptr<FileOperations> files = nullptr);
   ~DiskHomes();
 
   /// Room for extents of these bytes. Throws SpillError if the disk has not got it.
@@ -109,16 +111,17 @@ class DiskHomes {
  private:
   struct Member {
     WithheldTensor tensor;
-    Bytes offset = 0;  // in the extent
+    Bytes offset = 0;                                                                          // in the extent
+    c10::weak_intrusive_ptr<c10::TensorImpl> gradient{c10::intrusive_ptr<c10::TensorImpl>()};  // of a gradient
   };
   /// What an extent holds.
   struct Resting {
     DiskRole role = DiskRole::kState;
     std::int32_t extent = -1;
     std::vector<Member> members{};
-    Bytes offset = 0;  // in the working memory of the block
+    Bytes offset = -1;  // in the working memory of the block; negative if the update under way does not work on it
     bool written = false;
-    at::Tensor copy_of{};       // until it is written: what it begins as; zeros if undefined
+    at::Tensor copy_of{};             // until it is written: what it begins as; zeros if undefined
     BlockBacking* backing = nullptr;  // of weights
   };
   struct Block {
@@ -136,12 +139,16 @@ class DiskHomes {
 
   /// Waits for all of them, and then throws the first error.
   static void wait_for(const std::vector<TicketPtr>& tickets);
-  /// With the member's place in it.
-  const Resting* find_locked(std::int32_t block, const c10::Storage& storage, const Member** member) const;
+  struct Found {
+    std::size_t resting = 0;  // its number in the block
+    Bytes offset = 0;         // of the storage's bytes in the extent
+  };
+  std::optional<Found> find_locked(std::int32_t block, const c10::Storage& storage) const;
   void add(std::int32_t block, Resting resting);
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent);
-  /// Gradients that nobody knows any more.
+  /// A gradient that nobody knows any more.
+  static bool is_forgotten(const Resting& resting);
   void drop_unused(std::int32_t block);
   bool holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
   /// Those for which `chosen` says so.
@@ -152,6 +159,7 @@ class DiskHomes {
   at::Tensor read_alone(std::int32_t block, const at::Tensor& tensor);
   /// Into memory of its own, with what it begins as if it was never written. The ticket may be null.
   TicketPtr read_extent(std::int32_t block, const Resting& resting, const ArenaRegionPtr& memory);
+  static std::vector<Resting> worked_on_locked(const Block& contents);
   void drop_memory(std::int32_t block);
   void begin_reading(std::int32_t block, bool wait);
   /// Waits for reads that were begun, and throws the first error.

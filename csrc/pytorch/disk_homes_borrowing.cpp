@@ -59,6 +59,13 @@ void DiskHomes::drop_memory(std::int32_t block) {
   }
 }
 
+std::vector<DiskHomes::Resting> DiskHomes::worked_on_locked(const Block& contents) {
+  std::vector<Resting> resting;
+  std::copy_if(contents.resting.begin(), contents.resting.end(), std::back_inserter(resting),
+               [](const Resting& each) { return each.offset >= 0; });
+  return resting;
+}
+
 void DiskHomes::begin_reading(std::int32_t block, bool wait) {
   std::vector<Resting> resting;
   Bytes bytes = 0;
@@ -68,7 +75,7 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
     if (found == blocks_.end() || found->second.memory) {
       return;
     }
-    resting = found->second.resting;
+    resting = worked_on_locked(found->second);
     bytes = found->second.bytes;
   }
   ArenaRegionPtr memory = working_->take(bytes, wait);
@@ -99,25 +106,23 @@ void DiskHomes::expect(std::int32_t block) {
 
 DiskHomes::Places DiskHomes::places(std::int32_t block, const TensorPlan& plan) {
   Places places;
-  {
-    const std::lock_guard lock(mutex_);
-    Block& contents = blocks_.at(block);
-    contents.bytes = 0;
-    for (Resting& resting : contents.resting) {
-      resting.offset = contents.bytes;
-      contents.bytes += file_.bytes(resting.extent);
-    }
+  const std::lock_guard lock(mutex_);
+  Block& contents = blocks_.at(block);
+  contents.bytes = 0;
+  for (Resting& resting : contents.resting) {
+    resting.offset = -1;
   }
   static_cast<void>(plan.at([&](const at::Tensor& tensor) -> void* {
     const c10::TensorImpl* const key = tensor.unsafeGetTensorImpl();
-    {
-      const Member* member = nullptr;
-      const std::lock_guard lock(mutex_);
-      if (const Resting* const each = find_locked(block, tensor.unsafeGetTensorImpl()->unsafe_storage(), &member)) {
-        places.in_memory[key] =
-            each->offset + member->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
-        return tensor.unsafeGetTensorImpl();  // there will be an address
+    if (const std::optional<Found> found = find_locked(block, key->unsafe_storage())) {
+      Resting& each = contents.resting[found->resting];
+      if (each.offset < 0) {
+        each.offset = contents.bytes;
+        contents.bytes += file_.bytes(each.extent);
       }
+      places.in_memory[key] =
+          each.offset + found->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+      return tensor.unsafeGetTensorImpl();  // there will be an address
     }
     return places.on_host[key] = tensor.mutable_data_ptr();
   }));
@@ -132,7 +137,7 @@ StepPlan DiskHomes::borrow(std::int32_t block, const TensorPlan& plan, const Pla
   {
     const std::lock_guard lock(mutex_);
     memory = blocks_.at(block).memory;
-    resting = blocks_.at(block).resting;
+    resting = worked_on_locked(blocks_.at(block));
   }
   const auto address = [&](const at::Tensor& tensor) -> void* {
     const auto found = places.in_memory.find(tensor.unsafeGetTensorImpl());
@@ -156,10 +161,12 @@ void DiskHomes::give_back(std::int32_t block) {
     Block& contents = blocks_.at(block);
     memory = std::exchange(contents.memory, nullptr);
     for (Resting& each : contents.resting) {
-      each.written = true;
-      copied.push_back(std::exchange(each.copy_of, {}));
+      if (each.offset >= 0) {
+        each.written = true;
+        copied.push_back(std::exchange(each.copy_of, {}));
+      }
     }
-    resting = contents.resting;
+    resting = worked_on_locked(contents);
     peek_ = {};
   }
   for (const Resting& each : resting) {

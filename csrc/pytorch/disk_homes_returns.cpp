@@ -53,7 +53,11 @@ void DiskHomes::begin_as(const Resting& resting, void* to, const void* from) {
 void DiskHomes::give_home(const Resting& resting, const ArenaRegionPtr& region) {
   for (const Member& member : resting.members) {
     withheld_of(member.tensor.storage)->memory = data_pointer_into(region, member.offset);
-    hydra::give_back(member.tensor);
+    WithheldTensor tensor = member.tensor;
+    if (auto gradient = member.gradient.lock()) {
+      tensor.tensor = at::Tensor(std::move(gradient));
+    }
+    hydra::give_back(tensor);
   }
   if (resting.backing != nullptr) {
     resting.backing->came_home(region);
@@ -146,14 +150,13 @@ at::Tensor DiskHomes::read_alone(std::int32_t block, const at::Tensor& tensor) {
   Bytes offset = 0;
   ArenaRegionPtr region;
   {
-    const Member* member = nullptr;
     const std::lock_guard lock(mutex_);
-    const Resting* const found = find_locked(block, tensor.unsafeGetTensorImpl()->unsafe_storage(), &member);
-    if (found == nullptr) {
+    const std::optional<Found> found = find_locked(block, tensor.unsafeGetTensorImpl()->unsafe_storage());
+    if (!found) {
       return {};
     }
-    resting = *found;
-    offset = member->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+    resting = blocks_.at(block).resting[found->resting];
+    offset = found->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
     region = peek_.extent == resting.extent ? peek_.region : nullptr;
   }
   if (!region) {
@@ -164,7 +167,8 @@ at::Tensor DiskHomes::read_alone(std::int32_t block, const at::Tensor& tensor) {
   }
   const at::NoGradGuard no_grad;
   const HostScope on_the_host;
-  at::Tensor copy = at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
+  at::Tensor copy =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
   copy.copy_(tensor_in(region->data() + offset, tensor, tensor.scalar_type()));
   if (resting.role == DiskRole::kWeights) {
     const std::lock_guard lock(mutex_);

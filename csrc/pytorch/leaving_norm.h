@@ -2,7 +2,8 @@
 //
 // From begin() on the gradients that a sink brings home are taken to be the step's last; each one's squares are summed
 // as soon as nothing more is to come for it. A sum stands for `.grad` only while that is what arrived: the same memory,
-// or what was made of it on the disk, in the same version, laid out as the parameter is. A write that shows in neither has to be told of by forget().
+// or what was made of it on the disk, in the same version, laid out as the parameter is. A write that shows in neither
+// has to be told of by forget().
 //
 // Threads: any, without the interpreter lock.
 #pragma once

@@ -206,6 +206,7 @@ void PagedModel::review_disk() {
     if (disk_->holds_weights(static_cast<std::int32_t>(block)) &&
         !std::all_of(parameters.begin(), parameters.end(),
                      [](const HostParameter* parameter) { return parameter->on_disk(); })) {
+      finish_update(static_cast<std::int32_t>(block));  // which works on the bytes from before
       disk_->bring_weights_home(static_cast<std::int32_t>(block));
     }
   }

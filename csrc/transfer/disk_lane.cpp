@@ -72,7 +72,8 @@ LaneStatistics DiskLane::statistics(DiskDirection direction) const {
 
 bool DiskLane::held_back(const Running& running) const noexcept {
   return std::any_of(unfinished_.begin(), unfinished_.end(), [&](const RunningPtr& other) {
-    const bool both_read = running.job.direction == DiskDirection::kRead && other->job.direction == DiskDirection::kRead;
+    const bool both_read =
+        running.job.direction == DiskDirection::kRead && other->job.direction == DiskDirection::kRead;
     return other->sequence < running.sequence && other->job.extent == running.job.extent && !both_read;
   });
 }
