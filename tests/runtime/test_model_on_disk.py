@@ -312,6 +312,7 @@ def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
     with context(caught.value.smallest_budget) as run:
         assert_same(expected, [steps_of(model, ours, ids) for ids in text])
         assert run.report().disk_weight_bytes > 0
+        run.core.finish_update()
         assert run.report().disk_gradient_bytes == 0  # used, and dropped
     assert_same([*plain.parameters()], [*model.parameters()])
 
