@@ -61,6 +61,9 @@ class Progress:
     seed: int
     updates: list[Update]
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "updates": [vars(update) for update in self.updates]}
+
 
 class Engine:
     """One rank's part, from its first step to its end. All ranks make one at the same time.
@@ -177,6 +180,10 @@ class Engine:
         """What the next step depends on beside weights and optimizers; nothing may be under way."""
         return Progress(self.batches, self._evaluations, self._seed, list(self._executor.updates))
 
+    def delay_of(self, stage: int, batch: int) -> int:
+        """How many versions before the newest one that it could use a batch uses."""
+        return batch - self._schedule.version_of(stage, batch)
+
     def resume(self, progress: Progress) -> None:
         """The next step is the one after these batches. Nothing may be under way."""
         self.batches, self._evaluations, self._seed = progress.batches, progress.evaluations, progress.seed
@@ -215,6 +222,14 @@ class Engine:
     @property
     def parts(self) -> Parts:
         return self._parts
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def flush(self) -> None:
         """Returns when everything has left that this rank has for the others.

@@ -57,7 +57,7 @@ class Together:
 
     def first_does(self, what: str, work: Callable[[], Result]) -> Result:
         """Only the first rank does it; what it gave, on all of them."""
-        found: Any = self.do(what, work if self.rank == 0 else lambda: None)  # type: ignore[arg-type, return-value]
+        found: Any = self.do(what, work if self.rank == 0 else lambda: None)
         result: Result = found[0]
         return result
 
