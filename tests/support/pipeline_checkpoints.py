@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hydra_ext.pipeline import Pipeline
@@ -15,7 +18,21 @@ from support.plain_models import OPTIMIZERS, SEED, Case, Whole
 SAVED = 3  # steps before the save
 
 
-def pipeline_of(case: Case, model: nn.Module) -> Pipeline:
+@dataclass(frozen=True)
+class Kind:
+    """A pipeline of two ranks: more than a case says.
+
+    Attributes:
+        options: of the pipeline.
+        decays: the learning rate, after each step.
+    """
+
+    case: Case
+    options: tuple[tuple[str, Any], ...] = ()
+    decays: bool = False
+
+
+def pipeline_of(case: Case, model: nn.Module, **options: Any) -> Pipeline:
     return Pipeline(
         model,
         OPTIMIZERS[case.optimizer],
@@ -24,7 +41,7 @@ def pipeline_of(case: Case, model: nn.Module) -> Pipeline:
         cuts=list(case.cuts) or None,
         replicas=case.replicas,
         recompute=case.recompute,
-        seed=SEED,
+        **{"seed": SEED, **options},
     )
 
 
@@ -74,10 +91,85 @@ def load_and_go_on(rank: int, cases: Sequence[Case], folders: Sequence[Path]) ->
     return results
 
 
-def check(case: Case, ranks: Sequence[tuple[list[Tensor], dict[str, Tensor]]], first: int) -> None:
-    """All ranks' losses, and each rank's part of the state, are those of one plain process."""
+# ---- the same number of ranks ---------------------------------------------------------------------------------------
+def trained(pipe: Pipeline, kind: Kind, model: nn.Module, schedules: Sequence[Any], first: int, last: int) -> list[Any]:
+    """Losses and norms. Each replica has the step's microbatches in another order; an evaluation follows each step."""
+    told = []
+    for batches in kind.case.data()[first:last]:
+        batches = batches[:: 1 - 2 * pipe.replica]
+        fn = functools.partial(kind.case.subject.fn, model)
+        output = pipe.step(batches, fn, max_norm=kind.case.max_norm)
+        told += [torch.stack(output.losses), None if output.grad_norm is None else output.grad_norm.item()]
+        told.append(torch.stack(pipe.evaluate(batches[:1], fn).losses))
+        for schedule in schedules:
+            schedule.step()
+    return told
+
+
+def interrupted(rank: int, kinds: Sequence[Kind], folder: Path) -> list[list[Any]]:
+    """Of each kind: what the steps after the save gave, and the state; as it was, and as it is from the checkpoint."""
+    results = []
+    for number, kind in enumerate(kinds):
+        for loads in (False, True):
+            model = kind.case.subject.make()
+            options = dict(kind.options, seed=SEED + 1) if loads else dict(kind.options)
+            with pipeline_of(kind.case, model, **options) as pipe:
+                prepare(pipe, kind.case, model)
+                schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in pipe.optimizers]
+                schedules = schedules if kind.decays else []
+                trained(pipe, kind, model, schedules, 0, 1 if loads else SAVED)  # a load undoes what was done
+                if loads:
+                    pipe.load(folder / str(number), schedule=schedules)
+                else:
+                    pipe.save(folder / str(number), schedule=schedules)
+                told = trained(pipe, kind, model, schedules, SAVED, kind.case.steps)
+                told.append(state(pipe))
+                results.append(told)
+    return [results[::2], results[1::2]]
+
+
+def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> bool:
+    model = kind.case.subject.make()
+    with pipeline_of(kind.case, model, **dict(kind.options)) as pipe:
+        prepare(pipe, kind.case, model)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in pipe.optimizers]
+        schedules = schedules if kind.decays else []
+        assert pipe.load(source, schedule=schedules) is not None
+        pipe.save(target, schedule=schedules)
+    return True
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(found, Tensor):
+        return torch.equal(found, expected)
+    if isinstance(found, (list, tuple)):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
+    return bool(found == expected)
+
+
+def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
+    """Of all its files, by section and name."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {
+        f"{file.name.partition('.')[0].partition('-')[0]} {name}": tensor
+        for file in files
+        for name, tensor in load_file(file).items()
+    }
+
+
+# ---- what has to be equal -------------------------------------------------------------------------------------------
+@functools.cache
+def plain(case: Case) -> Whole:
     whole = Whole(case, [0, -1], [])
     whole.train(1 if case.schedule == "2bw" else 0)
+    return whole
+
+
+def check(case: Case, ranks: Sequence[tuple[list[Tensor], dict[str, Tensor]]], first: int) -> None:
+    """All ranks' losses, and each rank's part of the state, are those of one plain process."""
+    whole = plain(case)
     expected = {**whole.names, **dict(whole.model.named_buffers())}
     assert set().union(*(weights for _, weights in ranks)) == set(expected)
     for rank, (losses, weights) in enumerate(ranks):
