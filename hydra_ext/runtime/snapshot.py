@@ -180,6 +180,11 @@ class Return:
             lines += optimizer_state.differences(optimizer, self._names, saved)
         for name, helper in self._training.helpers.items():
             lines += helper_state.differences(helper, name, self._content.get(name))
+        if self._content.get("versions"):
+            lines.append(
+                "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
+                "hydra_ext.load_model takes alone)"
+            )
         return lines
 
     def _own_randomness(self) -> Randomness | None:
