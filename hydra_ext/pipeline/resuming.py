@@ -132,7 +132,8 @@ class Restored:
         content = self._content
         if content.get("optimizer") is not None:
             optimizer_state.check(content["optimizer"], lambda name: self._stand_in("optimizer", name))
-        helper_state.check(content.get("schedule"), "schedule", self._wanted_stand_in)
+        for name in ("schedule", "scaler"):
+            helper_state.check(content.get(name), name, self._wanted_stand_in)
         if not all(isinstance(content.get(name), list) and content[name] for name in ("ranks", "buffers")):
             raise BadValue("what each rank had is no list")
         if not isinstance(content.get("versions", {}), dict):
@@ -179,13 +180,26 @@ class Restored:
             updates = [Update(**decode(update, self._wanted_stand_in)) for update in saved["updates"]]
         except (KeyError, TypeError) as error:
             raise BadValue(f"how far the training had come cannot be read: {error!r:.200}") from error
-        if counts["batches"] != step or not all(is_count(count) for count in counts.values()):
-            raise BadValue("how far the training had come is said in two ways")
+        are_counts = all(is_count(count) for count in (*counts.values(), *(update.batch for update in updates)))
+        are_norms = all(update.norm is None or isinstance(update.norm, float) for update in updates)
+        if counts["batches"] != step or not are_counts or not are_norms:
+            raise BadValue("how far the training had come is not said in numbers that can be")
         return Progress(**counts, updates=updates)
 
     def _older(self, name: str) -> list[Any]:
         """What is said of a parameter's older versions, the latest first."""
-        return list(self._content.get("versions", {}).get(name, []))
+        older = self._content.get("versions", {}).get(name, [])
+        if not isinstance(older, list):
+            raise BadValue(f"the older versions of {name!r:.200} are no list")
+        return older
+
+    def _stored(self, reference: Any, like: Tensor, what: str) -> str:
+        """The name of the tensor that a reference stands for."""
+        if isinstance(decode(reference, self._wanted_stand_in), Tensor):
+            name = str(reference["name"])
+            if self._reader.manifest.tensors["training"][name].span.shape == tuple(like.shape):
+                return name
+        raise BadValue(f"{what} is no tensor of its shape")
 
     def _differing_versions(self, stage: OwnStage) -> list[str]:
         needed = self._engine.delay_of(stage.index, self._progress.batches)
@@ -200,10 +214,7 @@ class Restored:
                 ]
             for each in older:
                 if each is not None:
-                    decode(each, self._wanted_stand_in)
-                    span = self._reader.manifest.tensors["training"][each["name"]].span
-                    if span.shape != tuple(parameter.shape):
-                        raise BadValue(f"an older version of {name!r:.200} is of another shape")
+                    self._stored(each, parameter, f"an older version of {name!r:.200}")
         return []
 
     def _trained(self, stage: OwnStage) -> list[tuple[str, Tensor]]:
@@ -218,15 +229,14 @@ class Restored:
         """Those of this replica that differ from the first one's: tensors of the training by the buffers' names."""
         buffers, replica = self._content["buffers"], self._engine.topology.replica
         found = buffers[replica] if replica < len(buffers) else {}
-        own = {}
-        for name, reference in found.items() if isinstance(found, dict) else ():
-            buffer = self._holdings.own.get(name)
-            if buffer is not None:
-                decode(reference, self._wanted_stand_in)
-                own[name] = str(reference["name"])
-                if self._reader.manifest.tensors["training"][own[name]].span.shape != tuple(buffer.shape):
-                    raise BadValue(f"the buffer {name!r:.200} of replica {replica} is of another shape")
-        return own
+        if not isinstance(found, dict):
+            raise BadValue(f"the buffers of replica {replica} are no table")
+        own = self._holdings.own
+        return {
+            name: self._stored(reference, own[name], f"the buffer {name!r:.200} of replica {replica}")
+            for name, reference in found.items()
+            if name in own
+        }
 
     def check(self) -> None:
         """Reads every byte that will be wanted here.

@@ -211,7 +211,6 @@ class StageWeights:
             older: for each version before it, the latest first: gives the weights of a parameter, by its index. None
                 for those of the version after it, of all parameters or of one.
         """
-        increment_version(self._slots[self._slot_of[self.newest]].leaves)  # the user's have been written to, not these
         self._slot_of = {newest: self._slot_of[self.newest]}
         self.newest = newest
         self.refresh()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from support import pipelines
 from support.checkpoints import manifest_of
-from support.pipeline_checkpoints import SAVED, Kind, interrupted, load_and_save, same, tensors_in
+from support.pipeline_checkpoints import SAVED, Kind, interrupted, load_and_save, same, state, tensors_in
 from support.plain_models import Case
 from support.ranks import run_ranks
 
@@ -53,9 +55,11 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
         (tmp_path / f"by {size}").mkdir()
         again = tmp_path / f"by {size}" / "saved"
         if size == 1:
-            load_and_save(0, TIED, tied, again)
+            assert load_and_save(0, TIED, tied, again) == []
         else:
-            run_ranks(load_and_save, TIED, tied, again, folder=again.parent, size=size)
+            *known, new = run_ranks(load_and_save, TIED, tied, again, folder=again.parent, size=size)
+            assert known == [[], []]
+            assert new == [f"{tied} has no random states of rank 2, as fewer ranks were there: it keeps its own"]
         assert same(tensors_in(again / name), tensors_in(tied))
         assert contents(again / name) == contents(tied)
     replicas = manifest_of(tmp_path / "saved" / "1" / name)["content"]["buffers"]
@@ -67,3 +71,25 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", MORE, ids=lambda kind: f"{kind.case.name}-{kind.case.schedule}")
 def test_more_kinds_go_on(kind: Kind, tmp_path: Path) -> None:
     check((kind,), tmp_path)
+
+
+def spoiled_in_the_middle(folder: Path, *, loads: bool) -> list[Any]:
+    """In one process: the update before the save is skipped, since a loss is no number."""
+    case = pipelines.Case(stages=1, microbatches=2, spoils=(0, 1), max_norm=1.0)
+    told: list[Any] = []
+    with pipelines.pipeline_of(case, pipelines.make_stages(1)) as pipe:
+        for number in range(0 if not loads else 2, 5):
+            if number == 2:
+                assert (pipe.load(folder) if loads else pipe.save(folder)) is not None
+            out = pipe.step(pipelines.data_of(case, number), pipelines.loss_of, max_norm=1.0)
+            told.append([out.skipped, str(out.grad_norm), *map(str, out.losses)])
+        told.append(state(pipe))
+    return told[-4:]
+
+
+def test_a_skipped_update_is_told_of_after_the_load(tmp_path: Path) -> None:
+    uninterrupted, resumed = (spoiled_in_the_middle(tmp_path, loads=loads) for loads in (False, True))
+    assert same(resumed, uninterrupted)
+    assert [told[0] for told in resumed[:3]] == [True, False, False]
+    versions = manifest_of(tmp_path / "step-00000002")["content"]["versions"]
+    assert {str(older) for older in versions.values()} == {"[None]"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging.handlers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,14 +94,17 @@ def load_and_go_on(rank: int, cases: Sequence[Case], folders: Sequence[Path]) ->
 
 # ---- the same number of ranks ---------------------------------------------------------------------------------------
 def trained(pipe: Pipeline, kind: Kind, model: nn.Module, schedules: Sequence[Any], first: int, last: int) -> list[Any]:
-    """Losses and norms. Each replica has the step's microbatches in another order; an evaluation follows each step."""
+    """Losses, norms, those of an evaluation after each step, and random numbers that the caller draws.
+
+    Each replica has a step's microbatches in another order.
+    """
     told = []
     for batches in kind.case.data()[first:last]:
         batches = batches[:: 1 - 2 * pipe.replica]
         fn = functools.partial(kind.case.subject.fn, model)
         output = pipe.step(batches, fn, max_norm=kind.case.max_norm)
         told += [torch.stack(output.losses), None if output.grad_norm is None else output.grad_norm.item()]
-        told.append(torch.stack(pipe.evaluate(batches[:1], fn).losses))
+        told += [torch.stack(pipe.evaluate(batches[:1], fn).losses), torch.rand(3)]
         for schedule in schedules:
             schedule.step()
     return told
@@ -115,8 +119,8 @@ def interrupted(rank: int, kinds: Sequence[Kind], folder: Path) -> list[list[Any
             options = dict(kind.options, seed=SEED + 1) if loads else dict(kind.options)
             with pipeline_of(kind.case, model, **options) as pipe:
                 prepare(pipe, kind.case, model)
-                schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in pipe.optimizers]
-                schedules = schedules if kind.decays else []
+                schedules = schedules_of(pipe, kind)
+                torch.manual_seed(rank)
                 trained(pipe, kind, model, schedules, 0, 1 if loads else SAVED)  # a load undoes what was done
                 if loads:
                     pipe.load(folder / str(number), schedule=schedules)
@@ -128,15 +132,23 @@ def interrupted(rank: int, kinds: Sequence[Kind], folder: Path) -> list[list[Any
     return [results[::2], results[1::2]]
 
 
-def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> bool:
+def schedules_of(pipe: Pipeline, kind: Kind) -> list[Any]:
+    return [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in pipe.optimizers if kind.decays]
+
+
+def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> list[str]:
+    """What was warned of."""
+    heard = logging.handlers.BufferingHandler(1000)
+    heard.setLevel(logging.WARNING)
+    logging.getLogger("hydra_ext").addHandler(heard)
     model = kind.case.subject.make()
     with pipeline_of(kind.case, model, **dict(kind.options)) as pipe:
         prepare(pipe, kind.case, model)
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in pipe.optimizers]
-        schedules = schedules if kind.decays else []
+        schedules = schedules_of(pipe, kind)
         assert pipe.load(source, schedule=schedules) is not None
         pipe.save(target, schedule=schedules)
-    return True
+    logging.getLogger("hydra_ext").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
 
 
 def same(found: Any, expected: Any) -> bool:
