@@ -33,20 +33,19 @@ def joined(captured: Sequence[dict[str, Any]], places: Mapping[str, int]) -> dic
         raise UnsupportedState(
             f"the stages have optimizers of several classes ({', '.join(classes)}): a checkpoint holds the state of one"
         )
-    groups: dict[tuple[int, bytes], dict[str, Any]] = {}
+    options: dict[tuple[int, bytes], Any] = {}
     found: dict[str, tuple[int, bytes]] = {}
     for each in captured:
         for number, group in enumerate(each["groups"]):
             key = number, strict_json.write(group["options"])
-            members = groups.setdefault(key, {"params": [], "options": group["options"]})["params"]
+            options[key] = group["options"]
             for name in group["params"]:
                 if found.setdefault(name, key) != key:
                     raise UnsupportedState(f"'{name}' is on several stages, in groups with different options")
-                if name not in members:
-                    members.append(name)
-    for group in groups.values():
-        group["params"].sort(key=places.__getitem__)
-    ordered = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+    members: dict[tuple[int, bytes], list[str]] = {key: [] for key in options}
+    for name in sorted(found, key=places.__getitem__):
+        members[found[name]].append(name)
+    ordered = [{"params": members[key], "options": options[key]} for key in sorted(options, key=lambda key: key[0])]
     state = {name: entries for each in captured for name, entries in each["state"].items()}
     return {"class": classes[0], "groups": ordered, "state": state}
 
@@ -102,8 +101,8 @@ class StageState:
         new = [name for name, parameter in members if name not in group_of and parameter.requires_grad]
         if new:
             self.differences.append(f"group {number} of the optimizer has {new} in addition"[:400])
-        options = [group_of[name]["options"] for name, _ in members if name in group_of]
-        several = [each for i, each in enumerate(options) if each not in options[:i]]
+        groups = {id(found): found for name, _ in members if (found := group_of.get(name)) is not None}
+        several = [found["options"] for found in groups.values()]
         if any(not self._same(several[0], other) for other in several[1:]):
             self.differences.append(
                 f"group {number} of the optimizer has parameters that were in groups with different options"
