@@ -30,20 +30,28 @@ def test_whatever_fails_on_one_rank_fails_on_both_and_the_pipeline_goes_on(strid
     assert hydra_ext.load_model(folder, nn.Sequential(*pipelines.make_stages(2))).step == 3
 
 
+KILLS = [(1, 1), *((1, n) for n in range(2, 5)), *((0, n) for n in range(1, 12))]  # every file or folder that is made safe
+
+
 @pytest.mark.parametrize(
-    ("victim", "n"), [(1, 1), *(pytest.param(v, n, marks=pytest.mark.full) for v in (0, 1) for n in (1, 2, 3))]
+    ("victim", "n"), [KILLS[0], *(pytest.param(*kill, marks=pytest.mark.full) for kill in KILLS[1:])]
 )
-def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before(victim: int, n: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before_or_this_one(
+    victim: int, n: int, tmp_path: Path
+) -> None:
     ended = run_to_the_end(bodies.killed_in_a_save, victim, n, tmp_path, folder=tmp_path, size=2, without=[victim])
     assert ended[1 - victim]["kind"] == "RankFailed"
     assert f"rank {victim} has failed" in ended[1 - victim]["error"]
     folder = tmp_path / "ckpt"
     states = {verdict.path.name: verdict.state for verdict in verify(folder)}
-    assert states == {"step-00000001": "whole", "step-00000002": "unfinished"}
-    assert hydra_ext.load_model(folder, nn.Sequential(*pipelines.make_stages(2))).step == 1
+    assert states.pop("step-00000001") == "whole"
+    before_the_folder, after_the_rename = (victim, n) == KILLS[4], (victim, n) == KILLS[-1]
+    assert states == ({} if before_the_folder else {"step-00000002": "whole" if after_the_rename else "unfinished"})
+    newest = 2 if after_the_rename else 1
+    assert hydra_ext.load_model(folder, nn.Sequential(*pipelines.make_stages(2))).step == newest
     with hydra_ext.offload(nn.Linear(1, 1), budget="1MiB") as run:
         run.save(folder)  # collects what the killed one has left
-    assert sorted(each.name for each in folder.iterdir()) == ["step-00000000", "step-00000001"]
+    assert sorted(each.name for each in folder.iterdir()) == ["step-00000000", f"step-0000000{newest}"]
 
 
 def test_damage_that_one_rank_finds_is_raised_by_both_before_anything_is_changed(tmp_path: Path) -> None:
