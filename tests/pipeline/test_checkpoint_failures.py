@@ -30,7 +30,11 @@ def test_whatever_fails_on_one_rank_fails_on_both_and_the_pipeline_goes_on(strid
     assert hydra_ext.load_model(folder, nn.Sequential(*pipelines.make_stages(2))).step == 3
 
 
-KILLS = [(1, 1), *((1, n) for n in range(2, 5)), *((0, n) for n in range(1, 12))]  # every file or folder that is made safe
+KILLS = [
+    (1, 1),
+    *((1, n) for n in range(2, 5)),
+    *((0, n) for n in range(1, 12)),
+]  # every file or folder that is made safe
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from torch import nn
 
 import hydra_ext
 from hydra_ext.cli import main
@@ -86,3 +87,33 @@ def test_it_goes_on_from_a_run_on_one_device(tmp_path: Path) -> None:
 def test_a_run_refuses_a_training_whose_next_step_uses_older_weights(saved: Path) -> None:
     with pytest.raises(hydra_ext.errors.CheckpointMismatch, match=r"older weights.*load_model"):
         offloaded_run(None, saved / "2")
+
+
+class WithASpare(nn.Module):
+    """One of its blocks is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.spare = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_no_forward_uses_is_saved_too(stages: int, tmp_path: Path) -> None:
+    model = WithASpare()
+    model.spare[0].running_mean.fill_(3.0)
+    with hydra_ext.Pipeline(model, OPTIMIZERS["sgd"], schedule="gpipe", microbatches=1, stages=stages) as pipe:
+        pipe.step([torch.ones(2, 4)], model)
+        pipe.save(tmp_path)
+        expected = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    other = WithASpare()
+    hydra_ext.load_model(tmp_path, other)
+    found = other.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(found["spare.0.running_mean"], torch.full((4,), 3.0))
