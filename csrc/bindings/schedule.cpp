@@ -77,7 +77,11 @@ void bind_schedule(py::module_& module) {
       .def("version_of", &Schedule::version_of, py::arg("stage"), py::arg("batch"))
       .def("buffers", &Schedule::buffers, py::arg("stage"))
       .def(
-          "stream", [](const Schedule& schedule, int rank) { return Stream(schedule, rank); }, py::arg("rank"))
+          "stream",
+          [](const Schedule& schedule, int rank, std::int64_t first_batch) {
+            return Stream(schedule, rank, first_batch);
+          },
+          py::arg("rank"), py::kw_only(), py::arg("first_batch") = 0)
       .def("unroll", &unroll, py::arg("batches"))
       .def("with_communication", [](const Schedule& schedule) { return add_communication(schedule); })
       .def("__eq__", &equals<Schedule>)

@@ -5,8 +5,8 @@
 
 namespace hydra::schedule {
 
-Generator::Generator(const Recipe& recipe, int rank)
-    : recipe_(recipe), rank_(rank), next_update_(index(recipe.stages_per_rank()), 0) {}
+Generator::Generator(const Recipe& recipe, int rank, std::int64_t first_batch)
+    : recipe_(recipe), rank_(rank), batches_(first_batch), next_update_(index(recipe.stages_per_rank()), first_batch) {}
 
 Actions Generator::next_batch(int microbatches) {
   recipe_.check_batch(microbatches);

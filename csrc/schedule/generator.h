@@ -20,7 +20,8 @@ namespace hydra::schedule {
 
 class Generator {
  public:
-  Generator(const Recipe& recipe, int rank);
+  /// `first_batch`: the number of the next one, as after a drain behind those before it.
+  Generator(const Recipe& recipe, int rank, std::int64_t first_batch = 0);
 
   /// What the rank does in the step of the next batch. Throws InvalidSchedule for a size that cannot be, having changed
   /// nothing.
@@ -52,7 +53,7 @@ class Generator {
 
   Recipe recipe_;
   int rank_;
-  std::int64_t batches_ = 0;
+  std::int64_t batches_;
   int microbatches_ = 0;                   // of the last batch
   std::deque<Pending> pending_;            // backwards in their order, those of the batch being admitted too
   std::deque<Open> open_;                  // batches, oldest first, until they are updated on all stages

@@ -17,8 +17,12 @@ void append(Actions& all, const Actions& more) { all.insert(all.end(), more.begi
 
 }  // namespace
 
-BodyReader::BodyReader(const Schedule& schedule, int rank)
-    : body_(schedule.body(rank)), microbatches_(schedule.microbatches()), steps_behind_(schedule.steps_behind()) {}
+BodyReader::BodyReader(const Schedule& schedule, int rank, std::int64_t first_batch)
+    : body_(schedule.body(rank)),
+      microbatches_(schedule.microbatches()),
+      steps_behind_(schedule.steps_behind()),
+      first_(first_batch),
+      batches_(first_batch) {}
 
 void BodyReader::read(std::int64_t step, std::int64_t end, Actions& actions) const {
   for (Action action : body_) {
@@ -48,9 +52,11 @@ Actions BodyReader::drain() {
   return actions;
 }
 
-Stream::Stream(const Schedule& schedule, int rank) : schedule_(schedule), reader_(schedule, rank) {
+Stream::Stream(const Schedule& schedule, int rank, std::int64_t first_batch)
+    : schedule_(schedule), reader_(schedule, rank, first_batch) {
+  HYDRA_EXPECT(first_batch >= 0, InvalidSchedule, "first_batch=" + std::to_string(first_batch) + "; give 0 or more");
   if (schedule.recipe()) {
-    generator_.emplace(*schedule.recipe(), rank);
+    generator_.emplace(*schedule.recipe(), rank, first_batch);
   }
 }
 
@@ -66,7 +72,7 @@ std::vector<Actions> unroll(const Schedule& schedule, int batches) {
   HYDRA_EXPECT(batches >= 1, InvalidSchedule, std::to_string(batches) + " batches were asked for; give at least 1");
   std::vector<Actions> ranks;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    BodyReader reader(schedule, rank);
+    BodyReader reader(schedule, rank, 0);
     Actions& actions = ranks.emplace_back();
     for (int batch = 0; batch < batches; ++batch) {
       append(actions, communicating(schedule, reader.next_batch(schedule.microbatches())));

@@ -12,8 +12,9 @@ namespace hydra::schedule {
 /// The bodies one after the other, without what is of no batch.
 class BodyReader {
  public:
-  /// Throws InvalidSchedule for a rank that is not there.
-  BodyReader(const Schedule& schedule, int rank);
+  /// `first_batch`: the number of the next one, as after a drain behind those before it. Throws InvalidSchedule for a
+  /// rank that is not there.
+  BodyReader(const Schedule& schedule, int rank, std::int64_t first_batch);
 
   /// Throws InvalidSchedule unless the bodies are for that many microbatches.
   Actions next_batch(int microbatches);
@@ -26,13 +27,15 @@ class BodyReader {
   Actions body_;
   int microbatches_;
   int steps_behind_;
-  std::int64_t first_ = 0;  // after the last drain
-  std::int64_t batches_ = 0;
+  std::int64_t first_;  // after the last drain
+  std::int64_t batches_;
 };
 
 class Stream {
  public:
-  Stream(const Schedule& schedule, int rank);
+  /// `first_batch`: where a training goes on that has made all updates of the batches before it. Throws
+  /// InvalidSchedule for a rank that is not there, and for a negative number.
+  Stream(const Schedule& schedule, int rank, std::int64_t first_batch = 0);
 
   /// The step of the next batch. Built-in schedules that flush, and 2bw with one stage a rank, take batches of any
   /// size; any other throws InvalidSchedule, having changed nothing, unless it is the size it was made for.

@@ -97,6 +97,37 @@ class Manifest:
         return b'{"%s":"%s","checkpoint":' % (checksum.NAME.encode(), checksum.of(inner).encode()) + inner + _END
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of several writers has written: as much of a manifest.
+
+    Attributes:
+        files: of tensors.
+        tensors: in them, by section and name.
+    """
+
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, Mapping[str, TensorRecord]]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "files": {name: file.nbytes for name, file in self.files.items()},
+            "tensors": {
+                section: {name: _written(record) for name, record in records.items()}
+                for section, records in self.tensors.items()
+            },
+        }
+
+    @staticmethod
+    def of_json(value: Mapping[str, Any]) -> Share:
+        files = {name: FileRecord(nbytes) for name, nbytes in value["files"].items()}
+        tensors = {
+            section: {name: _tensor(section, name, entry, files) for name, entry in entries.items()}
+            for section, entries in value["tensors"].items()
+        }
+        return Share(files, tensors)
+
+
 def _written(record: TensorRecord) -> dict[str, Any]:
     return {
         "file": record.file,

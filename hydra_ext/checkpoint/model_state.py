@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +71,15 @@ def ties(tensors: Sequence[Named]) -> tuple[tuple[str, ...], ...]:
 
 def differences(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
     """Between a model and what was saved: all of them, a line each."""
+    names = {named.name for named in tensors}
+    return [*differences_of_some(tensors, manifest), *differences_of_names(names, ties(tensors), manifest)]
+
+
+def differences_of_some(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
+    """Between some of a model's tensors and what was saved of them."""
     stored = manifest.tensors.get("model", {})
     own = {named.name: named for named in tensors}
     lines = [f"the checkpoint has no tensor {name!r}, which the model has" for name in own if name not in stored]
-    lines += [f"the model has no tensor {name!r:.200}, which the checkpoint has" for name in stored if name not in own]
     for name, named in own.items():
         if name not in stored:
             continue
@@ -85,7 +90,18 @@ def differences(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
             )
         if span.dtype != CODES.get(tensor.dtype):
             lines.append(f"{name!r} is {span.dtype} in the checkpoint, {tensor.dtype} in the model")
-    before, now = set(manifest.ties), set(ties(tensors))
+    return lines
+
+
+def differences_of_names(names: Set[str], tied: Sequence[tuple[str, ...]], manifest: Manifest) -> list[str]:
+    """Between what was saved and a model with these tensors: what the model has not, and what is one tensor.
+
+    Args:
+        tied: see :class:`Manifest`.
+    """
+    stored = manifest.tensors.get("model", {})
+    lines = [f"the model has no tensor {name!r:.200}, which the checkpoint has" for name in stored if name not in names]
+    before, now = set(manifest.ties), set(tied)
     lines += [f"{_tied(names)} in the checkpoint, and not in the model" for names in sorted(before - now)]
     lines += [f"{_tied(names)} in the model, and were not in the checkpoint" for names in sorted(now - before)]
     return lines

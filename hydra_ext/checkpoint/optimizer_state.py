@@ -5,7 +5,7 @@ It is put back directly: ``Optimizer.load_state_dict`` would cast fp32 state of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,10 +36,18 @@ def kind(owner: object) -> str:
     return f"{type(owner).__module__}.{type(owner).__qualname__}"
 
 
-def capture(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OptimizerState:
+def capture(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    *,
+    only: Container[str] | None = None,
+    owner: str = "",
+) -> OptimizerState:
     """
     Args:
         names: of the model's parameters, by ``id``.
+        only: the parameters whose state is wanted.
+        owner: before the names of what is no parameter's, where several optimizers are in one checkpoint.
 
     Raises:
         UnsupportedState: something of its state cannot be given back.
@@ -58,7 +66,7 @@ def capture(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optim
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
         members = [_name(optimizer, parameter, names) for parameter in group["params"]]
-        param_groups.append({"params": members, "options": encoded(options, f"group {number}")})
+        param_groups.append({"params": members, "options": encoded(options, f"{owner}group {number}")})
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     state = {}
     for parameter, entries in optimizer.state.items():
@@ -67,7 +75,9 @@ def capture(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optim
                 f"{kind(optimizer)} keeps state of {repr(parameter)[:60]}, which is none of its parameters: a "
                 "checkpoint holds state by parameter"
             )
-        state[names[id(parameter)]] = encoded(entries, names[id(parameter)])
+        name = names[id(parameter)]
+        if only is None or name in only:
+            state[name] = encoded(entries, name)
     return OptimizerState({"class": kind(optimizer), "groups": param_groups, "state": state}, groups)
 
 
@@ -159,13 +169,21 @@ def restore(
     """
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         group.update(decode(saved["options"], fetch))
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    members = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()
-    for parameter in parameters:
+    for group, parameter in members:
         entries = content["state"].get(names[id(parameter)])
         if entries is not None:
             found = decode(entries, fetch)
-            optimizer.state[parameter] = {key: _laid_as(value, parameter) for key, value in found.items()}
+            optimizer.state[parameter] = {
+                key: _laid_as(_where_it_was(key, value, parameter, group), parameter) for key, value in found.items()
+            }
+
+
+def _where_it_was(key: Any, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """Where torch.optim keeps it: with the parameter, but for a count that is read on the host."""
+    on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
 
 
 def _laid_as(value: Any, parameter: Tensor) -> Any:

@@ -5,7 +5,7 @@ No file is mapped, no link followed, no memory taken that the files do not fill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,29 +37,37 @@ class Reader:
 
     # ---- looking at it ----------------------------------------------------------------------------------------------
 
-    def check(self, sections: tuple[str, ...]) -> None:
+    def check(self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None) -> None:
         """Reads every byte of these sections, and all texts.
+
+        Args:
+            only: of each section the tensors that are to be read, and with them the headers of their files.
 
         Raises:
             CheckpointError: something is not as it was written.
         """
-        for error in self.faults(sections):
+        for error in self.faults(sections, only):
             raise error
 
-    def faults(self, sections: tuple[str, ...]) -> Iterator[CheckpointError]:
-        """All that is not as it was written."""
+    def faults(
+        self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None
+    ) -> Iterator[CheckpointError]:
+        """All that is not as it was written; see :meth:`check`."""
         for name, record in self.manifest.files.items():
             if record.checksum is not None:
                 yield from self._faults_of_text(name, record.checksum)
         for name, tensors in self._by_file(sections).items():
-            yield from self._faults_of_file(name, tensors)
+            section = _section_of(name)
+            wanted = tensors if only is None else {each: tensors[each] for each in tensors if each in only[section]}
+            if wanted or only is None:
+                yield from self._faults_of_file(name, tensors, wanted)
 
     def _by_file(self, sections: tuple[str, ...]) -> dict[str, dict[str, TensorRecord]]:
         """Tensors in the order of their bytes."""
         files: dict[str, dict[str, TensorRecord]] = {
             name: {}
             for name, record in self.manifest.files.items()
-            if record.checksum is None and name.partition(".")[0].partition("-")[0] in sections
+            if record.checksum is None and _section_of(name) in sections
         }
         for section in sections:
             records = self.manifest.tensors.get(section, {})
@@ -75,11 +83,13 @@ class Reader:
         except CheckpointError as error:
             yield error
 
-    def _faults_of_file(self, name: str, tensors: dict[str, TensorRecord]) -> Iterator[CheckpointError]:
+    def _faults_of_file(
+        self, name: str, tensors: dict[str, TensorRecord], wanted: Mapping[str, TensorRecord]
+    ) -> Iterator[CheckpointError]:
         try:
             with self._open(name) as file:
                 self._check_header(file, name, tensors)
-                for tensor, record in tensors.items():
+                for tensor, record in wanted.items():
                     if self._sum(file, name, tensor, record.span.begin, record.span.end) != record.checksum:
                         yield self._damaged(name, tensor, _DIFFERS)
         except CheckpointError as error:
@@ -161,6 +171,10 @@ class Reader:
         file = self.path / name
         about = "" if tensor is None else f" {tensor!r:.200}:"
         return CheckpointError(f"{file}:{about} {why}", file=file, tensor=tensor)
+
+
+def _section_of(file: str) -> str:
+    return file.partition(".")[0].partition("-")[0]
 
 
 _DIFFERS = "its bytes are not those that were written: the checksum differs"

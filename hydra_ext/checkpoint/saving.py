@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint import writer
 from hydra_ext.checkpoint.files import Files, closing, write_all
 from hydra_ext.checkpoint.folder import Folder, Found, newest_first
-from hydra_ext.checkpoint.manifest import BadManifest, Manifest
+from hydra_ext.checkpoint.manifest import BadManifest, Manifest, Share
 from hydra_ext.checkpoint.tensors import Entry
 from hydra_ext.errors import SaveFailed
 
@@ -56,11 +57,96 @@ def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
         CheckpointsInUse: somebody else is saving there.
         UnsupportedState: two tensors have one name. Nothing was written.
     """
-    shards = {section: writer.plan(section, groups) for section, groups in contents.sections.items()}
-    texts = dict(contents.texts)
-    if len(shards.get("model", ())) > 1:
-        texts["model.safetensors.index.json"] = writer.index(shards["model"])
-    every = [shard for planned in shards.values() for shard in planned]
+    shards = [shard for section, groups in contents.sections.items() for shard in writer.plan(section, groups)]
+    needed = writer.needed_bytes(shards, contents.texts.values())
+    with unfinished(path, contents.step, needed_bytes=needed, keep=keep, files=files) as draft:
+        written = writer.Writer(files, draft.descriptor)
+        for shard in shards:
+            written.write_shard(shard)
+        draft.commit(Share(written.files, written.tensors), contents)
+    return draft.path
+
+
+class Draft:
+    """A checkpoint's folder, before it is one.
+
+    Attributes:
+        name: of the folder.
+        path: of the folder.
+        descriptor: of the open folder.
+    """
+
+    def __init__(self, folder: Folder, files: Files, name: str, descriptor: int, mark: int, taken: _Taken) -> None:
+        self.name = name
+        self.path = folder.path / name
+        self.descriptor = descriptor
+        self._files = files
+        self._mark = mark
+        self._taken = taken
+        self._open = True
+
+    def commit(self, share: Share, contents: Contents) -> None:
+        """Makes it one: what is in the files is safe already. Of ``contents`` the sections are not looked at."""
+        texts = dict(contents.texts)
+        model = share.tensors.get("model", {})
+        if len({record.file for record in model.values()}) > 1:
+            texts["model.safetensors.index.json"] = writer.index(model)
+        written = writer.Writer(self._files, self.descriptor)
+        for file, text in texts.items():
+            written.write_text(file, text)
+        self._files.sync(self.descriptor)
+        manifest = Manifest(
+            serial=self._taken.serial,
+            step=contents.step,
+            older=self._taken.names,
+            files={**share.files, **written.files},
+            tensors=share.tensors,
+            ties=contents.ties,
+            content=contents.content,
+        )
+        try:
+            write_all(self._files, self._mark, memoryview(_readable(manifest, self.path.parent)))
+            self._files.sync(self._mark)
+        finally:
+            self.close()
+        self._files.rename(manifests.UNFINISHED, manifests.NAME, inside=self.descriptor)
+        self._files.sync(self.descriptor)
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._files.close(self._mark)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What was in the folder of checkpoints: names that cannot be had, those that a scan cannot look into included."""
+
+    names: tuple[str, ...]
+    serial: int  # the next one
+
+
+@contextmanager
+def unfinished(
+    path: Path,
+    step: int,
+    *,
+    needed_bytes: int,
+    keep: int,
+    files: Files,
+    is_left_alone: Callable[[], bool] = lambda: True,
+) -> Iterator[Draft]:
+    """A new checkpoint's folder, in which files are to be written inside; then older checkpoints are removed.
+
+    Args:
+        needed_bytes: that it will take.
+        is_left_alone: asked if it is not committed: whether nobody writes into it any more, so that it can be removed.
+            Else the next save does that.
+
+    Raises:
+        SaveFailed: from here or from inside, where that raises ``OSError``; what was there before is as it was.
+        CheckpointsInUse: somebody else is saving there.
+    """
     try:
         _make_folders(path, files)
         with closing(files, files.open_folder(path)) as descriptor:
@@ -68,14 +154,18 @@ def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
             with folder.locked():
                 before = folder.scan()
                 _discard(folder, [each.name for each in before if each.manifest is None and each.error is None])
-                _expect_room(folder, files, writer.needed_bytes(every, texts.values()))
-                name = _write(folder, files, every, texts, contents, before)
+                _expect_room(folder, files, needed_bytes)
+                with _marked(folder, files, step, before, is_left_alone) as draft:
+                    yield draft
                 _discard(folder, [each.name for each in newest_first(before)[keep - 1 :]])
     except OSError as error:
-        raise SaveFailed(
-            f"no checkpoint could be saved in {path}: {error}. Those that were there before are as they were", path=path
-        ) from error
-    return path / name
+        raise failed(path, error) from error
+
+
+def failed(path: Path, error: OSError) -> SaveFailed:
+    return SaveFailed(
+        f"no checkpoint could be saved in {path}: {error}. Those that were there before are as they were", path=path
+    )
 
 
 def _make_folders(path: Path, files: Files) -> None:
@@ -112,51 +202,30 @@ def _expect_room(folder: Folder, files: Files, needed: int) -> None:
         )
 
 
-def _write(
-    folder: Folder,
-    files: Files,
-    shards: Sequence[writer.Shard],
-    texts: Mapping[str, bytes],
-    contents: Contents,
-    before: Sequence[Found],
-) -> str:
-    names = folder.names()  # those that a scan cannot look into, too
-    name = folder.free_name(contents.step, names)
+@contextmanager
+def _marked(
+    folder: Folder, files: Files, step: int, before: Sequence[Found], is_left_alone: Callable[[], bool]
+) -> Iterator[Draft]:
+    names = folder.names()
+    serial = 1 + max((each.manifest.serial for each in before if each.manifest is not None), default=0)
+    name = folder.free_name(step, names)
     files.make_folder_in(name, inside=folder.descriptor)
     try:
-        with closing(files, files.open_folder_in(name, inside=folder.descriptor)) as step:
+        with closing(files, files.open_folder_in(name, inside=folder.descriptor)) as descriptor:
             # The mark comes first: whatever lies beside it from now on is ours.
-            mark = files.create(manifests.UNFINISHED, inside=step)
+            mark = files.create(manifests.UNFINISHED, inside=descriptor)
+            draft = Draft(folder, files, name, descriptor, mark, _Taken(tuple(names), serial))
             try:
-                files.sync(step)
+                files.sync(descriptor)
                 files.sync(folder.descriptor)
-                written = writer.Writer(files, step)
-                for shard in shards:
-                    written.write_shard(shard)
-                for file, text in texts.items():
-                    written.write_text(file, text)
-                files.sync(step)
-                serial = 1 + max((each.manifest.serial for each in before if each.manifest is not None), default=0)
-                manifest = Manifest(
-                    serial=serial,
-                    step=contents.step,
-                    older=tuple(names),
-                    files=written.files,
-                    tensors=written.tensors,
-                    ties=contents.ties,
-                    content=contents.content,
-                )
-                write_all(files, mark, memoryview(_readable(manifest, folder.path)))
-                files.sync(mark)
+                yield draft
             finally:
-                files.close(mark)
-            files.rename(manifests.UNFINISHED, manifests.NAME, inside=step)
-            files.sync(step)
+                draft.close()
     except BaseException:  # re-raised: what fails here is collected by the next save
-        with contextlib.suppress(OSError):
-            folder.discard(name)
+        if is_left_alone():
+            with contextlib.suppress(OSError):
+                folder.discard(name)
         raise
-    return name
 
 
 def _readable(manifest: Manifest, path: Path) -> bytes:

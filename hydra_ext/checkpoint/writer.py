@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hydra_ext.checkpoint import checksum, header, strict_json
 from hydra_ext.checkpoint.files import Files, write_all
@@ -44,12 +44,18 @@ def plan(section: str, groups: Iterable[Sequence[Entry]]) -> list[Shard]:
         size += added
     filled = [entries for entries in filled if entries]
     _refuse_doubles(section, filled)
-    count = len(filled)
-    files = [f"{section}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    files = [f"{section}.safetensors"] if count == 1 else files
     # Elements lie at multiples of their size when larger ones come first, and some readers need that.
     ordered = [sorted(entries, key=lambda entry: -entry.dtype.itemsize) for entries in filled]
-    return [Shard(section, file, tuple(entries)) for file, entries in zip(files, ordered, strict=True)]
+    return numbered([Shard(section, "", tuple(entries)) for entries in ordered], 0, len(ordered))
+
+
+def numbered(shards: Sequence[Shard], before: int, count: int) -> list[Shard]:
+    """Those of a section, with their files' names: ``before`` of ``count`` files come before them."""
+
+    def file(section: str, number: int) -> str:
+        return f"{section}.safetensors" if count == 1 else f"{section}-{number:05}-of-{count:05}.safetensors"
+
+    return [replace(shard, file=file(shard.section, before + i)) for i, shard in enumerate(shards, 1)]
 
 
 def _refuse_doubles(section: str, filled: Sequence[Sequence[Entry]]) -> None:
@@ -72,10 +78,10 @@ def needed_bytes(shards: Iterable[Shard], texts: Iterable[bytes]) -> int:
     return tensors + sum(map(len, texts)) + _MANIFEST_BYTES
 
 
-def index(shards: Sequence[Shard]) -> bytes:
+def index(records: Mapping[str, TensorRecord]) -> bytes:
     """Which tensor is in which file, as Hugging Face's loaders read it."""
-    total = sum(entry.nbytes for shard in shards for entry in shard.entries)
-    names = {entry.name: shard.file for shard in shards for entry in shard.entries}
+    total = sum(record.span.nbytes for record in records.values())
+    names = {name: record.file for name, record in records.items()}
     return strict_json.write({"metadata": {"total_size": total}, "weight_map": names}) + b"\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +43,26 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _Count = tuple[int, int, list[int]]
 """A stage, how many parameters it trains, and the places among them of those that an earlier stage trains too."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training has come.
+
+    Attributes:
+        batches: that have been admitted; all their updates have been made.
+        evaluations: likewise, each of which has random numbers of its own.
+        seed: of all random numbers.
+        updates: that no step has told of yet.
+    """
+
+    batches: int
+    evaluations: int
+    seed: int
+    updates: list[Update]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "updates": [vars(update) for update in self.updates]}
 
 
 class Engine:
@@ -154,6 +175,21 @@ class Engine:
         for stage in self.stages:
             stage.weights.refresh()
 
+    @property
+    def progress(self) -> Progress:
+        """What the next step depends on beside weights and optimizers; nothing may be under way."""
+        return Progress(self.batches, self._evaluations, self._seed, list(self._executor.updates))
+
+    def delay_of(self, stage: int, batch: int) -> int:
+        """How many versions before the newest one that it could use a batch uses."""
+        return batch - self._schedule.version_of(stage, batch)
+
+    def resume(self, progress: Progress) -> None:
+        """The next step is the one after these batches. Nothing may be under way."""
+        self.batches, self._evaluations, self._seed = progress.batches, progress.evaluations, progress.seed
+        self._executor.updates = list(progress.updates)
+        self._stream = self._schedule.stream(self._topology.place, first_batch=progress.batches)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of this rank's stages, by name; of explicit stages behind their numbers."""
         state: dict[str, Tensor] = {}
@@ -186,6 +222,14 @@ class Engine:
     @property
     def parts(self) -> Parts:
         return self._parts
+
+    @property
+    def topology(self) -> Topology:
+        return self._topology
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def flush(self) -> None:
         """Returns when everything has left that this rank has for the others.

@@ -232,6 +232,14 @@ class Executor:
                 f"{asked} while batch {min(self._batches)} is under way: call drain() before, on every rank"
             )
 
+    def check_between_steps(self, asked: str) -> None:
+        """
+        Raises:
+            StateError: this rank's actions are being run.
+        """
+        if self._at is not None:
+            raise StateError(f"{asked} was called {self.describe()}: call it between two steps")
+
     def take_updates(self) -> list[Update]:
         """Those made since the last call, by drains too."""
         made, self.updates = self.updates, []

@@ -26,8 +26,10 @@ from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.report import PipelineReport, make_report
+from hydra_ext.pipeline.resumable import Resumable
 from hydra_ext.pipeline.sharing import refuse_late_sums
 from hydra_ext.pipeline.splitting import split_parts
+from hydra_ext.pipeline.together import Together
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
 from hydra_ext.pipeline.watch import Watch
@@ -40,7 +42,7 @@ _LAST_MESSAGES = 20.0  # seconds that links have to end, when everything has bee
 _names = itertools.count()
 
 
-class Pipeline:
+class Pipeline(Resumable):
     """Trains one model on several ranks, each of which holds some of its blocks.
 
     torch.distributed has to be initialised, as after ``torchrun``; without it this process is the only rank. Every
@@ -116,6 +118,7 @@ class Pipeline:
         self._closed = False
         world, name = self._topology.world, f"pipeline {next(_names)}"
         self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
+        self._together = Together(self._watch)
         with self._guarded():
             self._seed = common_seed(seed, self._watch)
             if modules:

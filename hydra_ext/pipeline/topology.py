@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def place(self) -> int:
-        return self.rank // self.replicas
+        return self.place_of(self.rank)
 
     @property
     def replica(self) -> int:
@@ -58,6 +58,9 @@ class Topology:
     def rank_of(self, place: int, replica: int | None = None) -> int:
         """In this rank's own line unless another is named."""
         return place * self.replicas + (self.replica if replica is None else replica)
+
+    def place_of(self, rank: int) -> int:
+        return rank // self.replicas
 
     def line(self, replica: int) -> list[int]:
         return [self.rank_of(place, replica) for place in range(self.places)]

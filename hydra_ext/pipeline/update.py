@@ -197,11 +197,12 @@ def _under(optimizer: torch.optim.Optimizer, settings: Settings) -> Iterator[Non
     finally:
         for group, before, chosen in zip(groups, present, settings, strict=False):
             for key, value in before.items():
-                if _same(group[key], chosen.get(key)):
+                if same_setting(group[key], chosen.get(key)):
                     group[key] = value
 
 
-def _same(value: Any, other: Any) -> bool:
+def same_setting(value: Any, other: Any) -> bool:
+    """Of options of groups: tensors among them may have a rate in them."""
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
     return bool(value == other)

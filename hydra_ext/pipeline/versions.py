@@ -15,7 +15,7 @@ Weights that somebody else writes to are noticed by autograd's version counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -198,6 +198,35 @@ class StageWeights:
         newest.note()
         self._note_own()
 
+    def older(self, age: int) -> list[nn.Parameter] | None:
+        """The weights of the version so many before the newest; None if they are those of the version after it."""
+        slot = self._slot_of[self.newest - age]
+        return None if slot == self._slot_of[self.newest - age + 1] else self._slots[slot].leaves
+
+    @torch.no_grad()
+    def restore(self, newest: int, older: Sequence[Callable[[int], Tensor | None] | None]) -> None:
+        """The user's parameters, which have been written to, are version ``newest``. Nothing may be under way.
+
+        Args:
+            older: for each version before it, the latest first: gives the weights of a parameter, by its index. None
+                for those of the version after it, of all parameters or of one.
+        """
+        self._slot_of = {newest: self._slot_of[self.newest]}
+        self.newest = newest
+        self.refresh()
+        for age, weights in enumerate(older, 1):
+            after = self._slot_of[newest - age + 1]
+            if weights is None:
+                self._slot_of[newest - age] = after
+                continue
+            slot = self._free({self._slot_of[newest - known] for known in range(age)})
+            leaves = zip(self._slots[slot].leaves, self._slots[after].leaves, strict=True)
+            for index, (leaf, same) in enumerate(leaves):
+                value = weights(index)
+                leaf.copy_(same if value is None else value)
+            self._slots[slot].note()
+            self._slot_of[newest - age] = slot
+
     @property
     def nbytes(self) -> int:
         """Of all versions that have memory."""
@@ -236,13 +265,17 @@ class StageWeights:
 
     def _retired(self, version: int) -> int:
         """A slot that no version in use lies in."""
-        used = {slot for known, slot in self._slot_of.items() if known > version - self._alive}
-        free = [number for number in range(len(self._slots)) if number not in used]
-        if not free:
-            free = [len(self._slots)]
-            self._add_slot()
-        self._check(free[0])
-        return free[0]
+        free = self._free({slot for known, slot in self._slot_of.items() if known > version - self._alive})
+        self._check(free)
+        return free
+
+    def _free(self, used: Collection[int]) -> int:
+        """A slot that is none of these."""
+        for number in range(len(self._slots)):
+            if number not in used:
+                return number
+        self._add_slot()
+        return len(self._slots) - 1
 
     @torch.no_grad()
     def _write(self, current: int, target: int, step: Step) -> None:

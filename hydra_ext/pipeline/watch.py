@@ -155,13 +155,14 @@ class Watch:
             self.changed.wait_for(lambda: self.failure is not None, self.patience + _WARN_AFTER)
         self.check()
 
-    def meet(self, where: str, says: Any = None) -> list[Any]:
+    def meet(self, where: str, says: Any = None, *, only_first_hears: bool = False) -> list[Any]:
         """Returns when all ranks have come, with what each of them says, by rank: something that JSON can hold.
 
         A rank that lives is waited for, whatever it does.
 
         Args:
             where: of each of a pipeline's meetings another text.
+            only_first_hears: the others get an empty list, and the store is not asked so often.
 
         Raises:
             RankFailed: a rank has failed, or has ended its pipeline and will not come.
@@ -172,11 +173,19 @@ class Watch:
         try:
             self._store.set(keys[self.rank], json.dumps(says))
             self._wait_for_all(keys, where)
+            if only_first_hears and self.rank != 0:
+                return []
             return [json.loads(word) for word in self._store.multi_get(keys)]
         except RankFailed:
             raise
         except RuntimeError as error:
             raise self._store_failed(error).error() from error
+
+    def forget(self, where: str) -> None:
+        """The store lets go of what this rank said at a meeting that all ranks have left."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # one that does not answer is found by the next meeting
+                self._store.delete_key(f"met {where}/{self.rank}")
 
     def part(self) -> None:
         """The last meeting, and the end of this watch: nobody needs the others any more, who may end as they like.

@@ -25,9 +25,10 @@ from hydra_ext.runtime.figures import StepMeter
 from hydra_ext.runtime.replicas import Replicas
 
 if TYPE_CHECKING:
+    from hydra_ext.checkpoint.helper_state import Stateful
     from hydra_ext.checkpoint.loading import Loaded
     from hydra_ext.checkpoint.saving import Contents
-    from hydra_ext.runtime.snapshot import Stateful, Training
+    from hydra_ext.runtime.snapshot import Training
     from hydra_ext.runtime.termination import Noted, Termination
 
 logger = logging.getLogger(__name__)

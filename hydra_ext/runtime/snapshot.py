@@ -6,31 +6,25 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.blocks import Layout
-from hydra_ext.checkpoint import loading, model_state, optimizer_state, strict_json
+from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, strict_json
+from hydra_ext.checkpoint.helper_state import Stateful
 from hydra_ext.checkpoint.model_state import Named
 from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
 from hydra_ext.checkpoint.randomness import capture as random_states
 from hydra_ext.checkpoint.reader import Reader
 from hydra_ext.checkpoint.saving import Contents
 from hydra_ext.checkpoint.tensors import bytes_of, empty
-from hydra_ext.checkpoint.values import BadValue, Encoder, decode
+from hydra_ext.checkpoint.values import BadValue, Encoder
 from hydra_ext.errors import CheckpointError, InvalidArgument
 from hydra_ext.runtime.replicas import Replicas
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """A schedule of ``torch.optim.lr_scheduler``, a ``GradScaler``, or what has such methods."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -89,10 +83,7 @@ def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -
         sections["optimizer"] = state.groups
     encoder = Encoder()
     for name, helper in training.helpers.items():
-        content[name] = None
-        if helper is not None:
-            state_dict = encoder.encode(helper.state_dict(), name)
-            content[name] = {"class": optimizer_state.kind(helper), "state": state_dict}
+        content[name] = helper_state.capture(helper, name, encoder)
     sections["training"] = [[entry] for entry in encoder.entries]
     return Contents(step, sections, model_state.ties(tensors), content, model_state.texts(training.model))
 
@@ -166,10 +157,7 @@ class Return:
         if self._content.get("optimizer") is not None:
             optimizer_state.check(self._content["optimizer"], lambda name: self._stand_in("optimizer", name))
         for name in self._training.helpers:
-            saved = self._content.get(name)
-            known = saved is None or (isinstance(saved, dict) and isinstance(saved.get("class"), str))
-            if not known or (saved and not isinstance(decode(saved.get("state"), self._training_stand_in), dict)):
-                raise BadValue(f"the state of the {name} is no table")
+            helper_state.check(self._content.get(name), name, self._training_stand_in)
         for name in ("ranks", "buffers"):
             if not isinstance(self._content.get(name), list) or not self._content[name]:
                 raise BadValue(f"{name} is no list of what each rank had")
@@ -191,9 +179,12 @@ class Return:
         elif optimizer is not None:
             lines += optimizer_state.differences(optimizer, self._names, saved)
         for name, helper in self._training.helpers.items():
-            before, now = self._content.get(name), helper and optimizer_state.kind(helper)
-            if (before and before["class"]) != now:
-                lines.append(f"{name}= was {before and before['class']!r:.200}, and is {now!r}")
+            lines += helper_state.differences(helper, name, self._content.get(name))
+        if self._content.get("versions"):
+            lines.append(
+                "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
+                "hydra_ext.load_model takes alone)"
+            )
         return lines
 
     def _own_randomness(self) -> Randomness | None:
@@ -223,10 +214,7 @@ class Return:
         reader, training = self._reader, self._training
         with loading.half_done():
             for name, helper in training.helpers.items():
-                if helper is not None:
-                    state = decode(self._content[name]["state"], lambda tensor: reader.read("training", tensor))
-                    if state:  # that of a scaler that is switched off is empty
-                        helper.load_state_dict(state)
+                helper_state.restore(helper, self._content[name], lambda tensor: reader.read("training", tensor))
             loading.put_model(reader, self._tensors)
             for named, stored in self._buffers:
                 model_state.put(named.tensor, reader.read("training", stored))

@@ -140,13 +140,16 @@ class Schedule:
         """
         return Schedule(self._core.with_communication())
 
-    def stream(self, rank: int) -> Stream:
+    def stream(self, rank: int, *, first_batch: int = 0) -> Stream:
         """What the rank does from the first batch on, communication included.
+
+        Args:
+            first_batch: its number, where a training goes on that has made the updates of all batches before it.
 
         Batches may be of any size under a built-in schedule that flushes, and under ``2bw`` with one stage a rank;
         ``next_batch`` of another size raises InvalidSchedule for all others.
         """
-        return self._core.stream(rank)
+        return self._core.stream(rank, first_batch=first_batch)
 
     def unroll(self, batches: int) -> list[list[Action]]:
         """Of each rank: all it does in so many steps and a drain, communication included."""

@@ -55,6 +55,25 @@ TEST(Stream, BeginsAnewAfterADrain) {
   }
 }
 
+TEST(Stream, BeginsAtABatchAsADrainBeforeItLeavesOff) {
+  const Schedule made_by_recipe = made("2bw", 3, 3, 2);
+  for (const Schedule& schedule : {made_by_recipe, parse(text(made_by_recipe))}) {
+    Stream drained(schedule, 1);
+    for (int batch = 0; batch < 3; ++batch) {
+      drained.next_batch(2);
+    }
+    drained.drain();
+    Stream later(schedule, 1, 3);
+    EXPECT_EQ(later.batches(), 3);
+    EXPECT_EQ(words(later.drain()), "");
+    for (int batch = 0; batch < 3; ++batch) {
+      EXPECT_EQ(later.next_batch(2), drained.next_batch(2));
+    }
+    EXPECT_EQ(later.drain(), drained.drain());
+    EXPECT_THROW(Stream(schedule, 1, -1), InvalidSchedule);
+  }
+}
+
 TEST(Stream, WithOneSizeIsTheUnrolledBodies) {
   for (const Schedule& schedule : {made("gpipe", 4, 4, 3), made("1f1b", 4, 4, 6), made("2bw", 5, 5, 4),
                                    made("pipedream", 5, 5, 1), made("interleaved", 6, 2, 5), made("2bw", 6, 2, 3)}) {

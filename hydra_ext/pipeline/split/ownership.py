@@ -90,8 +90,14 @@ def glue_parameters(model: nn.Module, blocks: Sequence[str] | None = None) -> fr
 
 
 def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:
-    """Names of the buffers that the stage needs: those outside blocks, those of its blocks, and what else it reads."""
+    """Names of the buffers that the stage needs: those outside blocks, those of its blocks, and what else it reads.
+
+    Those of blocks that are never called belong to the first stage.
+    """
     own = tuple(event.name + "." for event in rehearsal.events[lo:hi])
+    if lo == 0:
+        called = {event.name for event in rehearsal.events}
+        own += tuple(name + "." for name in rehearsal.blocks if name not in called)
     blocks = tuple(name + "." for name in rehearsal.blocks)
     read = frozenset().union(*(event.buffers for event in rehearsal.events[lo:hi]))
     return frozenset(

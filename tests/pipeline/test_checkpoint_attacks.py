@@ -1,0 +1,96 @@
+"""A manifest that was written to deceive: whatever it says of a pipeline, nothing is changed by it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hydra_ext.errors import CheckpointError
+from hydra_ext.pipeline import Pipeline
+from support import damaged, pipelines
+from support.pipeline_save_failures import own
+
+WEIGHT = "0.0.embedding.weight"
+NORM = "0.1.norm.weight"
+
+
+def pipeline() -> Pipeline:
+    return Pipeline(None, pipelines.adamw, stages=pipelines.make_stages(1), schedule="2bw", microbatches=2, seed=5)
+
+
+def step(pipe: Pipeline) -> None:
+    pipe.step([pipelines.make_microbatch(0, index) for index in range(2)], pipelines.loss_of)
+
+
+def put(*path: Any, value: Any) -> Callable[[Any], Any]:
+    def edit(body: Any) -> Any:
+        place = body["content"]
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = copy.deepcopy(value)
+        return body
+
+    return edit
+
+
+LIES = {
+    "versions": put("versions", value=[]),
+    "a number of versions": put("versions", WEIGHT, value=3),
+    "text for versions": put("versions", WEIGHT, value="x"),
+    "a version that is no tensor": put("versions", WEIGHT, value=[5]),
+    "a version that is a type": put("versions", WEIGHT, value=[{"$": "dtype", "name": "float32"}]),
+    "a version that is not there": put("versions", WEIGHT, value=[{"$": "tensor", "name": "none"}]),
+    "another tensor's version": put("versions", WEIGHT, value=[{"$": "tensor", "name": f"1 before/{NORM}"}]),
+    "too few versions": put("versions", WEIGHT, value=[]),
+    "progress": put("pipeline", value=3),
+    "no progress": put("pipeline", value={}),
+    "another number of batches": put("pipeline", "batches", value=7),
+    "evaluations": put("pipeline", "evaluations", value=-1),
+    "seed": put("pipeline", "seed", value="5"),
+    "updates": put("pipeline", "updates", value=5),
+    "an update": put("pipeline", "updates", value=[{"batch": 0}]),
+    "an update's norm": put("pipeline", "updates", value=[{"batch": 0, "norm": "1", "skipped": False}]),
+    "no ranks": put("ranks", value=[]),
+    "random states": put("ranks", 0, value={}),
+    "buffers": put("buffers", value={}),
+    "a replica's buffers": put("buffers", 0, value=[]),
+    "a buffer": put("buffers", 0, value={WEIGHT: 5}),
+    "a buffer of another shape": put("buffers", 0, value={WEIGHT: {"$": "tensor", "name": f"1 before/{NORM}"}}),
+    "the optimizer's groups": put("optimizer", "groups", value=[{}]),
+    "the optimizer's state": put("optimizer", "state", WEIGHT, value=[]),
+    "the schedule": put("schedule", value=5),
+    "the scaler": put("scaler", value=5),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with pipeline() as pipe:
+        step(pipe)
+        return pipe.save(folder)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_changes_nothing(lie: str, saved: Path) -> None:
+    manifest = saved / "manifest.json"
+    truth = manifest.read_bytes()
+    damaged.change(saved, LIES[lie])
+    try:
+        with pipeline() as pipe:
+            step(pipe)
+            before, states = own(pipe), torch.get_rng_state()
+            with pytest.raises(CheckpointError) as caught:
+                pipe.load(saved)
+            assert caught.value.file.is_relative_to(saved)
+            assert all(map(torch.equal, own(pipe), before))
+            assert torch.equal(torch.get_rng_state(), states)
+            manifest.write_bytes(truth)
+            assert pipe.load(saved) is not None
+    finally:
+        manifest.write_bytes(truth)
