@@ -49,9 +49,7 @@ def sizes(model: nn.Module, optimizer: torch.optim.Optimizer | None, staging: in
     ]
 
 
-def budget_for(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, weights: int, staging: int = 0
-) -> int:
+def budget_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, weights: int, staging: int = 0) -> int:
     """The largest budget with which so many blocks have their weights on the disk."""
     every = sizes(model, optimizer, staging)
     low, high = 0, 10 * sum(each.weights + sum(each.state) for each in every)
@@ -247,9 +245,7 @@ def test_frozen_layers_are_read_and_never_written(tmp_path: Path) -> None:
     plain, _, model, _ = pair()
     for each in (plain, model):
         each[: DEPTH // 2].requires_grad_(False)
-    theirs, ours = (
-        optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2) for each in (plain, model)
-    )
+    theirs, ours = (optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2) for each in (plain, model))
     expected = train(plain, theirs)
     with offloaded(model, ours, tmp_path) as run:
         assert_same(expected, train(model, ours))
