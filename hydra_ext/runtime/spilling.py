@@ -9,8 +9,8 @@ the next step.
 
 from __future__ import annotations
 
-import os
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,8 +224,8 @@ class Spilling:
             self._core.send_gradients_to_disk(block, self._backlog)
         if block in self.plan.weights and not self._core.settle_weights_on_disk(block):
             logger.warning(
-                "the weights of '%s' stay on the host, beyond host_budget=: somebody else knows their memory (a view, an "
-                "array of numpy's, a second parameter)",
+                "the weights of '%s' stay on the host, beyond host_budget=: somebody else knows their memory (a view, "
+                "an array of numpy's, a second parameter)",
                 self._names[block],
             )
 
