@@ -22,6 +22,7 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
+from hydra_ext.runtime.moving_in import check_parameters, move_in, why_not_fillable
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
@@ -158,8 +159,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             poison_hosts=self._checks.poison_hosts,
             fault_path=self._checks.fault_path,
         )
-        for block in self._layout.blocks:
-            core.add_block(block.name, list(block.parameters))
+        try:
+            move_in(core, self._model, self._layout.blocks, replicas)
+        except BaseException:  # re-raised: nobody else knows the core yet
+            core.close()
+            raise
         self._run = Run(
             self._model,
             self._layout,
@@ -206,11 +210,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     def _meet_others(self) -> Replicas | None:
         group = choose_group(self._process_group)
         if group is None:
+            check_parameters(self._model, self._optimizer)
             return None
         replicas = Replicas(group, self._place.device)
+        replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"
         replicas.expect_alike([dtypes, *describe(self._model, self._layout)])
-        replicas.follow_first([*self._model.parameters(), *self._model.buffers()])
+        replicas.follow_first(list(self._model.buffers()))
         return replicas
 
     def __exit__(
@@ -273,7 +279,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
                 "forward could not see; give the class ordinary attributes"
             )
-        reason = _C.why_not_pageable(parameter)
+        reason = why_not_fillable(model, parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
         if reason:
             raise UnsupportedModel(f"the parameter '{name}' {reason}")
 

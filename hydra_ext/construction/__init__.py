@@ -1,5 +1,5 @@
 """Building a model without ever holding all of it."""
 
-from hydra_ext.construction.recipes import fill, materialize
+from hydra_ext.construction.recipes import check_fillable, fill, in_groups, materialize, was_materialized
 
-__all__ = ["fill", "materialize"]
+__all__ = ["check_fillable", "fill", "in_groups", "materialize", "was_materialized"]

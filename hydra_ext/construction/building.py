@@ -172,7 +172,7 @@ def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own
     names = {number: name for name, number in numbers.items()}
     watched = _to_be_watched(run, names, own)
     for number in names.keys() - own:
-        _move_to_meta(run.made[number], names[number])
+        move_to_meta(run.made[number], names[number])
     run.forget()
     return _still_held(watched)
 
@@ -195,7 +195,8 @@ def _to_be_watched(run: Withholding, names: Mapping[int, str], own: frozenset[in
     return watched
 
 
-def _move_to_meta(parameter: nn.Parameter, name: str) -> None:
+def move_to_meta(parameter: nn.Parameter, name: str) -> None:
+    """Lets go of its memory. Raises as :func:`replace_contents`."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     replace_contents(parameter, empty, name)
 
@@ -238,15 +239,23 @@ def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
     """Makes ``parameter`` have ``data``'s memory, device and strides; it stays the same object.
 
     Raises:
-        UnsupportedModel: it has hooks, or something in torch holds it.
+        UnsupportedModel: as :func:`refuse_held`.
+    """
+    refuse_held(parameter, name)
+    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def refuse_held(parameter: nn.Parameter, name: str) -> None:
+    """
+    Raises:
+        UnsupportedModel: the parameter has hooks, or something in torch holds it.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise UnsupportedModel(f"{name} has hooks while it is on meta: register them after fill()")
+        raise UnsupportedModel(f"{name} has hooks while it is on meta: register them once it has memory")
     # Twice: by the object, and by a graph or a view.
     if parameter._use_count() > 1:  # type: ignore[attr-defined]
         raise UnsupportedModel(
             f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is "
             "a view of it (torch.no_grad() and .clone() in the constructor help)"
         )
-    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, other)
