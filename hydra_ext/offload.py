@@ -27,7 +27,7 @@ from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, desc
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
-from hydra_ext.runtime.spilling import HostLimit
+from hydra_ext.runtime.spilling import HostLimit, blocks_to_spill
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -145,6 +145,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
+        if self._host_limit is not None and isinstance(self._optimizer, HostOptimizer):
+            blocks_to_spill(self._layout, self._optimizer, self._host_limit)  # before the host is filled
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()

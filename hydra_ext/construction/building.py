@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_ext.construction.operations import is_gone, weak
+from hydra_ext.construction.operations import is_gone, storage_of, weak
 from hydra_ext.construction.surroundings import RandomState, Surroundings
 from hydra_ext.construction.withholding import Missing, Withholding
 from hydra_ext.errors import StateError, UnsupportedModel
@@ -33,6 +33,7 @@ class Built:
         numbers: of every name of every parameter (tied ones have several), in the order in which parameters were made.
         made: shapes and dtypes of all parameters that were made, temporary ones too.
         needs: other parameters that have to be kept for a parameter's numbers to be right.
+        born: parameters whose memory was made by this run, and has not been there before.
         end: the random states when the constructor had returned.
         generators: that it drew from besides torch's own, with their states before.
     """
@@ -41,6 +42,7 @@ class Built:
     numbers: Mapping[str, int]
     made: tuple[tuple[torch.Size, torch.dtype], ...]
     needs: Mapping[int, frozenset[int]]
+    born: frozenset[int]
     end: RandomState
     generators: tuple[tuple[torch.Generator, Tensor], ...]
 
@@ -121,10 +123,11 @@ def _finish(model: nn.Module, run: Withholding, own: frozenset[int]) -> Built | 
     if unknown:
         return unknown
     needs = {number: _unknown(run, run.made[number]) - {number} for number in set(numbers.values())}
+    born = frozenset(number for number in set(numbers.values()) & own if _was_born(run, run.made[number]))
     held_elsewhere = _to_meta(model, run, numbers, own)
     if held_elsewhere:
         return held_elsewhere
-    return Built(model, numbers, made, needs, end, tuple(run.generators.values()))
+    return Built(model, numbers, made, needs, born, end, tuple(run.generators.values()))
 
 
 def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
@@ -160,6 +163,11 @@ def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
 def _unknown(run: Withholding, tensor: Tensor) -> frozenset[int]:
     memory = run.memory(tensor)
     return frozenset() if memory is None else frozenset(memory.unknown)
+
+
+def _was_born(run: Withholding, tensor: Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and run.was_born(storage)
 
 
 def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own: frozenset[int]) -> frozenset[int]:

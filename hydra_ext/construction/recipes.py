@@ -6,12 +6,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hydra_ext.construction.building import Built, build_part, move_to_meta, refuse_held, replace_contents
+from hydra_ext.construction.operations import give_back_freed
 from hydra_ext.construction.surroundings import Surroundings
 from hydra_ext.construction.weight_files import WeightFiles
 from hydra_ext.errors import BuildDiffers, InvalidArgument, InvalidDevice, ModelChanged, StateError
@@ -30,6 +31,7 @@ class _Recipe:
 
 # Of parameters that one run of the constructor fills, where a model is filled part by part.
 GROUP_BYTES = 2 * 2**30
+_FREED_BYTES = 64 * 2**20  # so much may be free at a time, and not the system's yet
 
 _recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDictionary()
 
@@ -110,10 +112,11 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
     wanted = _wanted(model, recipe, names)
     if not wanted:
         return
-    if recipe.files is not None:
-        _fill_from_files(recipe.files, recipe.stored, wanted, target)
-    else:
-        _fill_from_constructor(recipe, wanted, target)
+    with torch.inference_mode(False):
+        if recipe.files is not None:
+            _fill_from_files(recipe.files, recipe.stored, wanted, target)
+        else:
+            _fill_from_constructor(recipe, wanted, target)
 
 
 def was_materialized(model: nn.Module) -> bool:
@@ -235,14 +238,20 @@ def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], 
         again = build_part(recipe.build, recipe.surroundings, own=own, needed=needed)
     _compare(recipe.built, again)
     values = dict(again.model.named_parameters(remove_duplicate=False))
+    freed = 0
     for name, parameter in wanted.items():
         data = values[name].data
         dense = torch.empty_like(data, device="meta").stride() == data.stride()
-        if dense or data.untyped_storage().nbytes() > data.nbytes:
-            # Memory that an object of Python's has stood for, as this, is not the parameter's alone: no arena takes it.
+        if (dense and again.numbers[name] in again.born) or data.untyped_storage().nbytes() > data.nbytes:
+            # What an object of Python's has stood for, as in every run, no arena can take.
             data = data.to(device, copy=True)
         move_to_meta(values[name], name)
         replace_contents(parameter, data.to(device), name)
+        freed += parameter.nbytes
+        if freed > _FREED_BYTES:
+            give_back_freed()
+            freed = 0
+    give_back_freed()
 
 
 def _compare(first: Built, again: Built) -> None:
@@ -267,4 +276,4 @@ def _compare(first: Built, again: Built) -> None:
 
 
 def _without_model(built: Built) -> Built:
-    return Built(nn.Module(), built.numbers, built.made, built.needs, built.end, built.generators)
+    return replace(built, model=nn.Module())

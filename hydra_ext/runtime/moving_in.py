@@ -15,7 +15,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Block
-from hydra_ext.construction import check_fillable, fill, in_groups, was_materialized
+from hydra_ext.construction import check_fillable, fill, give_back_freed, in_groups, was_materialized
 from hydra_ext.errors import InvalidOptimizer, UnsupportedModel
 from hydra_ext.runtime.replicas import Replicas
 
@@ -71,6 +71,8 @@ def move_in(core: _C.PagedModel, model: nn.Module, blocks: Sequence[Block], repl
         if replicas is not None:
             replicas.follow_first([parameter for _, parameter in block.parameters])
         _add(core, block)
+        if groups:
+            give_back_freed()
 
 
 def _groups(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
