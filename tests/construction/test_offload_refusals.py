@@ -1,4 +1,4 @@
-"""Models without memory that offload cannot fill: the reason, and the model as it was, or so that entering again works."""
+"""Models without memory that offload cannot fill: why, and the model as it was, or so that entering again works."""
 
 from __future__ import annotations
 
