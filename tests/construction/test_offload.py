@@ -241,16 +241,18 @@ def test_a_checkpoint_is_loaded_inside_the_context_or_read_as_weights(kind: str,
     assert all(torch.equal(a, b) for a, b in zip(weights.parameters(), plain.parameters(), strict=True))
 
 
-def test_state_of_a_native_optimizer_may_be_loaded_before() -> None:
-    plain = _seeded(_in_bf16)
-    theirs = optim.AdamW(plain.parameters(), lr=1e-3)
+@pytest.mark.parametrize("native", [True, False])
+def test_state_of_a_native_optimizer_may_be_loaded_before(native: bool) -> None:
+    """As it was saved, with masters; or of torch's, in another type than it is to have."""
     family = MODELS["llama"]
+    build, options = (_in_bf16, {}) if native else (family.build, {"moments": torch.bfloat16})
+    plain = _seeded(build)
+    theirs = (optim if native else torch.optim).AdamW(plain.parameters(), lr=1e-3)
     train_briefly(plain, theirs, family)
-    state = theirs.state_dict()
-    model, other = materialized(_in_bf16), _seeded(_in_bf16)
-    ours, reference = optim.AdamW(model.parameters()), optim.AdamW(other.parameters())
-    ours.load_state_dict(copy.deepcopy(state))
-    reference.load_state_dict(copy.deepcopy(state))
+    model, other = materialized(build), _seeded(build)
+    ours, reference = optim.AdamW(model.parameters(), **options), optim.AdamW(other.parameters(), **options)
+    for each in (ours, reference):
+        each.load_state_dict(copy.deepcopy(theirs.state_dict()))
     with offloaded(model, ours, budget=ROOMY):
         seen = train_briefly(model, ours, family)
     assert not differences((seen, model, ours), (train_briefly(other, reference, family), other, reference))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.materialized_memory import GROUP_BYTES, Taken, observe
+from support.materialized_memory import Taken, observe
 
 MIB = 2**20
 MAPPED = 64 * MIB  # of files, at a time
@@ -23,9 +23,9 @@ def test_from_files_it_is_the_homes_and_a_block_and_what_is_mapped(taken: dict[s
     assert seen.peak <= seen.arena + seen.largest_block + MAPPED + SMALL
 
 
-def test_drawn_it_is_the_homes_and_no_more_than_a_group(taken: dict[str, Taken]) -> None:
+def test_drawn_at_once_it_is_no_more_since_what_waits_takes_the_place_of_its_homes(taken: dict[str, Taken]) -> None:
     seen = taken["numbers"]
-    assert seen.peak > seen.arena > 2 * GROUP_BYTES, "it was not seen"
+    assert seen.peak > seen.arena > 250 * MIB, "it was not seen"
     assert seen.peak <= seen.arena + seen.largest_block + seen.largest_parameter + FREED + SMALL
 
 

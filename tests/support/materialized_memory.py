@@ -20,8 +20,6 @@ from support.checkpoint_memory import growth
 if TYPE_CHECKING:
     from torch import nn
 
-GROUP_BYTES = 96 * 2**20
-
 
 @dataclass(frozen=True)
 class Taken:
@@ -93,11 +91,9 @@ _arenas: list[Any] = []
 def _main() -> None:
     import torch
 
-    from hydra_ext.construction import recipes
     from hydra_ext.runtime.devices import SimulatedPlace
 
     torch.set_num_threads(1)
-    recipes.GROUP_BYTES = GROUP_BYTES
     make = SimulatedPlace.make_arena
     SimulatedPlace.make_arena = lambda self: _arenas.append(make(self)) or _arenas[-1]  # type: ignore[method-assign]
     _measure(lambda: _build(layers=4, width=32))  # what libraries and we allocate once
