@@ -41,8 +41,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     ``state_dict()``; forward and backward see device tensors. Losses, gradients and weights are bit for bit those of
     plain PyTorch. After the context the model is a plain model again.
 
+    Of a model that :func:`hydra_ext.materialize` has made, each block gets its numbers on entering, just before it
+    moves to its home. The host holds the homes, and beside them the block that is moving and 64 MiB of the file that it
+    is read from; or up to 2 GiB of blocks that have been drawn and wait for their homes, whose place they take. To draw
+    them the constructor is run once for each 2 GiB.
+
     Args:
-        model: any module, on the CPU.
+        model: any module, on the CPU, or as :func:`hydra_ext.materialize` has returned it.
         optimizer: the optimizer of its parameters, if it is trained.
         budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
@@ -72,6 +77,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
         ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
+        ModelChanged: on entering: a parameter on meta is not what the constructor made. Nothing was changed.
+        InvalidOptimizer: on entering: its state is on meta. Nothing was changed.
+        WeightsError: on entering: the files are not what they were when the model was built, and nothing was changed;
+            or one fails while it is read. What has its numbers then keeps them, and entering again goes on from there.
+        BuildDiffers: on entering: the constructor makes something else now. As above.
+        RankFailed: on entering: that happened on another rank.
     """
 
     def __init__(

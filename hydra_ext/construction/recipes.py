@@ -37,7 +37,8 @@ _recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDiction
 
 
 def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
-    """Builds a model whose parameters have no memory yet: :func:`fill` gives it to those that are wanted.
+    """Builds a model whose parameters have no memory yet: :class:`hydra_ext.offload` gives it to them block by block,
+    :class:`hydra_ext.Pipeline` to those of a rank's own stages, and :func:`fill` to those that are named.
 
     The constructor runs as always, but the memory of a parameter is given back as soon as the next one is worked on.
     Parameters end on meta, each an object of its own that it stays when it is filled (tied ones stay tied, optimizers

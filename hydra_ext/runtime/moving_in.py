@@ -1,9 +1,10 @@
 """A model's blocks move into the arena, one after the other; those on meta get their numbers just before.
 
 Of a model that :func:`hydra_ext.materialize` has made, the host so holds the homes of the blocks that have moved in,
-and beside them what one :func:`~hydra_ext.construction.fill` has made for blocks whose turn comes next (a block that is
-read from files; a group of blocks that the constructor has drawn, :data:`~hydra_ext.construction.recipes.GROUP_BYTES`),
-of which the block that is moving is there twice.
+and beside them what one :func:`~hydra_ext.construction.fill` has made for blocks whose turn comes next: a block that is
+read from files, or a group of blocks that the constructor has drawn (:func:`~hydra_ext.construction.in_groups`). The
+block that is moving is there twice. What is freed goes back to the system at once, or what the C library keeps of it
+would come on top.
 """
 
 from __future__ import annotations
