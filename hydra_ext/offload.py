@@ -22,11 +22,12 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
+from hydra_ext.runtime.moving_in import check_parameters, move_in, why_not_fillable
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
-from hydra_ext.runtime.spilling import HostLimit
+from hydra_ext.runtime.spilling import HostLimit, blocks_to_spill
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -40,8 +41,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     ``state_dict()``; forward and backward see device tensors. Losses, gradients and weights are bit for bit those of
     plain PyTorch. After the context the model is a plain model again.
 
+    Of a model that :func:`hydra_ext.materialize` has made, each block gets its numbers on entering, just before it
+    moves to its home. The host holds the homes, and beside them the block that is moving and 64 MiB of the file that it
+    is read from; or up to 2 GiB of blocks that have been drawn and wait for their homes, whose place they take. To draw
+    them the constructor is run once for each 2 GiB.
+
     Args:
-        model: any module, on the CPU.
+        model: any module, on the CPU, or as :func:`hydra_ext.materialize` has returned it.
         optimizer: the optimizer of its parameters, if it is trained.
         budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
@@ -71,6 +77,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
         ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
+        ModelChanged: on entering: a parameter on meta is not what the constructor made. Nothing was changed.
+        InvalidOptimizer: on entering: its state is on meta. Nothing was changed.
+        WeightsError: on entering: the files are not what they were when the model was built, and nothing was changed;
+            or one fails while it is read. What has its numbers then keeps them, and entering again goes on from there.
+        BuildDiffers: on entering: the constructor makes something else now. As above.
+        RankFailed: on entering: that happened on another rank.
     """
 
     def __init__(
@@ -144,6 +156,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
+        if self._host_limit is not None and isinstance(self._optimizer, HostOptimizer):
+            blocks_to_spill(self._layout, self._optimizer, self._host_limit)  # before the host is filled
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()
@@ -158,8 +172,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             poison_hosts=self._checks.poison_hosts,
             fault_path=self._checks.fault_path,
         )
-        for block in self._layout.blocks:
-            core.add_block(block.name, list(block.parameters))
+        try:
+            move_in(core, self._model, self._layout.blocks, replicas)
+        except BaseException:  # re-raised: nobody else knows the core yet
+            core.close()
+            raise
         self._run = Run(
             self._model,
             self._layout,
@@ -206,11 +223,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     def _meet_others(self) -> Replicas | None:
         group = choose_group(self._process_group)
         if group is None:
+            check_parameters(self._model, self._optimizer)
             return None
         replicas = Replicas(group, self._place.device)
+        replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"
         replicas.expect_alike([dtypes, *describe(self._model, self._layout)])
-        replicas.follow_first([*self._model.parameters(), *self._model.buffers()])
+        replicas.follow_first(list(self._model.buffers()))
         return replicas
 
     def __exit__(
@@ -273,7 +292,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
                 "forward could not see; give the class ordinary attributes"
             )
-        reason = _C.why_not_pageable(parameter)
+        reason = why_not_fillable(model, parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
         if reason:
             raise UnsupportedModel(f"the parameter '{name}' {reason}")
 

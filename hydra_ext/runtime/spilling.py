@@ -75,7 +75,7 @@ class Spilling:
         self._optimizer = optimizer
         self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
         sizes = optimizer.state_sizes()
-        self._spilled = _choose(self._parameters, sizes, limit.budget)
+        self._spilled = blocks_to_spill(layout, optimizer, limit)
         self._block_of: dict[Tensor, int] = {
             parameter: block for block in self._spilled for parameter in self._parameters[block]
         }
@@ -96,6 +96,16 @@ class Spilling:
             parameters = self._parameters[block]
             state = [tensor for parameter in parameters for tensor in self._optimizer.tensors_beside(parameter)]
             self._core.settle_on_disk(block, state)
+
+
+def blocks_to_spill(layout: Layout, optimizer: HostOptimizer, limit: HostLimit) -> set[int]:
+    """The blocks whose state has to be on the disk. Nothing has to have memory yet.
+
+    Raises:
+        HostBudgetTooSmall: as :class:`Spilling`.
+    """
+    parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
+    return _choose(parameters, optimizer.state_sizes(), limit.budget)
 
 
 def _choose(blocks: Sequence[Sequence[Tensor]], state: Mapping[Tensor, Sequence[int]], budget: int) -> set[int]:
