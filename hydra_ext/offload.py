@@ -22,6 +22,7 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import devices, engine, root
 from hydra_ext.runtime.faces import can_dress
+from hydra_ext.runtime.moving_in import check_parameters, move_in, why_not_fillable
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
@@ -40,8 +41,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     ``state_dict()``; forward and backward see device tensors. Losses, gradients and weights are bit for bit those of
     plain PyTorch. After the context the model is a plain model again.
 
+    Of a model that :func:`hydra_ext.materialize` has made, each block gets its numbers on entering, just before it
+    moves to its home. The host holds the homes, and beside them the block that is moving and 64 MiB of the file that it
+    is read from; or up to 2 GiB of blocks that have been drawn and wait for their homes, whose place they take. To draw
+    them the constructor is run once for each 2 GiB.
+
     Args:
-        model: any module, on the CPU.
+        model: any module, on the CPU, or as :func:`hydra_ext.materialize` has returned it.
         optimizer: the optimizer of its parameters, if it is trained.
         budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
@@ -72,6 +78,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         UnsupportedModel: the model has parameters that cannot be offloaded.
         AlreadyOffloaded: the model, or a part of it, is inside another context.
         ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
+        ModelChanged: on entering: a parameter on meta is not what the constructor made. Nothing was changed.
+        InvalidOptimizer: on entering: its state is on meta. Nothing was changed.
+        WeightsError: on entering: the files are not what they were when the model was built, and nothing was changed;
+            or one fails while it is read. What has its numbers then keeps them, and entering again goes on from there.
+        BuildDiffers: on entering: the constructor makes something else now. As above.
+        RankFailed: on entering: that happened on another rank.
     """
 
     def __init__(
@@ -161,11 +173,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         try:
             spilling = self._make_spilling(core)
-            for number, block in enumerate(self._layout.blocks):
-                core.add_block(block.name, list(block.parameters))
-                if spilling is not None:
-                    spilling.block_added(number)
-        except BaseException:  # re-raised: what has gone to the disk comes home
+            move_in(core, self._model, self._layout.blocks, replicas, spilling)
+        except BaseException:  # re-raised: nobody else knows the core yet
             core.close()
             raise
         self._run = Run(
@@ -227,11 +236,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
     def _meet_others(self) -> Replicas | None:
         group = choose_group(self._process_group)
         if group is None:
+            check_parameters(self._model, self._optimizer)
             return None
         replicas = Replicas(group, self._place.device)
+        replicas.together(lambda: check_parameters(self._model, self._optimizer))
         dtypes = f"param_dtype={self._param_dtype}, grad_dtype={self._grad_dtype}"
         replicas.expect_alike([dtypes, *describe(self._model, self._layout)])
-        replicas.follow_first([*self._model.parameters(), *self._model.buffers()])
+        replicas.follow_first(list(self._model.buffers()))
         return replicas
 
     def __exit__(
@@ -294,7 +305,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
                 f"the parameter '{name}' is a {type(parameter).__name__}, a class with __slots__, whose values the "
                 "forward could not see; give the class ordinary attributes"
             )
-        reason = _C.why_not_pageable(parameter)
+        reason = why_not_fillable(model, parameter) if parameter.is_meta else _C.why_not_pageable(parameter)
         if reason:
             raise UnsupportedModel(f"the parameter '{name}' {reason}")
 

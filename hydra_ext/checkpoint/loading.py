@@ -18,7 +18,7 @@ from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
 from hydra_ext.checkpoint.model_state import Named
 from hydra_ext.checkpoint.reader import Reader
-from hydra_ext.errors import CheckpointError, CheckpointMismatch
+from hydra_ext.errors import CheckpointError, CheckpointMismatch, UnsupportedState
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
         CheckpointError: there is none, or it is damaged; nothing was changed. Should a file change between its being
             looked at and its being read, the model is partly loaded, and the message says so.
         CheckpointMismatch: it is of another model.
-        UnsupportedState: the model has tensors that no checkpoint can hold.
+        UnsupportedState: the model has tensors that no checkpoint can hold, or that have no memory.
     """
     path, files = Path(folder), Files()
     name = choose(path, files)
@@ -60,10 +60,21 @@ def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
     with opened(path, name, files) as reader:
         tensors = model_state.named_tensors(model)
         expect_none(reader, model_state.differences(tensors, reader.manifest))
+        _refuse_without_memory(tensors)
         reader.check(("model",))
         with half_done():
             put_model(reader, tensors)
         return loaded(reader)
+
+
+def _refuse_without_memory(tensors: Sequence[Named]) -> None:
+    name = next((named.name for named in tensors if named.tensor.is_meta), None)
+    if name is not None:
+        raise UnsupportedState(
+            f"{name!r} is on meta, where nothing can be loaded to: build the model with "
+            "hydra_ext.materialize(build, weights=...) of the checkpoint's own folder, or call run.load() inside "
+            "hydra_ext.offload"
+        )
 
 
 # ---- which ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_ext.construction.operations import is_gone, weak
+from hydra_ext.construction.operations import is_gone, storage_of, weak
 from hydra_ext.construction.surroundings import RandomState, Surroundings
 from hydra_ext.construction.withholding import Missing, Withholding
 from hydra_ext.errors import StateError, UnsupportedModel
@@ -33,6 +33,7 @@ class Built:
         numbers: of every name of every parameter (tied ones have several), in the order in which parameters were made.
         made: shapes and dtypes of all parameters that were made, temporary ones too.
         needs: other parameters that have to be kept for a parameter's numbers to be right.
+        born: parameters whose memory was made by this run, and has not been there before.
         end: the random states when the constructor had returned.
         generators: that it drew from besides torch's own, with their states before.
     """
@@ -41,6 +42,7 @@ class Built:
     numbers: Mapping[str, int]
     made: tuple[tuple[torch.Size, torch.dtype], ...]
     needs: Mapping[int, frozenset[int]]
+    born: frozenset[int]
     end: RandomState
     generators: tuple[tuple[torch.Generator, Tensor], ...]
 
@@ -121,10 +123,11 @@ def _finish(model: nn.Module, run: Withholding, own: frozenset[int]) -> Built | 
     if unknown:
         return unknown
     needs = {number: _unknown(run, run.made[number]) - {number} for number in set(numbers.values())}
+    born = frozenset(number for number in set(numbers.values()) & own if _was_born(run, run.made[number]))
     held_elsewhere = _to_meta(model, run, numbers, own)
     if held_elsewhere:
         return held_elsewhere
-    return Built(model, numbers, made, needs, end, tuple(run.generators.values()))
+    return Built(model, numbers, made, needs, born, end, tuple(run.generators.values()))
 
 
 def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
@@ -162,6 +165,11 @@ def _unknown(run: Withholding, tensor: Tensor) -> frozenset[int]:
     return frozenset() if memory is None else frozenset(memory.unknown)
 
 
+def _was_born(run: Withholding, tensor: Tensor) -> bool:
+    storage = storage_of(tensor)
+    return storage is not None and run.was_born(storage)
+
+
 def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own: frozenset[int]) -> frozenset[int]:
     """Moves parameters to meta, keeping their identity.
 
@@ -172,7 +180,7 @@ def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own
     names = {number: name for name, number in numbers.items()}
     watched = _to_be_watched(run, names, own)
     for number in names.keys() - own:
-        _move_to_meta(run.made[number], names[number])
+        move_to_meta(run.made[number], names[number])
     run.forget()
     return _still_held(watched)
 
@@ -195,7 +203,8 @@ def _to_be_watched(run: Withholding, names: Mapping[int, str], own: frozenset[in
     return watched
 
 
-def _move_to_meta(parameter: nn.Parameter, name: str) -> None:
+def move_to_meta(parameter: nn.Parameter, name: str) -> None:
+    """Lets go of its memory. Raises as :func:`replace_contents`."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     replace_contents(parameter, empty, name)
 
@@ -238,15 +247,23 @@ def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
     """Makes ``parameter`` have ``data``'s memory, device and strides; it stays the same object.
 
     Raises:
-        UnsupportedModel: it has hooks, or something in torch holds it.
+        UnsupportedModel: as :func:`refuse_held`.
+    """
+    refuse_held(parameter, name)
+    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def refuse_held(parameter: nn.Parameter, name: str) -> None:
+    """
+    Raises:
+        UnsupportedModel: the parameter has hooks, or something in torch holds it.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise UnsupportedModel(f"{name} has hooks while it is on meta: register them after fill()")
+        raise UnsupportedModel(f"{name} has hooks while it is on meta: register them once it has memory")
     # Twice: by the object, and by a graph or a view.
     if parameter._use_count() > 1:  # type: ignore[attr-defined]
         raise UnsupportedModel(
             f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is "
             "a view of it (torch.no_grad() and .clone() in the constructor help)"
         )
-    other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
-    torch._C._swap_tensor_impl(parameter, other)

@@ -63,6 +63,11 @@ def give_back(storage: torch.UntypedStorage) -> None:
     storage.resize_(0)
 
 
+def give_back_freed() -> None:
+    """Gives the system what was freed and the C library keeps for later, which may be as much as all that was freed."""
+    _c_library.malloc_trim(ctypes.c_size_t(0))
+
+
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return None

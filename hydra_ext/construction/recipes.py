@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from hydra_ext.construction.building import Built, build_part, replace_contents
+from hydra_ext.construction.building import Built, build_part, move_to_meta, refuse_held, replace_contents
+from hydra_ext.construction.operations import give_back_freed
 from hydra_ext.construction.surroundings import Surroundings
 from hydra_ext.construction.weight_files import WeightFiles
 from hydra_ext.errors import BuildDiffers, InvalidArgument, InvalidDevice, ModelChanged, StateError
@@ -28,11 +29,16 @@ class _Recipe:
     stored: Mapping[str, str]
 
 
+# Of parameters that one run of the constructor fills, where a model is filled part by part.
+GROUP_BYTES = 2 * 2**30
+_FREED_BYTES = 64 * 2**20  # so much may be free at a time, and not the system's yet
+
 _recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDictionary()
 
 
 def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
-    """Builds a model whose parameters have no memory yet: :func:`fill` gives it to those that are wanted.
+    """Builds a model whose parameters have no memory yet: :class:`hydra_ext.offload` gives it to them block by block,
+    :class:`hydra_ext.Pipeline` to those of a rank's own stages, and :func:`fill` to those that are named.
 
     The constructor runs as always, but the memory of a parameter is given back as soon as the next one is worked on.
     Parameters end on meta, each an object of its own that it stays when it is filled (tied ones stay tied, optimizers
@@ -100,22 +106,76 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
         ModelChanged: a parameter has another shape or dtype than the one that was built. Nothing was filled.
         BuildDiffers: the constructor made something else than before. Nothing was filled.
         UnsupportedModel: a parameter has hooks already, or is part of a graph.
-        WeightsError: a file cannot be read any more.
+        WeightsError: a file cannot be read any more, or is not what it was. Nothing was filled.
     """
-    recipe = _recipes.get(model)
-    if recipe is None:
-        raise StateError(
-            f"fill() was called with a {type(model).__name__} that materialize() did not return; copies of such a "
-            "model, and modules around it, are none either"
-        )
+    recipe = _recipe_of(model)
     target = _device(device)
     wanted = _wanted(model, recipe, names)
     if not wanted:
         return
+    with torch.inference_mode(False):
+        if recipe.files is not None:
+            _fill_from_files(recipe.files, recipe.stored, wanted, target)
+        else:
+            _fill_from_constructor(recipe, wanted, target)
+
+
+def was_materialized(model: nn.Module) -> bool:
+    """Whether this is a model that :func:`materialize` has returned, and :func:`fill` knows."""
+    return model in _recipes
+
+
+def check_fillable(model: nn.Module) -> None:
+    """That :func:`fill` will find what it needs for all parameters without memory. Of files only headers are read.
+
+    Raises:
+        StateError, ModelChanged, UnsupportedModel, WeightsError: as fill().
+    """
+    recipe = _recipe_of(model)
+    wanted = _wanted(model, recipe, None)
+    for name, parameter in wanted.items():
+        refuse_held(parameter, name)
     if recipe.files is not None:
-        _fill_from_files(recipe.files, recipe.stored, wanted, target)
-    else:
-        _fill_from_constructor(recipe, wanted, target)
+        recipe.files.check({recipe.stored[name]: parameter for name, parameter in wanted.items()})
+
+
+def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, most_bytes: int) -> list[list[str]]:
+    """What to give to :func:`fill` before each of a model's parts, so that few numbers wait for their part's turn.
+
+    From files a part's own parameters. From the constructor, which draws all numbers at each call, at the first part
+    of a group those of the whole group: parts of ``most_bytes`` together, or one larger part. It is so run once for
+    each group.
+
+    Args:
+        parts: names of parameters.
+
+    Returns:
+        Names, for every part.
+    """
+    recipe = _recipe_of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    most = 0 if recipe.files is not None else most_bytes
+    groups: list[list[str]] = []
+    latest, size = 0, 0
+    for index, part in enumerate(parts):
+        lacking = [name for name in part if parameters[name].is_meta]
+        more = sum(parameters[name].nbytes for name in lacking)
+        groups.append([])
+        if index == 0 or size + more > most:
+            latest, size = index, 0
+        groups[latest] += lacking
+        size += more
+    return groups
+
+
+def _recipe_of(model: nn.Module) -> _Recipe:
+    recipe = _recipes.get(model)
+    if recipe is None:
+        raise StateError(
+            f"a {type(model).__name__} was to be filled that materialize() did not return; copies of such a "
+            "model, and modules around it, are none either"
+        )
+    return recipe
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -141,10 +201,12 @@ def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> d
             + (f", nor {len(unknown) - 1} others of those given" if unknown[1:] else "")
         )
     wanted: dict[str, nn.Parameter] = {}
+    seen: set[nn.Parameter] = set()
     for name in chosen:
         parameter = there[name]
-        if not parameter.is_meta or any(parameter is other for other in wanted.values()):
+        if not parameter.is_meta or parameter in seen:
             continue
+        seen.add(parameter)
         number = recipe.built.numbers.get(name)
         if number is None or recipe.built.made[number] != (parameter.shape, parameter.dtype):
             raise ModelChanged(
@@ -158,10 +220,13 @@ def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> d
 def _fill_from_files(
     files: WeightFiles, stored: Mapping[str, str], wanted: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    for name, parameter in wanted.items():
-        data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-        replace_contents(parameter, data, name)
-    files.read({stored[name]: parameter.data for name, parameter in wanted.items()})
+    data = {
+        name: torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+        for name, parameter in wanted.items()
+    }
+    files.read({stored[name]: data[name] for name in wanted})
+    for name, parameter in wanted.items():  # none if a file fails: a parameter with memory counts as filled
+        replace_contents(parameter, data.pop(name), name)
 
 
 def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -174,11 +239,20 @@ def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], 
         again = build_part(recipe.build, recipe.surroundings, own=own, needed=needed)
     _compare(recipe.built, again)
     values = dict(again.model.named_parameters(remove_duplicate=False))
+    freed = 0
     for name, parameter in wanted.items():
         data = values[name].data
-        if data.untyped_storage().nbytes() > data.nbytes and data.device == device:
-            data = data.clone()  # a part of something larger
+        dense = torch.empty_like(data, device="meta").stride() == data.stride()
+        if (dense and again.numbers[name] in again.born) or data.untyped_storage().nbytes() > data.nbytes:
+            # What an object of Python's has stood for, as in every run, no arena can take.
+            data = data.to(device, copy=True)
+        move_to_meta(values[name], name)
         replace_contents(parameter, data.to(device), name)
+        freed += parameter.nbytes
+        if freed > _FREED_BYTES:
+            give_back_freed()
+            freed = 0
+    give_back_freed()
 
 
 def _compare(first: Built, again: Built) -> None:
@@ -203,4 +277,4 @@ def _compare(first: Built, again: Built) -> None:
 
 
 def _without_model(built: Built) -> Built:
-    return Built(nn.Module(), built.numbers, built.made, built.needs, built.end, built.generators)
+    return replace(built, model=nn.Module())

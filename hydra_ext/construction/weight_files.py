@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -90,22 +90,40 @@ class WeightFiles:
                 file=self._file_of[name],
                 tensor=name,
             )
-        self._check(found, {name: tensor for names, tensor in _wanted(model) for name in names})
+        self.check({found[names[0]]: tensor for names, tensor in _wanted(model)})
         return found
 
     def read(self, stored: Mapping[str, Tensor]) -> None:
-        """Copies tensors of the files into the ones given for their names."""
-        by_file: dict[Path, list[str]] = {}
-        for name in stored:
-            by_file.setdefault(self._file_of[name], []).append(name)
-        for file, names in by_file.items():
+        """Copies tensors of the files into the ones given for their names, a part of the files mapped at a time.
+
+        Raises:
+            WeightsError: as :meth:`check`. Some tensors may have been written to.
+        """
+        for file, names in self._by_file(stored).items():
             for batch in _batches(names, stored):
                 with _opened(file) as opened, torch.no_grad():
-                    for name in batch:
-                        try:
-                            stored[name].copy_(opened.get_tensor(name))
-                        except (SafetensorError, RuntimeError) as error:
-                            raise WeightsError(f"{file}: {name}: {error}", file=file, tensor=name) from error
+                    for name, rows in batch:
+                        stored[name][rows].copy_(_part(opened, file, name, stored[name])[rows])
+
+    def check(self, stored: Mapping[str, Tensor]) -> None:
+        """Reads the headers of the files that these tensors are in.
+
+        Args:
+            stored: what each tensor is to be like, by its name in the files.
+
+        Raises:
+            WeightsError: one is missing, or has another shape or dtype.
+        """
+        for file, names in self._by_file(stored).items():
+            with _opened(file) as opened:
+                for name in names:
+                    _part(opened, file, name, stored[name])
+
+    def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._file_of[name], []).append(name)
+        return by_file
 
     def _files(self) -> dict[Path, set[str] | None]:
         """The files and what has to be in them."""
@@ -130,18 +148,14 @@ class WeightFiles:
         files.update({self.path / file: names for file, names in promised.items()})
         return files
 
-    def _check(self, found: Mapping[str, str], wanted: Mapping[str, Tensor]) -> None:
-        by_file: dict[Path, list[str]] = {}
-        for name, stored in found.items():
-            by_file.setdefault(self._file_of[stored], []).append(name)
-        for file, names in by_file.items():
-            with _opened(file) as opened:
-                for name in names:
-                    part = opened.get_slice(found[name])
-                    _compare(file, found[name], tuple(part.get_shape()), DTYPES.get(part.get_dtype()), wanted[name])
 
-
-def _compare(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype | None, wanted: Tensor) -> None:
+def _part(opened: Any, file: Path, name: str, wanted: Tensor) -> Any:
+    """A tensor in a file, to be read by indexing."""
+    try:
+        part = opened.get_slice(name)
+    except SafetensorError as error:
+        raise WeightsError(f"{file}: {name}: {error}", file=file, tensor=name) from error
+    shape, dtype = tuple(part.get_shape()), DTYPES.get(part.get_dtype())
     if shape != tuple(wanted.shape):
         raise WeightsError(
             f"{file}: {name} has shape {shape}; in the model it is {tuple(wanted.shape)}", file=file, tensor=name
@@ -153,6 +167,7 @@ def _compare(file: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype |
             file=file,
             tensor=name,
         )
+    return part
 
 
 def _opened(file: Path) -> Any:
@@ -162,17 +177,30 @@ def _opened(file: Path) -> Any:
         raise WeightsError(f"{file} cannot be read as safetensors: {error}", file=file) from error
 
 
-def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterable[list[str]]:
-    batch: list[str] = []
+def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Any]]]:
+    """Names and rows, of at most so many bytes together as may be mapped; of a larger row that one alone."""
+    batch: list[tuple[str, Any]] = []
     size = 0
     for name in names:
-        if batch and size + tensors[name].nbytes > _MAPPED_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(name)
-        size += tensors[name].nbytes
+        for rows, nbytes in _pieces(tensors[name]):
+            if batch and size + nbytes > _MAPPED_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append((name, rows))
+            size += nbytes
     if batch:
         yield batch
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[Any, int]]:
+    if tensor.nbytes <= _MAPPED_BYTES:
+        yield ..., tensor.nbytes
+        return
+    row = tensor.nbytes // len(tensor)
+    rows = max(1, _MAPPED_BYTES // row)
+    for begin in range(0, len(tensor), rows):
+        end = min(begin + rows, len(tensor))
+        yield slice(begin, end), (end - begin) * row
 
 
 def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:

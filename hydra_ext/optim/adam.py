@@ -73,7 +73,8 @@ class AdamW(Adam):
     Its ``state_dict`` can be loaded into ``torch.optim.AdamW`` and the other way round.
 
     Args:
-        params: as in torch.optim; fp32, bf16 or fp16, on the host. Gradients may be of any of these types.
+        params: as in torch.optim; fp32, bf16 or fp16, on the host; on meta until the first step, as those of
+            ``hydra_ext.materialize`` are. Gradients may be of any of these types.
         lr: learning rate.
         betas: decay of the two moments.
         eps: added to the root of the second moment.

@@ -84,7 +84,7 @@ def _why_not_updatable(parameter: Tensor) -> str | None:
     wraps_others: bool = is_traceable_wrapper_subclass(parameter)
     if wraps_others:
         return f"is a {type(parameter).__name__}, whose memory is not its own: use torch.optim for it"
-    if parameter.device.type != "cpu":
+    if parameter.device.type not in ("cpu", "meta"):  # on meta: it gets its memory before the first step
         return f"is on {parameter.device}: these optimizers update host memory; use torch.optim(fused=True) for it"
     if parameter.dtype not in DTYPES:
         return f"is of {parameter.dtype}: use {_DTYPE_NAMES}, or torch.optim for it"
@@ -104,7 +104,8 @@ def check_gradient(gradient: Tensor, ordinal: int) -> None:
         )
     expect(
         gradient.device.type == "cpu",
-        f"the gradient of parameter {ordinal} is on {gradient.device}, the parameter on the host: bring it there",
+        f"the gradient of parameter {ordinal} is on {gradient.device}: these optimizers update host memory; bring it "
+        "there",
     )
     expect(gradient.dtype in DTYPES, f"the gradient of parameter {ordinal} is of {gradient.dtype}, not {_DTYPE_NAMES}")
 

@@ -338,7 +338,7 @@ def _fitted(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         raise InvalidOptimizer(f"state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
     if value.dtype == dtype and value.device.type == "cpu" and value.stride() == parameter.stride():
         return value
-    return torch.empty_like(parameter, dtype=dtype).copy_(value)
+    return torch.empty_like(parameter, dtype=dtype, device="cpu").copy_(value)
 
 
 def _shield(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
@@ -352,9 +352,23 @@ def _shield(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDic
         missing = sorted(needed - set(group))
         checks.expect(not missing, f"the state to be loaded lacks {', '.join(missing)}: it is not that of an {owner}")
         groups.append({name: value for name, value in group.items() if name not in foreign})
+        for number, parameter in zip(saved["params"], current["params"], strict=False):
+            if parameter.is_meta:
+                _refuse_conversion(state_dict["state"].get(number), masters.kind_for(parameter, group["master"]))
     groups += state_dict["param_groups"][len(groups) :]  # torch says that there are too many
     state = {key: _shielded(entries) for key, entries in state_dict["state"].items()}
     return {**state_dict, "param_groups": groups, "state": state}
+
+
+def _refuse_conversion(entries: Any, kind: str | None) -> None:
+    """One form of master is made from another by the weight, which is not there yet."""
+    found = {masters.LOWER, masters.FULL}.intersection(entries if isinstance(entries, dict) else ())
+    there = kind is None or not found or (masters.LOWER if kind == "split" else masters.FULL) in found
+    checks.expect(
+        there,
+        "the state to be loaded has its fp32 masters in another form than this optimizer keeps, and the parameters are "
+        "on meta: one is made from the other by the weights. Load it once they have memory, or take the other master=",
+    )
 
 
 def _shielded(entries: Any) -> Any:

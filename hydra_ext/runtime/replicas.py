@@ -209,7 +209,8 @@ def describe(model: nn.Module, layout: Layout) -> list[str]:
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}"
+    there = " and no memory" if tensor.is_meta else ""
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {list(tensor.stride())}{there}"
 
 
 def _flat(tensor: Tensor) -> Tensor:

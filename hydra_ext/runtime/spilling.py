@@ -197,6 +197,8 @@ class Spilling:
         state = {} if optimizer is None else optimizer.state_sizes()
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
         self.plan = choose(sizes, limit.budget, fills=core.disk_fills)
+        stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
+        self._room = limit.budget - stay
         self._block_of: dict[Tensor, int] = {
             parameter: block for block in self.plan.state for parameter in self._parameters[block]
         }
@@ -217,6 +219,11 @@ class Spilling:
             gradients=tuple(each.nbytes for each in trained),
             state=tuple(size for each in parameters for size in state.get(each, ())),
         )
+
+    @property
+    def room_to_move_in(self) -> int:
+        """Bytes of the host's that nothing has before the first step, but weights that stay."""
+        return self._room
 
     def block_added(self, block: int) -> None:
         """The core has it: its weights go to the disk if they are to."""

@@ -212,7 +212,7 @@ def test_a_model_whose_dtype_or_parameters_were_changed_is_refused() -> None:
 def test_hooks_on_a_parameter_without_memory_are_not_lost_silently() -> None:
     model = materialize(lambda: nn.Linear(3, 3))
     model.weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(errors.UnsupportedModel, match="after fill"):
+    with pytest.raises(errors.UnsupportedModel, match="once it has memory"):
         fill(model)
 
 

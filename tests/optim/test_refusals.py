@@ -57,7 +57,6 @@ def inference_parameter() -> nn.Parameter:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Parameter(torch.ones(3, device="meta")), "is on meta"),
         (lambda: nn.Parameter(torch.ones(3, dtype=torch.float64)), "float64"),
         (lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)), "complex64"),
         (lambda: nn.Parameter(torch.ones(3, 3).to_sparse()), "sparse"),

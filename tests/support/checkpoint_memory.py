@@ -35,7 +35,8 @@ def _status(field: str) -> int:
     return 2**10 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
 
-def _growth(work: Callable[[], Any]) -> int:
+def growth(work: Callable[[], Any]) -> int:
+    """Bytes that this process had at most meanwhile, beyond what it had before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _status("VmRSS")
     work()
@@ -60,9 +61,9 @@ def _main() -> None:
     found = {}
     with hydra_ext.offload(model, optimizer, budget=2**30) as run:
         run.save(folder / "first")  # what is allocated once
-        found["save"] = _growth(lambda: run.save(folder / "second"))
-        found["load"] = _growth(lambda: run.load(folder / "second"))
-    found["load_model"] = _growth(lambda: hydra_ext.load_model(folder / "second", model))
+        found["save"] = growth(lambda: run.save(folder / "second"))
+        found["load"] = growth(lambda: run.load(folder / "second"))
+    found["load_model"] = growth(lambda: hydra_ext.load_model(folder / "second", model))
     print(json.dumps(found))
 
 
