@@ -16,7 +16,7 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Block
-from hydra_ext.construction import GROUP_BYTES, check_fillable, fill, give_back_freed, in_groups, was_materialized
+from hydra_ext.construction import check_fillable, fill, give_back_freed, in_groups, was_materialized
 from hydra_ext.errors import InvalidOptimizer, UnsupportedModel
 from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.spilling import Spilling
@@ -73,25 +73,25 @@ def move_in(
             keeps both; the others are on meta.
         RankFailed: this happened on another rank.
     """
-    groups = _groups(model, blocks, GROUP_BYTES if spilling is None else min(GROUP_BYTES, spilling.room_to_move_in))
+    groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
     for index, block in enumerate(blocks):
         if groups:
             _together(replicas, model, groups[index])
         if replicas is not None:
             replicas.follow_first([parameter for _, parameter in block.parameters])
-        core.add_block(block.name, list(block.parameters))  # which so are in the arena alone
+        _add(core, block)
         if spilling is not None:
             spilling.block_added(index)
         if groups:
             give_back_freed()
 
 
-def _groups(model: nn.Module, blocks: Sequence[Block], most_bytes: int) -> list[list[str]]:
+def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:
     """What is to be filled before each block; nothing if all parameters have memory."""
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not lacking:
         return []
-    groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks], most_bytes=most_bytes)
+    groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks], room=room)
     empty = [name for name, parameter in lacking.items() if parameter.numel() == 0]  # in no block
     return [[*empty, *groups[0]], *groups[1:]] if groups else []
 
@@ -101,3 +101,8 @@ def _together(replicas: Replicas | None, model: nn.Module, names: Sequence[str])
         fill(model, names)
     else:
         replicas.together(lambda: fill(model, names))
+
+
+def _add(core: _C.PagedModel, block: Block) -> None:
+    """The block's numbers move to the arena. On return they are there alone: what was filled is free again."""
+    core.add_block(block.name, list(block.parameters))

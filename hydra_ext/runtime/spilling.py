@@ -143,7 +143,13 @@ def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: 
         leaving = max(leaving, there["gradients"])
         fill = max(fill, there["weights"] + (sizes.staging if there["weights"] else 0))
     working = _C.DISK_WORKING_SETS * update + fills * fill + _GRADIENTS_UNDER_WAY * leaving
-    return SpillPlan(*(frozenset(chosen) for chosen in spilled.values()), held=held, working=working)
+    return SpillPlan(
+        state=frozenset(spilled["state"]),
+        gradients=frozenset(spilled["gradients"]),
+        weights=frozenset(spilled["weights"]),
+        held=held,
+        working=working,
+    )
 
 
 _GRADIENTS_UNDER_WAY = 3  # those of one block come, those before wait for it, and those before are written
