@@ -37,7 +37,10 @@ void bind_homes(py::module_& module) {
       .def("settle", &PagedModel::settle, py::arg("block"), py::arg("state"), Released(),
            "The device becomes the block's home, if it can.")
       .def("bring_home", py::overload_cast<std::int32_t>(&PagedModel::bring_home), py::arg("block"), Released())
-      .def("bring_home", py::overload_cast<>(&PagedModel::bring_home), Released())
+      .def(
+          "bring_home",
+          [](PagedModel& model, bool disk) { disk ? model.bring_home() : model.bring_home_from_device(); },
+          py::kw_only(), py::arg("disk") = true, Released(), "All of it; what is on the `disk` may stay there.")
       .def("update_at_home", &PagedModel::update_at_home, py::arg("update"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
       .def_property_readonly("settled_blocks",

@@ -193,6 +193,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until these host tensors, or all, have their bytes: updated, and at home on the host.
   void bring_home(std::int32_t block);
   void bring_home();
+  /// As the second, but what is on the disk stays there.
+  void bring_home_from_device();
   /// As the first, but of what is on the disk only what this storage has there.
   void bring_home(std::int32_t block, const c10::Storage& storage);
   /// Runs a block's part of an optimizer step: on the device if that is its home, now on the host if it is not.

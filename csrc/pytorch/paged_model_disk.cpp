@@ -228,9 +228,13 @@ void PagedModel::bring_home(std::int32_t block, const c10::Storage& storage) {
   }
 }
 
-void PagedModel::bring_home() {
+void PagedModel::bring_home_from_device() {
   finish_update();
   homes_.bring_home();
+}
+
+void PagedModel::bring_home() {
+  bring_home_from_device();
   if (disk_) {
     disk_->bring_home();
   }

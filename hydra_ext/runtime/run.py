@@ -239,7 +239,7 @@ class Run(Resumable):
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.bring_home()
+        self.core.bring_home(disk=not self._reads_the_disk)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Run(Resumable):
                 in_flight=self._place.gradient_bound(self.budget),
                 refusal=self._why_no_homes(),
             )
-            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._spilling)
+            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._spilling, sync=self.sync)
         engine.join(self)
 
     def _why_no_homes(self) -> str:

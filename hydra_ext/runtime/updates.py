@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,13 +39,16 @@ class Updates:
         layout: Layout,
         optimizer: HostOptimizer,
         homes: Homes,
-        spilling: Spilling | None = None,
+        spilling: Spilling | None,
+        *,
+        sync: Callable[[], None],
     ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
         self._homes = homes
         self._spilling = spilling
+        self._sync = sync
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
@@ -63,8 +66,8 @@ class Updates:
                 self._optimizer.runner = None
 
     def sync(self) -> None:
-        """Returns when no step is under way, and all tensors have their bytes on the host."""
-        self._core.bring_home()
+        """Returns when no step is under way, and all tensors have their bytes; as :meth:`hydra_ext.Run.sync`."""
+        self._sync()
 
     def expect_last_gradients(self) -> None:
         """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
