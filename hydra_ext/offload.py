@@ -27,7 +27,7 @@ from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, desc
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
-from hydra_ext.runtime.spilling import HostLimit, blocks_to_spill
+from hydra_ext.runtime.spilling import HostLimit, Spilling
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16
@@ -53,9 +53,10 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
             ``"simulated"``, a :class:`SimulatedDevice`.
         blocks: modules, or their names, that are to move as one; found by size unless given.
-        host_budget: host bytes for weights, gradients and the optimizer's state together, of an optimizer of
-            :mod:`hydra_ext.optim`; what is more of the state goes to the disk. What ``run.sync()``, ``state_dict()``
-            and operations on the state bring to the host, and the end of the context brings all, comes on top.
+        host_budget: host bytes for weights, gradients and the optimizer's state together, and for working memory; the
+            optimizer, if there is one, is of :mod:`hydra_ext.optim`. What is more goes to the disk, state before
+            gradients before weights. What ``run.sync()``, ``state_dict()`` and operations outside the model bring to
+            the host, and the end of the context brings all, comes on top.
         spill_dir: the folder for that, on a disk of this machine; made if it is not there. Its file has no name, is
             readable for nobody else, and is gone however the process ends.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
@@ -113,7 +114,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._optimizer = optimizer
         self._budget = parse_bytes(budget)
         self._host_limit = HostLimit.of(host_budget, spill_dir, checks.spill_files if checks is not None else None)
-        spills = self._host_limit is None or isinstance(optimizer, HostOptimizer)
+        spills = self._host_limit is None or optimizer is None or isinstance(optimizer, HostOptimizer)
         _expect(
             spills, "optimizer", optimizer, "one of hydra_ext.optim, whose state can go to the disk, or no host_budget="
         )
@@ -156,8 +157,6 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         if self._run is not None:
             raise StateError("this offload context was entered before; make a new one")
         _refuse_nested(self._model)
-        if self._host_limit is not None and isinstance(self._optimizer, HostOptimizer):
-            blocks_to_spill(self._layout, self._optimizer, self._host_limit)  # before the host is filled
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()
@@ -173,7 +172,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             fault_path=self._checks.fault_path,
         )
         try:
-            move_in(core, self._model, self._layout.blocks, replicas)
+            spilling = self._make_spilling(core)
+            move_in(core, self._model, self._layout.blocks, replicas, spilling)
         except BaseException:  # re-raised: nobody else knows the core yet
             core.close()
             raise
@@ -186,7 +186,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             replicas=replicas,
             casts=self._casts(),
             saving=None if self._activations is None else self._make_saving(backend, arena),
-            host_limit=self._host_limit,
+            spilling=spilling,
         )
         try:
             self._run.open(self._optimizer, arena)
@@ -194,6 +194,19 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._run.close()
             raise
         return self._run
+
+    def _make_spilling(self, core: _C.PagedModel) -> Spilling | None:
+        if self._host_limit is None:
+            return None
+        blocks = self._layout.blocks
+        optimizer = self._optimizer if isinstance(self._optimizer, HostOptimizer) else None
+        return Spilling(
+            core,
+            self._layout,
+            optimizer,
+            self._host_limit,
+            slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
+        )
 
     def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:
         stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)

@@ -24,6 +24,8 @@ namespace hydra {
 
 /// Of memory, offsets and sizes of transfers past the cache.
 inline constexpr Bytes kDiskAlignment = 4096;
+/// What is smaller is not worth a transfer of its own.
+inline constexpr Bytes kLeastDiskBytes = 16 * kKiB;
 
 class SpillFile {
  public:

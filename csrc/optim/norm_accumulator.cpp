@@ -72,6 +72,12 @@ void NormAccumulator::release_locked() {
   changed_->notify_all();
 }
 
+void NormAccumulator::finish() {
+  home_.expect_here();
+  std::unique_lock lock(mutex_);
+  changed_->wait(lock, [this] { return !working_ && ready_.empty(); });
+}
+
 void NormAccumulator::forget() {
   home_.expect_here();
   std::unique_lock lock(mutex_);

@@ -53,6 +53,8 @@ class NormAccumulator {
   /// `owner` keeps the memory alive, and comes back with the sum.
   void arrived(Key key, std::int64_t expected, const NormInput& gradient, Owner owner);
   void release();
+  /// Blocks until nothing that has arrived and was released is being read, or is going to be.
+  void finish();
   /// All is void, and blocks while any memory is being read.
   void forget();
   /// Releases, waits for what is under way, and forgets. Without what has not arrived, and without what the summation

@@ -5,14 +5,17 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/util/ParallelGuard.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/weight_loans.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
 BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena)
-    : parameters_(std::move(parameters)) {
+    : parameters_(std::move(parameters)), arena_(arena) {
   for (HostParameter* parameter : parameters_) {
     parameter->page->offset = slot_bytes_;
     home_offsets_.push_back(home_bytes_);
@@ -25,9 +28,6 @@ BlockBacking::BlockBacking(std::vector<HostParameter*> parameters, const std::sh
     parameter.adopted = adopt_into(parameter.host, home_, home_offsets_[i]);
     whole_ = whole_ && parameter.adopted;
     parameter.note_seen();
-  }
-  if (casts()) {
-    staging_ = std::make_shared<ArenaRegion>(arena, slot_bytes_);
   }
 }
 
@@ -63,17 +63,21 @@ void BlockBacking::cast_into_staging() {
   if (staged_) {
     return;
   }
+  staging_ = staging_ ? staging_ : std::make_shared<ArenaRegion>(arena_, slot_bytes_);
+  for (const HostParameter* parameter : parameters_) {
+    cast(*parameter, source_of(*parameter), staging_->data() + parameter->page->offset);
+  }
+  staged_ = true;
+}
+
+void BlockBacking::cast(const HostParameter& parameter, const std::byte* from, std::byte* to) const {
   const at::NoGradGuard no_grad;
   const HostScope on_the_host;
   const c10::ParallelGuard one_thread(true);
-  for (const HostParameter* parameter : parameters_) {
-    const auto view = [&](void* data, at::ScalarType dtype) {
-      return at::from_blob(data, parameter->host.sizes(), parameter->host.strides(), at::TensorOptions().dtype(dtype));
-    };
-    at::Tensor staging = view(staging_->data() + parameter->page->offset, parameter->face.scalar_type());
-    staging.copy_(view(const_cast<std::byte*>(source_of(*parameter)), parameter->host.scalar_type()));
-  }
-  staged_ = true;
+  const auto view = [&](void* data, at::ScalarType dtype) {
+    return at::from_blob(data, parameter.host.sizes(), parameter.host.strides(), at::TensorOptions().dtype(dtype));
+  };
+  view(to, parameter.face.scalar_type()).copy_(view(const_cast<std::byte*>(from), parameter.host.scalar_type()));
 }
 
 void BlockBacking::wait_before_fill(std::shared_ptr<DeferredUpdate> update) {
@@ -89,17 +93,18 @@ Job BlockBacking::fill(void* slot) {
     const std::lock_guard lock(update_mutex_);
     update = update_;
   }
+  if (on_disk_) {
+    return fill_from_disk(base, update);
+  }
   if (update) {
     job.before = [update, block = parameters_.front()->page->block] { update->wait(block); };
   }
-  if (staging_) {
-    job.before = [this, wait = std::move(job.before)] {
-      if (wait) {
-        wait();
-      }
+  if (casts()) {
+    job.segments.push_back({base, nullptr, slot_bytes_});
+    job.locate = [this](std::vector<Segment>& segments) {
       cast_into_staging();
+      segments.front().source = staging_->data();
     };
-    job.segments.push_back({base, staging_->data(), slot_bytes_});
     return job;
   }
   bool in_place = whole_;
@@ -110,10 +115,90 @@ Job BlockBacking::fill(void* slot) {
     job.segments.push_back({base, aside_ ? aside_.get() : home_->data(), slot_bytes_});
     return job;
   }
-  for (const HostParameter* parameter : parameters_) {
-    job.segments.push_back({base + parameter->page->offset, source_of(*parameter), parameter->face_bytes()});
-  }
+  job.segments = from_hosts(base);
   return job;
+}
+
+std::vector<Segment> BlockBacking::from_hosts(std::byte* slot) const {
+  std::vector<Segment> segments;
+  for (const HostParameter* parameter : parameters_) {
+    segments.push_back({slot + parameter->page->offset, source_of(*parameter), parameter->face_bytes()});
+  }
+  return segments;
+}
+
+Job BlockBacking::fill_from_disk(std::byte* slot, const std::shared_ptr<DeferredUpdate>& update) {
+  const std::int32_t block = parameters_.front()->page->block;
+  auto loan = loans_->expect(block, casts() ? home_bytes_ + slot_bytes_ : home_bytes_, update);
+  Job job;
+  job.segments.push_back({slot, nullptr, slot_bytes_});
+  job.locate = [this, slot, loan = std::move(loan)](std::vector<Segment>& segments) {
+    const std::byte* const weights = loan->begin();  // null: they have come home
+    const auto source = [&](std::size_t i) -> const std::byte* {
+      return weights != nullptr && parameters_[i]->on_disk() ? weights + home_offsets_[i] : parameters_[i]->host_data();
+    };
+    const bool all = std::all_of(parameters_.begin(), parameters_.end(), [&](const HostParameter* parameter) {
+      return weights != nullptr && parameter->on_disk();
+    });
+    if (all && !casts()) {
+      segments.front().source = weights;
+      return;
+    }
+    segments.clear();
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      const Bytes offset = parameters_[i]->page->offset;
+      const std::byte* from = source(i);
+      if (!parameters_[i]->same_dtype()) {
+        std::byte* const staging = loan->memory() + home_bytes_ + offset;
+        cast(*parameters_[i], from, staging);
+        from = staging;
+      }
+      segments.push_back({slot + offset, from, parameters_[i]->face_bytes()});
+    }
+  };
+  return job;
+}
+
+// ---- to the disk and back ---------------------------------------------------------------------
+
+bool BlockBacking::can_leave() const {
+  return std::all_of(parameters_.begin(), parameters_.end(), [](const HostParameter* parameter) {
+    return !parameter->withheld() && parameter->mismatch().empty() && is_alone(parameter->host);
+  });
+}
+
+ArenaRegionPtr BlockBacking::home() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i]->host_data() != home_->data() + home_offsets_[i]) {
+      return nullptr;
+    }
+  }
+  return home_;
+}
+
+std::vector<std::pair<HostParameter*, Bytes>> BlockBacking::places() const {
+  std::vector<std::pair<HostParameter*, Bytes>> places;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    places.emplace_back(parameters_[i], home_offsets_[i]);
+  }
+  return places;
+}
+
+void BlockBacking::went_to_disk() noexcept {
+  on_disk_ = true;
+  home_.reset();
+  staging_.reset();
+  staged_ = false;
+}
+
+void BlockBacking::came_home(ArenaRegionPtr home) noexcept {
+  home_ = std::move(home);
+  for (HostParameter* parameter : parameters_) {
+    if (parameter->on_disk()) {  // nobody has given it other bytes meanwhile
+      parameter->note_came_home();
+    }
+  }
+  on_disk_ = false;
 }
 
 Job BlockBacking::write_back(void* slot) {

@@ -5,14 +5,19 @@
 // copied one by one. When faces have another dtype than hosts the lane casts into a staging region first
 // and moves the smaller bytes; staging is valid until the host changes.
 //
+// A block's weights may leave for the disk and come home again: then fills take them from there (WeightLoans), and the
+// hosts have no bytes.
+//
 // Poison (tests): take_aside() copies the hosts' bytes and conceal() fills the hosts with 0xff, so that a forward
 // that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it, and
 // with it whatever was written to a host meanwhile.
 // Threads: fill() under the pager's lock, its job on the lane; take_aside/conceal/reveal while no lane is at work.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "csrc/optim/deferred_update.h"
@@ -20,6 +25,8 @@
 #include "csrc/pytorch/host_parameter.h"
 
 namespace hydra {
+
+class WeightLoans;
 
 class BlockBacking final : public BlockClient {
  public:
@@ -35,6 +42,16 @@ class BlockBacking final : public BlockClient {
   void host_changed() noexcept { staged_ = false; }
   /// Fills wait for the block's part in this update; null: for nothing.
   void wait_before_fill(std::shared_ptr<DeferredUpdate> update);
+  /// Whether the hosts' bytes are all here, and nobody else knows them.
+  bool can_leave() const;
+  /// Their home, if that is where they are; else null.
+  ArenaRegionPtr home() const;
+  /// The parameters, and where each one's bytes are in the home.
+  std::vector<std::pair<HostParameter*, Bytes>> places() const;
+  /// The hosts' bytes have left for the disk, where `loans` gets them; and are in this region again.
+  void goes_to_disk(std::shared_ptr<WeightLoans> loans) noexcept { loans_ = std::move(loans); }
+  void went_to_disk() noexcept;
+  void came_home(ArenaRegionPtr home) noexcept;
   /// In two turns, each for all blocks: parameters may share memory. Blocks whose bytes are withheld are left alone.
   void take_aside();
   void conceal();
@@ -42,6 +59,7 @@ class BlockBacking final : public BlockClient {
 
   const std::vector<HostParameter*>& parameters() const noexcept { return parameters_; }
   Bytes slot_bytes() const noexcept { return slot_bytes_; }
+  Bytes home_bytes() const noexcept { return home_bytes_; }
   /// Bytes of parameters that stay outside the arena.
   Bytes foreign_bytes() const noexcept;
 
@@ -49,11 +67,17 @@ class BlockBacking final : public BlockClient {
   bool casts() const noexcept;
   const std::byte* source_of(const HostParameter& parameter) const;
   void cast_into_staging();
+  void cast(const HostParameter& parameter, const std::byte* from, std::byte* to) const;
+  std::vector<Segment> from_hosts(std::byte* slot) const;
+  Job fill_from_disk(std::byte* slot, const std::shared_ptr<DeferredUpdate>& update);
 
   std::vector<HostParameter*> parameters_;
   ArenaRegionPtr home_;     // the adopted hosts' bytes
   ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
   std::unique_ptr<std::byte[]> aside_;
+  std::shared_ptr<HostArena> arena_;
+  std::shared_ptr<WeightLoans> loans_;
+  std::atomic<bool> on_disk_{false};
   std::mutex update_mutex_;
   std::shared_ptr<DeferredUpdate> update_;
   std::vector<Bytes> home_offsets_;

@@ -1,8 +1,8 @@
 #include "csrc/pytorch/disk_homes.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
 #include <cstring>
@@ -25,55 +25,63 @@ bool is_among(const WithheldTensor& one, const std::vector<at::Tensor>& tensors)
 
 }  // namespace
 
-DiskHomes::DiskHomes(const std::string& folder, std::shared_ptr<FileOperations> files)
-    : arena_(std::make_shared<HostArena>()),
+DiskHomes::DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena, std::shared_ptr<FileOperations> files)
+    : arena_(std::move(arena)),
+      plain_(std::make_shared<HostArena>()),
       files_(std::move(files)),
       file_(folder, files_ ? *files_ : system_files()),
+      working_(std::make_shared<WorkingMemory>(plain_, kWorkingSets)),
       lane_(file_) {}
 
 DiskHomes::~DiskHomes() { abandon(); }
 
 // ---- what is where ----------------------------------------------------------------------------
 
-DiskHomes::Resting* DiskHomes::find_locked(std::int32_t block, const c10::Storage& storage) {
+bool DiskHomes::is_forgotten(const Resting& resting) {
+  return resting.role == DiskRole::kGradient && resting.members.front().tensor.storage.use_count() == 1;
+}
+
+std::optional<DiskHomes::Found> DiskHomes::find_locked(std::int32_t block, const c10::Storage& storage) const {
   const auto found = blocks_.find(block);
-  if (found == blocks_.end()) {
-    return nullptr;
+  for (std::size_t i = 0; found != blocks_.end() && i < found->second.resting.size(); ++i) {
+    for (const Member& member : found->second.resting[i].members) {
+      if (member.tensor.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) {
+        return Found{i, member.offset};
+      }
+    }
   }
-  auto& resting = found->second.resting;
-  const auto one = std::find_if(resting.begin(), resting.end(), [&](const Resting& each) {
-    return each.tensor.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
-  });
-  return one == resting.end() ? nullptr : &*one;
+  return std::nullopt;
 }
 
 bool DiskHomes::holds(const at::Tensor& tensor) const {
   const WithheldPtr withheld = withheld_of(tensor);
   const std::lock_guard lock(mutex_);
-  const auto found = withheld ? blocks_.find(withheld->block) : blocks_.end();
-  return found != blocks_.end() && std::any_of(found->second.resting.begin(), found->second.resting.end(),
-                                               [&](const Resting& each) { return shows(tensor, each.tensor.storage); });
+  return withheld && find_locked(withheld->block, tensor.unsafeGetTensorImpl()->unsafe_storage());
 }
 
-std::vector<std::int32_t> DiskHomes::blocks() const {
+bool DiskHomes::holds_weights(std::int32_t block) const {
   const std::lock_guard lock(mutex_);
-  std::vector<std::int32_t> held;
-  for (const auto& [block, contents] : blocks_) {
-    held.push_back(block);
-  }
-  return held;
+  const auto found = blocks_.find(block);
+  return found != blocks_.end() &&
+         std::any_of(found->second.resting.begin(), found->second.resting.end(),
+                     [](const Resting& resting) { return resting.role == DiskRole::kWeights; });
 }
 
 DiskStatistics DiskHomes::statistics() const {
   DiskStatistics statistics;
   statistics.read_bytes = lane_.statistics(DiskDirection::kRead).bytes;
   statistics.written_bytes = lane_.statistics(DiskDirection::kWrite).bytes;
+  statistics.working_bytes = working_->bytes();
   const std::lock_guard lock(mutex_);
   for (const auto& [block, contents] : blocks_) {
-    statistics.at_home_bytes += contents.bytes;
+    for (const Resting& resting : contents.resting) {
+      if (is_forgotten(resting)) {
+        continue;
+      }
+      statistics.at_home_bytes.at(static_cast<std::size_t>(resting.role)) += file_.bytes(resting.extent);
+    }
   }
-  statistics.working_bytes = working_bytes_;
-  statistics.wait_seconds = wait_seconds_;
+  statistics.wait_seconds = wait_seconds_ + working_->wait_seconds();
   return statistics;
 }
 
@@ -102,62 +110,78 @@ void DiskHomes::free_extent(std::int32_t extent) {
   free_extents_.emplace(bytes, extent);
 }
 
-void DiskHomes::add(std::int32_t block, WithheldTensor tensor, std::int32_t extent, bool written) {
-  note_on_disk(tensor);
+void DiskHomes::add(std::int32_t block, Resting resting) {
+  std::vector<c10::DataPtr> freed;  // without the lock
+  for (const Member& member : resting.members) {
+    freed.push_back(note_on_disk(member.tensor));
+  }
   const std::lock_guard lock(mutex_);
-  Block& contents = blocks_[block];
-  contents.resting.push_back(
-      {.tensor = std::move(tensor), .extent = extent, .offset = contents.bytes, .written = written});
-  contents.bytes += file_.bytes(extent);
+  blocks_[block].resting.push_back(std::move(resting));
+  peek_ = {};
+}
+
+void DiskHomes::drop_unused(std::int32_t block) {
+  std::vector<Resting> dropped;  // ends without the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end()) {
+    return;
+  }
+  auto& resting = found->second.resting;
+  const auto gone =
+      std::stable_partition(resting.begin(), resting.end(), [](const Resting& each) { return !is_forgotten(each); });
+  for (auto each = gone; each != resting.end(); ++each) {
+    free_extents_.emplace(file_.bytes(each->extent), each->extent);
+    dropped.push_back(std::move(*each));
+  }
+  resting.erase(gone, resting.end());
 }
 
 // ---- to the disk ------------------------------------------------------------------------------
 
-at::Tensor DiskHomes::make_zeros(std::int32_t block, const at::Tensor& like, at::ScalarType dtype,
-                                 const std::weak_ptr<PagedModel>& owner) {
-  const at::Tensor shape = at::empty_like(like, at::TensorOptions().dtype(dtype).device(at::kMeta));
-  if (bytes_of(shape) < kLeastBytes) {
-    return at::zeros_like(like, at::TensorOptions().dtype(dtype));
+at::Tensor DiskHomes::make(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies,
+                           const std::weak_ptr<PagedModel>& owner) {
+  // Of the parameter, whose bytes may be away, nothing but its sizes is asked: an operation would bring them home.
+  const at::Tensor shape =
+      at::empty_strided(like.sizes(), like.strides(), at::TensorOptions().dtype(dtype).device(at::kMeta));
+  if (bytes_of(shape) < kLeastDiskBytes) {
+    at::Tensor small = at::empty_strided(like.sizes(), like.strides(), at::TensorOptions().dtype(dtype));
+    const at::Tensor here = copies ? read(block, like) : at::Tensor();
+    return copies ? small.copy_(here.defined() ? here : like) : small.zero_();
   }
   const std::int32_t extent = take_extent(bytes_of(shape));
   at::Tensor tensor = make_withheld(shape, owner, block, nullptr);
-  add(block, {tensor, tensor.storage()}, extent, /*written=*/false);
+  Resting resting{.role = DiskRole::kState, .extent = extent, .members = {{{tensor, tensor.storage()}}}};
+  if (copies) {
+    resting.copy_of = like;
+  }
+  add(block, std::move(resting));
   return tensor;
 }
 
 void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensors,
                        const std::weak_ptr<PagedModel>& owner) {
   const std::lock_guard alone(moving_);
-  if (holds_others(block, tensors)) {  // no optimizer's any more, but perhaps still somebody's
-    bring_home_alone(block);
+  if (holds_other_state(block, tensors)) {  // no optimizer's any more, but perhaps still somebody's
+    bring_home_alone(block, [](const Resting& resting) { return resting.role == DiskRole::kState; });
   }
   std::vector<at::Tensor> movers;
   std::vector<std::int32_t> extents;
-  Bytes bytes = 0;
   for (const at::Tensor& tensor : tensors) {
-    if (bytes_of(tensor) >= kLeastBytes && is_whole(tensor)) {
+    if (bytes_of(tensor) >= kLeastDiskBytes && is_whole(tensor)) {
       if (!is_alone(tensor)) {  // what was loaded, and has been seen by Python's storages, never is
         tensor.set_data(tensor.clone());
       }
       movers.push_back(tensor);
-      bytes += on_disk(bytes_of(tensor));
     }
-  }
-  if (movers.empty()) {
-    return;
   }
   try {
-    for (const at::Tensor& tensor : movers) {
-      extents.push_back(take_extent(bytes_of(tensor)));
-    }
-    const std::shared_ptr<ArenaRegion> memory = take_memory(bytes);
     std::vector<TicketPtr> tickets;
-    Bytes offset = 0;
-    for (std::size_t i = 0; i < movers.size(); ++i) {
-      std::byte* const to = memory->data() + offset;
-      std::memcpy(to, movers[i].const_data_ptr(), movers[i].nbytes());
-      tickets.push_back(lane_.submit({DiskDirection::kWrite, extents[i], to, memory}));
-      offset += on_disk(bytes_of(movers[i]));
+    for (const at::Tensor& mover : movers) {
+      extents.push_back(take_extent(bytes_of(mover)));
+      const ArenaRegionPtr memory = working_->take(on_disk(bytes_of(mover)));
+      std::memcpy(memory->data(), mover.const_data_ptr(), mover.nbytes());
+      tickets.push_back(lane_.submit({DiskDirection::kWrite, extents.back(), memory->data(), memory}));
     }
     wait_for(tickets);
   } catch (...) {  // re-raised: the tensors are where they were
@@ -165,75 +189,85 @@ void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensor
     throw;
   }
   for (std::size_t i = 0; i < movers.size(); ++i) {
-    add(block, withhold(movers[i], owner, block), extents[i], /*written=*/true);
+    add(block, {.role = DiskRole::kState,
+                .extent = extents[i],
+                .members = {{withhold(movers[i], owner, block)}},
+                .written = true});
   }
 }
 
-bool DiskHomes::holds_others(std::int32_t block, const std::vector<at::Tensor>& tensors) const {
+bool DiskHomes::holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
-  return found != blocks_.end() && !std::all_of(found->second.resting.begin(), found->second.resting.end(),
-                                                [&](const Resting& each) { return is_among(each.tensor, tensors); });
+  return found != blocks_.end() &&
+         std::any_of(found->second.resting.begin(), found->second.resting.end(), [&](const Resting& each) {
+           return each.role == DiskRole::kState && !is_among(each.members.front().tensor, tensors);
+         });
 }
 
-// ---- to the host ------------------------------------------------------------------------------
-
-void DiskHomes::bring_home(std::int32_t block) {
+bool DiskHomes::settle_weights(std::int32_t block, BlockBacking& backing, const std::weak_ptr<PagedModel>& owner) {
   const std::lock_guard alone(moving_);
-  bring_home_alone(block);
-}
-
-void DiskHomes::bring_home_alone(std::int32_t block) {
-  std::vector<Resting> resting;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto found = blocks_.find(block);
-    if (found == blocks_.end()) {
-      return;
-    }
-    resting = found->second.resting;
+  if (holds_weights(block)) {
+    return true;
   }
-  end_transfers(block);
-  std::vector<ArenaRegionPtr> regions;
-  std::vector<TicketPtr> tickets;
-  for (const Resting& each : resting) {
-    const Bytes bytes = file_.bytes(each.extent);
-    regions.push_back(std::make_shared<ArenaRegion>(arena_, bytes));
-    if (each.written) {
-      tickets.push_back(lane_.submit({DiskDirection::kRead, each.extent, regions.back()->data(), regions.back()}));
-    } else {
-      std::memset(regions.back()->data(), 0, static_cast<std::size_t>(bytes));
+  if (!backing.can_leave()) {
+    return false;
+  }
+  ArenaRegionPtr memory = backing.home();
+  if (!memory) {
+    memory = working_->take(on_disk(backing.home_bytes()));
+    for (const auto& [parameter, offset] : backing.places()) {
+      std::memcpy(memory->data() + offset, parameter->host_data(), static_cast<std::size_t>(parameter->host_bytes()));
     }
   }
-  wait_for(tickets);
-  for (std::size_t i = 0; i < resting.size(); ++i) {
-    withheld_of(resting[i].tensor.storage)->memory = data_pointer_into(regions[i], 0);
-    hydra::give_back(resting[i].tensor);
-    free_extent(resting[i].extent);
+  const std::int32_t extent = take_extent(backing.home_bytes());
+  try {
+    lane_.submit({DiskDirection::kWrite, extent, memory->data(), memory})->wait();
+  } catch (...) {  // re-raised: the weights are where they were
+    free_extent(extent);
+    throw;
   }
-  decltype(blocks_)::node_type gone;  // ends without the lock, which its memory takes to come back
-  const std::lock_guard lock(mutex_);
-  gone = blocks_.extract(block);
+  Resting resting{.role = DiskRole::kWeights, .extent = extent, .written = true, .backing = &backing};
+  for (const auto& [parameter, offset] : backing.places()) {
+    parameter->note_withheld(/*to_disk=*/true);
+    resting.members.push_back({withhold(parameter->host, owner, block), offset});
+  }
+  backing.went_to_disk();
+  add(block, std::move(resting));
+  return true;
 }
 
-void DiskHomes::bring_home() {
-  for (const std::int32_t block : blocks()) {
-    bring_home(block);
-  }
-}
-
-void DiskHomes::abandon() noexcept {
-  lane_.drain();
-  std::map<std::int32_t, Block> gone;
-  {
-    const std::lock_guard lock(mutex_);
-    gone = std::exchange(blocks_, {});
-  }
-  for (const auto& [block, contents] : gone) {
-    for (const Resting& each : contents.resting) {
-      give_up(each.tensor);
+void DiskHomes::store_gradients(std::int32_t block, const std::vector<at::Tensor>& gradients,
+                                const std::weak_ptr<PagedModel>& owner, Bytes backlog) {
+  const std::lock_guard alone(moving_);
+  drop_unused(block);
+  for (const at::Tensor& gradient : gradients) {
+    Bytes under_way = on_disk(bytes_of(gradient));
+    std::erase_if(gradient_writes_, [](const TicketPtr& ticket) { return ticket->finished() && !ticket->error(); });
+    for (const TicketPtr& ticket : gradient_writes_) {
+      under_way += ticket->finished() ? 0 : ticket->bytes();
     }
+    for (auto oldest = gradient_writes_.begin(); oldest != gradient_writes_.end() && under_way > backlog; ++oldest) {
+      under_way -= (*oldest)->finished() ? 0 : (*oldest)->bytes();
+      (*oldest)->wait_quietly();
+    }
+    const std::int32_t extent = take_extent(bytes_of(gradient));
+    // Owned by the job, whose bytes they are from here on.
+    const auto memory = std::make_shared<c10::DataPtr>();
+    gradient_writes_.push_back(lane_.submit({DiskDirection::kWrite, extent, gradient.mutable_data_ptr(), memory}));
+    WithheldTensor withheld = withhold(gradient, owner, block);
+    *memory = note_on_disk(withheld);
+    withheld.tensor.reset();  // it may be dropped
+    Member member{.tensor = std::move(withheld)};
+    member.gradient = gradient.getIntrusivePtr();
+    add(block, {.role = DiskRole::kGradient, .extent = extent, .members = {std::move(member)}, .written = true});
   }
+}
+
+void DiskHomes::expect_gradients() {
+  const std::lock_guard alone(moving_);
+  wait_for({gradient_writes_.begin(), gradient_writes_.end()});
+  gradient_writes_.clear();
 }
 
 }  // namespace hydra

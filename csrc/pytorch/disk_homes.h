@@ -1,33 +1,43 @@
-// Optimizer state whose home is the disk: its bytes are on the host only while a step works on them.
+// Weights, gradients and optimizer state whose home is the disk: their bytes are on the host only while somebody works
+// on them.
 //
-// The tensors that the user knows have no bytes meanwhile; an operation on one of them brings the whole block's home to
-// the host. A deferred update borrows a block's bytes: they are read into working memory, ahead of the update where
-// there is room, and written back behind it. There are kWorkingSets such memories, each as large as the largest block
-// needs, which is all that the host holds of what is at home here. Tensors below kLeastBytes stay on the host.
+// An extent holds one tensor of a state, one gradient, or all weights of a block, laid out as the block's slot is. The
+// tensors that the user knows have no bytes meanwhile; an operation on one of them brings its extent home to the host.
+// A deferred update borrows a block's extents: they are read into working memory, ahead of the update where there is
+// room, and written back behind it, gradients excepted. There are kWorkingSets such memories, each as large as the
+// largest block needs. Fills read weights into memory of their own (WeightLoans). Tensors of state, and gradients,
+// below kLeastDiskBytes stay on the host.
 //
-// Threads: any; one mutex, under which nobody waits. Calls that wait are made without the interpreter lock. An error of
-// the disk is thrown as SpillError: of a read, by whoever needed the bytes, who may try again; of a write, by whoever
-// needs them next, since they are lost.
+// Threads: any; two mutexes, of which the one that guards what is where is never held by who waits. Calls that wait are
+// made without the interpreter lock. An error of the disk is thrown as SpillError: of a read, by whoever needed the
+// bytes, who may try again; of a write, by whoever needs them next, since they are lost.
 #pragma once
 
-#include <condition_variable>
+#include <array>
+#include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "csrc/pytorch/arena_region.h"
+#include "csrc/pytorch/block_backing.h"
 #include "csrc/pytorch/tensor_plan.h"
 #include "csrc/pytorch/withheld.h"
+#include "csrc/pytorch/working_memory.h"
 #include "csrc/transfer/disk_lane.h"
 
 namespace hydra {
 
+enum class DiskRole : std::uint8_t { kState, kWeights, kGradient };
+inline constexpr std::size_t kDiskRoles = 3;
+
 struct DiskStatistics {
-  Bytes at_home_bytes = 0;  // of tensors whose home is the disk now
-  Bytes working_bytes = 0;  // of host memory for what is borrowed
+  std::array<Bytes, kDiskRoles> at_home_bytes{};  // of extents that are somebody's home now, by role
+  Bytes working_bytes = 0;                        // of host memory for what is borrowed
   Bytes read_bytes = 0;
   Bytes written_bytes = 0;
   double wait_seconds = 0.0;  // updates waited for bytes, or for memory
@@ -35,30 +45,52 @@ struct DiskStatistics {
 
 class DiskHomes {
  public:
-  static constexpr Bytes kLeastBytes = 16 * kKiB;
   static constexpr int kWorkingSets = 3;  // one is read, one worked on, one written
 
-  /// Throws SpillError if there can be no file in the folder. `files`: the system's if null.
-  explicit DiskHomes(const std::string& folder, std::shared_ptr<FileOperations> files = nullptr);
+  /// Throws SpillError if there can be no file in the folder. What comes home, but for state, comes to `arena`.
+  /// `files`: the system's if null.
+  DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena,
+            std::shared_ptr<FileOperations> files = nullptr);
   ~DiskHomes();
 
-  /// Room for tensors of these bytes. Throws SpillError if the disk has not got it.
+  /// Room for extents of these bytes. Throws SpillError if the disk has not got it.
   void reserve(const std::vector<Bytes>& sizes);
-  /// The disk becomes the home of those of these tensors for which that is worth while. Waits until they are written.
-  /// If others are at home with this block, all of the block's comes to the host first. Whoever else knows a tensor's
-  /// memory, such as an array of numpy's, keeps it, and sees it change no more.
+  /// The disk becomes the home of those of these tensors of a state for which that is worth while. Waits until they are
+  /// written. If other state is at home with this block, all of the block's state comes to the host first. Whoever else
+  /// knows a tensor's memory, such as an array of numpy's, keeps it, and sees it change no more.
   void settle(std::int32_t block, const std::vector<at::Tensor>& tensors, const std::weak_ptr<PagedModel>& owner);
-  /// A tensor that lies as `like` does, of zeros, and has its home here from the beginning. Nothing is written.
-  at::Tensor make_zeros(std::int32_t block, const at::Tensor& like, at::ScalarType dtype,
-                        const std::weak_ptr<PagedModel>& owner);
-  /// Everything of the block, or of all, is on the host again; nothing happens where it is.
+  /// The disk becomes the home of a block's weights. Waits until they are written. False, and nothing has changed, if
+  /// somebody else knows their memory.
+  bool settle_weights(std::int32_t block, BlockBacking& backing, const std::weak_ptr<PagedModel>& owner);
+  /// The disk becomes the home of gradients, whose memory is aligned, and as long, as transfers want it. They are being
+  /// written on return; while that is more than `backlog` bytes, it is waited for.
+  void store_gradients(std::int32_t block, const std::vector<at::Tensor>& gradients,
+                       const std::weak_ptr<PagedModel>& owner, Bytes backlog);
+  /// Blocks until gradients are written. Throws the first error.
+  void expect_gradients();
+  /// A tensor of zeros that lies as `like` does and has its home here from the beginning; or one that will be `like`,
+  /// in its own type, as it is when it is read first. Nothing is written.
+  at::Tensor make(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies,
+                  const std::weak_ptr<PagedModel>& owner);
+
+  /// What the storage has at home here, everything of the block, or of all, is on the host again; nothing happens where
+  /// it is.
+  void bring_home(std::int32_t block, const c10::Storage& storage);
+  void bring_weights_home(std::int32_t block);
   void bring_home(std::int32_t block);
   void bring_home();
   /// What is at home here is lost; its tensors say so from now on.
   void abandon() noexcept;
+  /// The bytes of a tensor that may be at home here, in memory of their own; undefined if they are not here. Its home
+  /// stays.
+  at::Tensor read(std::int32_t block, const at::Tensor& tensor);
 
   bool holds(const at::Tensor& tensor) const;
-  std::vector<std::int32_t> blocks() const;
+  /// Whether the block's weights are at home here.
+  bool holds_weights(std::int32_t block) const;
+
+  /// Reads the weights of a block into memory of as many bytes as they have in a slot. Null if they are not here.
+  TicketPtr read_weights(std::int32_t block, const ArenaRegionPtr& memory);
 
   /// Where a step finds what it works on: on the host, or so far into working memory.
   struct Places {
@@ -77,46 +109,73 @@ class DiskHomes {
   DiskStatistics statistics() const;
 
  private:
-  struct Resting {
+  struct Member {
     WithheldTensor tensor;
+    Bytes offset = 0;                                                                          // in the extent
+    c10::weak_intrusive_ptr<c10::TensorImpl> gradient{c10::intrusive_ptr<c10::TensorImpl>()};  // of a gradient
+  };
+  /// What an extent holds.
+  struct Resting {
+    DiskRole role = DiskRole::kState;
     std::int32_t extent = -1;
-    Bytes offset = 0;  // in the working memory of the block
+    std::vector<Member> members{};
+    Bytes offset = -1;  // in the working memory of the block; negative if the update under way does not work on it
     bool written = false;
+    at::Tensor copy_of{};             // until it is written: what it begins as; zeros if undefined
+    BlockBacking* backing = nullptr;  // of weights
   };
   struct Block {
     std::vector<Resting> resting;
     Bytes bytes = 0;                   // of working memory
     ArenaRegionPtr memory;             // while borrowed, or expected to be
-    std::vector<TicketPtr> transfers;  // the last ones
+    std::vector<TicketPtr> transfers;  // reads into it
+  };
+
+  /// Weights that were read for one tensor, and are wanted for the next one.
+  struct Peek {
+    std::int32_t extent = -1;
+    ArenaRegionPtr region;
   };
 
   /// Waits for all of them, and then throws the first error.
   static void wait_for(const std::vector<TicketPtr>& tickets);
-  Resting* find_locked(std::int32_t block, const c10::Storage& storage);
-  void add(std::int32_t block, WithheldTensor tensor, std::int32_t extent, bool written);
+  struct Found {
+    std::size_t resting = 0;  // its number in the block
+    Bytes offset = 0;         // of the storage's bytes in the extent
+  };
+  std::optional<Found> find_locked(std::int32_t block, const c10::Storage& storage) const;
+  void add(std::int32_t block, Resting resting);
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent);
-  void bring_home_alone(std::int32_t block);
-  bool holds_others(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
-  ArenaRegionPtr take_idle_locked(Bytes bytes);
-  /// Comes back to the others when its last owner lets go. Null if there is none and `wait` is false.
-  ArenaRegionPtr take_memory(Bytes bytes, bool wait = true);
+  /// A gradient that nobody knows any more.
+  static bool is_forgotten(const Resting& resting);
+  void drop_unused(std::int32_t block);
+  bool holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
+  /// Those for which `chosen` says so.
+  void bring_home_alone(std::int32_t block, const std::function<bool(const Resting&)>& chosen);
+  static void give_home(const Resting& resting, const ArenaRegionPtr& region);
+  /// What it begins as: the bytes of what it copies.
+  static void begin_as(const Resting& resting, void* to, const void* from);
+  at::Tensor read_alone(std::int32_t block, const at::Tensor& tensor);
+  /// Into memory of its own, with what it begins as if it was never written. The ticket may be null.
+  TicketPtr read_extent(std::int32_t block, const Resting& resting, const ArenaRegionPtr& memory);
+  static std::vector<Resting> worked_on_locked(const Block& contents);
   void drop_memory(std::int32_t block);
   void begin_reading(std::int32_t block, bool wait);
-  /// Waits for what was begun last, and throws its first error.
-  void end_transfers(std::int32_t block);
+  /// Waits for reads that were begun, and throws the first error.
+  void end_reading(std::int32_t block);
 
-  std::shared_ptr<HostArena> arena_;       // never pinned: only the host works there
+  std::shared_ptr<HostArena> arena_;
+  std::shared_ptr<HostArena> plain_;       // never pinned: only the host works there
   std::shared_ptr<FileOperations> files_;  // of tests
   SpillFile file_;
   std::mutex moving_;  // of whoever changes a home: held while it waits for the disk, never the other way round
   mutable std::mutex mutex_;
-  std::condition_variable returned_;
   std::map<std::int32_t, Block> blocks_;
   std::multimap<Bytes, std::int32_t> free_extents_;  // by their bytes
-  std::vector<ArenaRegionPtr> idle_;
-  int working_sets_ = 0;  // idle ones and lent ones
-  Bytes working_bytes_ = 0;
+  std::deque<TicketPtr> gradient_writes_;
+  std::shared_ptr<WorkingMemory> working_;
+  Peek peek_;
   double wait_seconds_ = 0.0;
   DiskLane lane_;
 };

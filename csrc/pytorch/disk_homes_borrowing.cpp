@@ -1,4 +1,4 @@
-// What an update borrows: working memory, and how it is filled and emptied.
+// What an update borrows, and what a fill reads: working memory, and how it is filled and emptied.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -12,77 +12,24 @@ namespace hydra {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Lock = std::unique_lock<std::mutex>;
 
 }  // namespace
 
-void DiskHomes::wait_for(const std::vector<TicketPtr>& tickets) {
-  for (const TicketPtr& ticket : tickets) {
-    ticket->wait_quietly();
-  }
-  for (const TicketPtr& ticket : tickets) {
-    ticket->wait();
-  }
-}
-
-// ---- working memory ---------------------------------------------------------------------------
-
-ArenaRegionPtr DiskHomes::take_idle_locked(Bytes bytes) {
-  if (idle_.empty()) {
+TicketPtr DiskHomes::read_weights(std::int32_t block, const ArenaRegionPtr& memory) {
+  const std::lock_guard lock(mutex_);
+  const auto found = blocks_.find(block);
+  if (found == blocks_.end()) {
     return nullptr;
   }
-  ArenaRegionPtr region = std::move(idle_.back());
-  idle_.pop_back();
-  if (region->bytes() >= bytes) {
-    return region;
+  for (const Resting& resting : found->second.resting) {
+    if (resting.role == DiskRole::kWeights) {
+      return lane_.submit({DiskDirection::kRead, resting.extent, memory->data(), memory});
+    }
   }
-  working_bytes_ -= region->bytes();
-  --working_sets_;
   return nullptr;
 }
 
-ArenaRegionPtr DiskHomes::take_memory(Bytes bytes, bool wait) {
-  ArenaRegionPtr region;
-  {
-    Lock lock(mutex_);
-    for (;;) {
-      region = take_idle_locked(bytes);
-      if (region || working_sets_ < kWorkingSets) {
-        break;
-      }
-      if (!wait) {
-        return nullptr;
-      }
-      const Clock::time_point begin = Clock::now();
-      returned_.wait(lock);
-      wait_seconds_ += std::chrono::duration<double>(Clock::now() - begin).count();
-    }
-    if (!region) {
-      ++working_sets_;
-      working_bytes_ += bytes;
-    }
-  }
-  if (!region) {
-    try {
-      region = std::make_shared<ArenaRegion>(arena_, bytes);
-    } catch (...) {  // re-raised
-      const std::lock_guard lock(mutex_);
-      --working_sets_;
-      working_bytes_ -= bytes;
-      throw;
-    }
-  }
-  ArenaRegion* const lent = region.get();
-  return {lent, [this, region = std::move(region)](ArenaRegion*) mutable {
-            const std::lock_guard lock(mutex_);
-            idle_.push_back(std::move(region));
-            returned_.notify_all();
-          }};
-}
-
-// ---- an update --------------------------------------------------------------------------------
-
-void DiskHomes::end_transfers(std::int32_t block) {
+void DiskHomes::end_reading(std::int32_t block) {
   std::vector<TicketPtr> tickets;
   {
     const std::lock_guard lock(mutex_);
@@ -112,6 +59,13 @@ void DiskHomes::drop_memory(std::int32_t block) {
   }
 }
 
+std::vector<DiskHomes::Resting> DiskHomes::worked_on_locked(const Block& contents) {
+  std::vector<Resting> resting;
+  std::copy_if(contents.resting.begin(), contents.resting.end(), std::back_inserter(resting),
+               [](const Resting& each) { return each.offset >= 0; });
+  return resting;
+}
+
 void DiskHomes::begin_reading(std::int32_t block, bool wait) {
   std::vector<Resting> resting;
   Bytes bytes = 0;
@@ -121,16 +75,10 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
     if (found == blocks_.end() || found->second.memory) {
       return;
     }
-    const auto& before = found->second.transfers;  // writes of the update before
-    if (!wait &&
-        !std::all_of(before.begin(), before.end(), [](const TicketPtr& ticket) { return ticket->finished(); })) {
-      return;
-    }
-    resting = found->second.resting;
+    resting = worked_on_locked(found->second);
     bytes = found->second.bytes;
   }
-  end_transfers(block);
-  ArenaRegionPtr memory = take_memory(bytes, wait);
+  ArenaRegionPtr memory = working_->take(bytes, wait);
   if (!memory) {
     return;
   }
@@ -158,14 +106,23 @@ void DiskHomes::expect(std::int32_t block) {
 
 DiskHomes::Places DiskHomes::places(std::int32_t block, const TensorPlan& plan) {
   Places places;
+  const std::lock_guard lock(mutex_);
+  Block& contents = blocks_.at(block);
+  contents.bytes = 0;
+  for (Resting& resting : contents.resting) {
+    resting.offset = -1;
+  }
   static_cast<void>(plan.at([&](const at::Tensor& tensor) -> void* {
     const c10::TensorImpl* const key = tensor.unsafeGetTensorImpl();
-    {
-      const std::lock_guard lock(mutex_);
-      if (const Resting* const each = find_locked(block, tensor.unsafeGetTensorImpl()->unsafe_storage())) {
-        places.in_memory[key] = each->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
-        return tensor.unsafeGetTensorImpl();  // there will be an address
+    if (const std::optional<Found> found = find_locked(block, key->unsafe_storage())) {
+      Resting& each = contents.resting[found->resting];
+      if (each.offset < 0) {
+        each.offset = contents.bytes;
+        contents.bytes += file_.bytes(each.extent);
       }
+      places.in_memory[key] =
+          each.offset + found->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+      return tensor.unsafeGetTensorImpl();  // there will be an address
     }
     return places.on_host[key] = tensor.mutable_data_ptr();
   }));
@@ -174,37 +131,49 @@ DiskHomes::Places DiskHomes::places(std::int32_t block, const TensorPlan& plan) 
 
 StepPlan DiskHomes::borrow(std::int32_t block, const TensorPlan& plan, const Places& places) {
   begin_reading(block, /*wait=*/true);
-  end_transfers(block);
+  end_reading(block);
   ArenaRegionPtr memory;
+  std::vector<Resting> resting;
   {
     const std::lock_guard lock(mutex_);
     memory = blocks_.at(block).memory;
+    resting = worked_on_locked(blocks_.at(block));
   }
-  return *plan.at([&](const at::Tensor& tensor) -> void* {
+  const auto address = [&](const at::Tensor& tensor) -> void* {
     const auto found = places.in_memory.find(tensor.unsafeGetTensorImpl());
     return found != places.in_memory.end() ? memory->data() + found->second
                                            : places.on_host.at(tensor.unsafeGetTensorImpl());
-  });
+  };
+  for (const Resting& each : resting) {
+    if (!each.written && each.copy_of.defined()) {
+      begin_as(each, memory->data() + each.offset, address(each.copy_of));
+    }
+  }
+  return *plan.at(address);
 }
 
 void DiskHomes::give_back(std::int32_t block) {
   ArenaRegionPtr memory;
   std::vector<Resting> resting;
+  std::vector<at::Tensor> copied;  // are let go of without the lock
   {
     const std::lock_guard lock(mutex_);
     Block& contents = blocks_.at(block);
     memory = std::exchange(contents.memory, nullptr);
     for (Resting& each : contents.resting) {
-      each.written = true;
+      if (each.offset >= 0) {
+        each.written = true;
+        copied.push_back(std::exchange(each.copy_of, {}));
+      }
     }
-    resting = contents.resting;
+    resting = worked_on_locked(contents);
+    peek_ = {};
   }
-  std::vector<TicketPtr> tickets;
   for (const Resting& each : resting) {
-    tickets.push_back(lane_.submit({DiskDirection::kWrite, each.extent, memory->data() + each.offset, memory}));
+    if (each.role != DiskRole::kGradient) {
+      lane_.submit({DiskDirection::kWrite, each.extent, memory->data() + each.offset, memory});
+    }
   }
-  const std::lock_guard lock(mutex_);
-  blocks_.at(block).transfers = std::move(tickets);
 }
 
 }  // namespace hydra

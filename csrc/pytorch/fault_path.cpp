@@ -126,7 +126,7 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
 }
 
 /// The operation reads, or writes, what an optimizer step is writing, or whose home is the device.
-void bring_to_host(const Withheld& withheld, const c10::OperatorHandle& op) {
+void bring_to_host(const Withheld& withheld, const c10::Storage& storage, const c10::OperatorHandle& op) {
   const std::shared_ptr<PagedModel> model = withheld.owner.lock();
   TORCH_CHECK(model != nullptr, "hydra_ext: ", c10::toString(op.operator_name()),
               " uses a tensor of an offload context that has ended in the middle of an optimizer step");
@@ -135,7 +135,7 @@ void bring_to_host(const Withheld& withheld, const c10::OperatorHandle& op) {
               "Checks(poison_hosts=True) forbids it");
   const ReleaseGilIfHeld released;
   try {
-    model->bring_home(withheld.block);
+    model->bring_home(withheld.block, storage);
   } catch (const Error&) {
     rethrow_for_torch(model->explain());
   }
@@ -153,7 +153,7 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
         refuse_unsupported(op.operator_name(), *page, written);
         pins.add(*page, written, op);
       } else if (const WithheldPtr withheld = withheld_of(tensor)) {
-        bring_to_host(*withheld, op);
+        bring_to_host(*withheld, tensor.storage(), op);
       } else if (DerivedPage* derived = derived_page_of(tensor)) {
         pins.add(*derived, written);
       }

@@ -11,6 +11,7 @@
 
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/gil.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
@@ -35,6 +36,7 @@ AccumulatingSink::~AccumulatingSink() {
 void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
   const std::lock_guard accepting(accepting_);
   const at::Tensor& sum = parameter.host.unsafeGetTensorImpl()->grad();
+  fetch(sum);
   const bool plain = gradient.layout() == at::kStrided && gradient.numel() > 0 && !gradient.requires_grad() &&
                      gradient.is_non_overlapping_and_dense() && gradient.device() == parameter.face.device();
   const bool fits = !sum.defined() || (same_layout(sum, gradient) && !sum.requires_grad());
@@ -49,9 +51,21 @@ void AccumulatingSink::accept(HostParameter& parameter, at::Tensor gradient) {
 
 void AccumulatingSink::accept_from_host(HostParameter& parameter, const at::Tensor& gradient) {
   const std::lock_guard accepting(accepting_);
+  fetch(parameter.host.unsafeGetTensorImpl()->grad());
   norm_.expect(parameter);
   accept_synchronously(parameter, gradient);
   note_hooks(parameter, /*hold=*/true);
+}
+
+void AccumulatingSink::fetch(const at::Tensor& sum) const {
+  if (fetch_ && sum.defined() && withheld_of(sum)) {
+    fetch_(sum);
+  }
+}
+
+void AccumulatingSink::between_gradients(const std::function<void()>& work) {
+  const std::lock_guard accepting(accepting_);
+  work();
 }
 
 void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival) {

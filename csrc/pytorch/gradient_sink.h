@@ -52,6 +52,11 @@ class AccumulatingSink final : public GradientSink {
   /// At most this many bytes are on their way at once; without a bound, as many as the budget holds.
   void set_bound(Bytes bytes) noexcept { bound_ = bytes; }
 
+  /// Asked before something is added to a `.grad` whose bytes are withheld: brings them to the host.
+  void set_fetch(std::function<void(const at::Tensor&)> fetch) { fetch_ = std::move(fetch); }
+  /// What is done while no gradient is accepted.
+  void between_gradients(const std::function<void()>& work);
+
   void accept(HostParameter& parameter, at::Tensor gradient) override;
   void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) override;
   bool relieve() override;
@@ -80,6 +85,7 @@ class AccumulatingSink final : public GradientSink {
   };
 
   void wait_for(const Leaving& leaving) noexcept;
+  void fetch(const at::Tensor& sum) const;
   void accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
   /// One job that brings the bytes to `sum`.
@@ -97,6 +103,7 @@ class AccumulatingSink final : public GradientSink {
   std::shared_ptr<HostArena> arena_;
   std::optional<at::ScalarType> transfer_dtype_;
   Bytes bound_ = 0;
+  std::function<void(const at::Tensor&)> fetch_;
   std::mutex accepting_;  // a parameter's face and the parameter itself may get gradients in two threads
   std::vector<Hooked> hooked_;
   mutable std::mutex mutex_;

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "csrc/io/spill_file.h"
 #include "csrc/pytorch/withheld.h"
 
 namespace hydra {
@@ -46,16 +47,30 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool HostParameter::withheld() const { return withheld_data != nullptr && shows(host, withheld_storage); }
+bool HostParameter::withheld() const { return withheld_storage && shows(host, withheld_storage); }
 
-void HostParameter::note_withheld() {
-  withheld_data = host_data();
+void HostParameter::note_withheld(bool to_disk) {
+  withheld_data = to_disk ? nullptr : host_data();
   withheld_storage = host.storage();
 }
 
 void HostParameter::note_given_back() {
   withheld_data = nullptr;
   withheld_storage = {};
+}
+
+void HostParameter::note_came_home() {
+  note_given_back();
+  data_seen = host_data();
+  if (data_seen != nullptr) {
+    fingerprint_seen = fingerprint(host_data(), static_cast<std::size_t>(host_bytes()));
+  }
+}
+
+bool HostParameter::lent(const at::Tensor& gradient) const {
+  const auto storage = lent_gradient.lock();
+  return storage && gradient.defined() && gradient.has_storage() && is_whole(gradient) &&
+         gradient.storage().unsafeGetStorageImpl() == storage.get();
 }
 
 std::byte* HostParameter::host_data() const {
@@ -115,12 +130,19 @@ void HostParameter::note_seen() {
 
 at::Tensor HostParameter::gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena) {
   const Bytes bytes = gradient.numel() * static_cast<std::int64_t>(host.itemsize());
-  if (!gradient_storage || gradient_storage.use_count() > 1 ||
-      gradient_storage.nbytes() < static_cast<std::size_t>(bytes)) {
-    gradient_storage = storage_in(std::make_shared<ArenaRegion>(arena, bytes), 0, bytes);
+  c10::Storage storage;
+  if (gradient_buffers && bytes >= kLeastDiskBytes) {
+    storage = storage_in(gradient_buffers->take(round_up(bytes, kDiskAlignment)), 0, bytes);
+    lent_gradient = storage.getWeakStorageImpl();
+  } else {
+    if (!gradient_storage || gradient_storage.use_count() > 1 ||
+        gradient_storage.nbytes() < static_cast<std::size_t>(bytes)) {
+      gradient_storage = storage_in(std::make_shared<ArenaRegion>(arena, bytes), 0, bytes);
+    }
+    storage = gradient_storage;
   }
   at::Tensor buffer = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(gradient_storage), c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), host.dtype());
   buffer.unsafeGetTensorImpl()->set_sizes_and_strides(gradient.sizes(), gradient.strides());
   return buffer;
 }

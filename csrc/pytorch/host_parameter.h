@@ -14,6 +14,7 @@
 #include <string>
 
 #include "csrc/pytorch/arena_region.h"
+#include "csrc/pytorch/host_buffers.h"
 #include "csrc/pytorch/page.h"
 
 namespace hydra {
@@ -31,7 +32,7 @@ struct HostParameter {
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 
-  // The bytes that the host had when they were withheld, and the storage they were of.
+  // The bytes that the host had when they were withheld, null if they went to the disk; and the storage they were of.
   std::byte* withheld_data = nullptr;
   c10::Storage withheld_storage;
 
@@ -45,6 +46,10 @@ struct HostParameter {
   std::atomic<GradientState> gradient_state{GradientState::kUnchanged};
   c10::Storage gradient_storage;  // kept for reuse; somebody else holds it while its count is above one
 
+  // Where gradients go to the disk: their memory comes from here, and nothing of it is kept.
+  std::shared_ptr<HostBuffers> gradient_buffers;
+  c10::weak_intrusive_ptr<c10::StorageImpl> lent_gradient{c10::intrusive_ptr<c10::StorageImpl>()};
+
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
   /// Null where somebody has given the host bytes that another tensor's withholding has taken away.
@@ -52,9 +57,13 @@ struct HostParameter {
   /// Whether the host has no bytes now: a step is writing them or the device is their home, and nobody has given it
   /// others.
   bool withheld() const;
-  /// The host's bytes are about to be withheld, or have been given back.
-  void note_withheld();
+  /// Whether its home is the disk, and nobody has given it others.
+  bool on_disk() const { return withheld() && withheld_data == nullptr; }
+  /// The host's bytes are about to be withheld, to go to the disk if so, or have been given back.
+  void note_withheld(bool to_disk = false);
   void note_given_back();
+  /// As the latter, from the disk.
+  void note_came_home();
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 
@@ -68,8 +77,10 @@ struct HostParameter {
   /// withheld only the version is looked at, here and in note_seen(); those of others count as changed.
   bool changed_since_seen();
   void note_seen();
+  /// Whether this `.grad` may go to the disk as it is.
+  bool lent(const at::Tensor& gradient) const;
   /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if nobody else holds it,
-  /// else in fresh memory of `arena`.
+  /// else in fresh memory of `arena`, or of `gradient_buffers`.
   at::Tensor gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena);
 };
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "csrc/pytorch/number_format.h"
+#include "csrc/pytorch/withheld.h"
 
 namespace hydra {
 
@@ -19,7 +20,7 @@ struct Arrived {
   }
   bool is(const at::Tensor& gradient) const {
     return gradient.storage().unsafeGetStorageImpl() == storage.unsafeGetStorageImpl() &&
-           gradient.unsafeGetTensorImpl()->data() == data && gradient._version() == version;
+           gradient._version() == version && (withheld_of(gradient) || gradient.unsafeGetTensorImpl()->data() == data);
   }
 };
 
@@ -48,6 +49,13 @@ void LeavingNorm::begin(std::shared_ptr<ThreadPool> pool) {
 void LeavingNorm::forget() {
   if (const auto known = accumulator()) {
     known->forget();
+  }
+}
+
+void LeavingNorm::finish() {
+  if (const auto known = accumulator()) {
+    known->release();
+    known->finish();
   }
 }
 

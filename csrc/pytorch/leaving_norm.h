@@ -1,8 +1,9 @@
 // The squares of a step's gradients, summed while other gradients are still on their way to the host.
 //
 // From begin() on the gradients that a sink brings home are taken to be the step's last; each one's squares are summed
-// as soon as nothing more is to come for it. A sum stands for `.grad` only while that is what arrived: the same memory
-// in the same version, laid out as the parameter is. A write that shows in neither has to be told of by forget().
+// as soon as nothing more is to come for it. A sum stands for `.grad` only while that is what arrived: the same memory,
+// or what was made of it on the disk, in the same version, laid out as the parameter is. A write that shows in neither
+// has to be told of by forget().
 //
 // Threads: any, without the interpreter lock.
 #pragma once
@@ -35,6 +36,8 @@ class LeavingNorm {
   Arrival expect(const HostParameter& parameter);
   /// As far as anybody can tell, those written so far get nothing more.
   void release();
+  /// As that, and blocks until they have been read: their bytes may leave, and their sums stand.
+  void finish();
 
   /// Ends; the sums of those host parameters whose gradient is what arrived. Waits for what is under way.
   std::vector<std::optional<double>> take(const std::vector<at::Tensor>& hosts);

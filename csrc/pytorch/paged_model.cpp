@@ -147,7 +147,9 @@ void PagedModel::close() {
     lost = std::current_exception();
     abandon_update();
     homes_.abandon();
-    disk_.reset();
+    if (disk_) {
+      disk_->abandon();
+    }
   }
   service_.reset();  // before the pager: it must not be asked for room any more
   pager_->close();

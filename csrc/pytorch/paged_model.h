@@ -29,6 +29,7 @@
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/tensor_plan.h"
+#include "csrc/pytorch/weight_loans.h"
 #include "csrc/pytorch/window.h"
 #include "csrc/pytorch/withheld.h"
 
@@ -192,17 +193,33 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until these host tensors, or all, have their bytes: updated, and at home on the host.
   void bring_home(std::int32_t block);
   void bring_home();
+  /// As the second, but what is on the disk stays there.
+  void bring_home_from_device();
+  /// As the first, but of what is on the disk only what this storage has there.
+  void bring_home(std::int32_t block, const c10::Storage& storage);
   /// Runs a block's part of an optimizer step: on the device if that is its home, now on the host if it is not.
   void update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale);
   DeviceHomes& homes() noexcept { return homes_; }
 
-  /// Optimizer state may have its home on the disk, in this folder, where there is room for tensors of these bytes.
-  /// Once; see DiskHomes. `files`: the system's if null.
+  /// Tensors may have their home on the disk, in this folder, where there is room for extents of these bytes. Once; see
+  /// DiskHomes. `files`: the system's if null.
   void open_disk(const std::string& folder, const std::vector<Bytes>& sizes, std::shared_ptr<FileOperations> files);
-  /// The disk becomes the home of the block's `state`. Outside windows.
+  /// The disk becomes the home of the block's `state`, or of its weights: false if they cannot go there. Outside
+  /// windows.
   void settle_on_disk(std::int32_t block, const std::vector<at::Tensor>& state);
-  at::Tensor make_zeros_on_disk(std::int32_t block, const at::Tensor& like, at::ScalarType dtype);
-  DiskStatistics disk_statistics() const { return disk_ ? disk_->statistics() : DiskStatistics{}; }
+  bool settle_weights_on_disk(std::int32_t block);
+  /// From now on the block's gradients go to the disk when backward has left it; so many bytes may be on their way.
+  void send_gradients_to_disk(std::int32_t block, Bytes backlog);
+  /// A tensor of the optimizer's state; see DiskHomes::make().
+  at::Tensor make_on_disk(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies);
+  /// A copy of a tensor that is on the disk, whose home stays there; undefined if it is not.
+  at::Tensor read_from_disk(const at::Tensor& tensor);
+  /// In place; false if the gradient is not on the disk.
+  bool scale_on_disk(const at::Tensor& gradient, double factor);
+  /// Weights that may be on their way from the disk at once, and so take host memory.
+  /// Of one lane, in two classes of priority, and what is read ahead.
+  std::size_t disk_fills() const { return 2 * backend_->to_device().in_flight() + WeightLoans::kAhead; }
+  DiskStatistics disk_statistics() const;
 
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
@@ -256,6 +273,14 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// A gradient that has stayed on the device goes to its home.
   void hand_over(HostParameter& parameter, at::Tensor gradient);
   void reopen_gradients() noexcept;
+  /// Backward has left these blocks, whose gradients go to the disk once those of others have come.
+  void note_left(const BlockList& blocks);
+  void store_left_gradients(std::size_t leave);
+  /// At the end of a backward: all that is on the host.
+  void store_gradients();
+  void store_gradients_of(std::int32_t block);
+  /// Blocks to whose parameters somebody has given other bytes have the rest on the host, too.
+  void review_disk();
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
@@ -290,6 +315,11 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   GradientGathering gathering_;
   DeviceHomes homes_;
   std::unique_ptr<DiskHomes> disk_;
+  std::shared_ptr<WeightLoans> loans_;
+  std::shared_ptr<HostBuffers> gradient_buffers_;
+  Bytes gradient_backlog_ = 0;
+  std::mutex leaving_mutex_;  // of who stores gradients
+  std::deque<std::int32_t> left_;
   DerivedPages derived_pages_;
   GraphMarks marks_;
   Window window_;

@@ -31,6 +31,9 @@ void PagedModel::stay_in(const BlockList& blocks, PassKind kind) {
   exchange_stays(without(before, left));
   leave(exchange_backward_blocks({}));
   leave(left);
+  if (kind == PassKind::kBackward) {
+    note_left(left);
+  }
   arrive(reached, kind);
   exchange_stays(blocks);
   if (!blocks.empty()) {

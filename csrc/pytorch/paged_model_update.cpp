@@ -9,45 +9,15 @@
 
 namespace hydra {
 
-namespace {
-
-class DiskLender final : public Lender {
- public:
-  DiskLender(DiskHomes& disk, std::int32_t block, TensorPlan plan)
-      : disk_(disk), block_(block), plan_(std::move(plan)), places_(disk.places(block, plan_)) {}
-
-  void expect() noexcept override { disk_.expect(block_); }
-  StepPlan borrow() override { return disk_.borrow(block_, plan_, places_); }
-  void give_back() override { disk_.give_back(block_); }
-
- private:
-  DiskHomes& disk_;
-  std::int32_t block_;
-  TensorPlan plan_;
-  DiskHomes::Places places_;
-};
-
-}  // namespace
-
 // ---- a step -----------------------------------------------------------------------------------
-
-DeferredUpdate::Part PagedModel::part_of(const BlockUpdate& update) const {
-  const bool on_disk = disk_ && std::any_of(update.tensors.begin(), update.tensors.end(),
-                                            [this](const at::Tensor& tensor) { return disk_->holds(tensor); });
-  DeferredUpdate::Part part;
-  part.block = update.block;
-  if (on_disk) {
-    part.lender = std::make_unique<DiskLender>(*disk_, update.block, update.plan);
-  } else {
-    part.plan = update.plan.on_host();
-  }
-  return part;
-}
 
 void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale) {
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
   finish_update();
+  if (disk_) {
+    disk_->expect_gradients();  // before anything is changed
+  }
   std::vector<DeferredUpdate::Part> parts;
   for (const BlockUpdate& update : updates) {
     parts.push_back(part_of(update));
@@ -60,6 +30,7 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
         parameter->face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
       }
     }
+    withheld_[update.block];
     for (const at::Tensor& tensor : update.tensors) {
       if (!disk_ || !disk_->holds(tensor)) {
         withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
@@ -115,7 +86,9 @@ void PagedModel::give_back_locked(std::int32_t block) noexcept {
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
   backing.wait_before_fill(nullptr);
   for (HostParameter* parameter : backing.parameters()) {
-    parameter->note_given_back();
+    if (!parameter->on_disk()) {
+      parameter->note_given_back();
+    }
     parameter->note_seen();  // a slot that has older bytes is stale by trainable_stale_, or has been
   }
 }
@@ -173,41 +146,6 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
   return homes_.settle(block, backing, state, weak_from_this());
 }
 
-void PagedModel::bring_home(std::int32_t block) {
-  finish_update(block);
-  homes_.bring_home(block);
-  if (disk_) {
-    disk_->bring_home(block);
-  }
-}
-
-void PagedModel::bring_home() {
-  finish_update();
-  homes_.bring_home();
-  if (disk_) {
-    disk_->bring_home();
-  }
-}
-
-void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& sizes,
-                           std::shared_ptr<FileOperations> files) {
-  HYDRA_EXPECT(!disk_ && !closed_, StateError, "a second spill_dir of one offload context");
-  disk_ = std::make_unique<DiskHomes>(folder, std::move(files));
-  disk_->reserve(sizes);
-}
-
-void PagedModel::settle_on_disk(std::int32_t block, const std::vector<at::Tensor>& state) {
-  HYDRA_EXPECT(disk_ && !closed_ && !window_open(), StateError,
-               "optimizer state moves to the disk during the model's forward or backward, or outside its context");
-  finish_update(block);
-  disk_->settle(block, state, weak_from_this());
-}
-
-at::Tensor PagedModel::make_zeros_on_disk(std::int32_t block, const at::Tensor& like, at::ScalarType dtype) {
-  HYDRA_EXPECT(disk_ && !closed_, StateError, "optimizer state on the disk, outside its context");
-  return disk_->make_zeros(block, like, dtype, weak_from_this());
-}
-
 void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
@@ -220,7 +158,7 @@ void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, flo
 void scale_gradient(const at::Tensor& gradient, double factor) {
   const WithheldPtr withheld = withheld_of(gradient);
   const std::shared_ptr<PagedModel> model = withheld ? withheld->owner.lock() : nullptr;
-  if (!model || !model->homes().multiply_gradient(gradient, factor)) {
+  if (!model || !(model->homes().multiply_gradient(gradient, factor) || model->scale_on_disk(gradient, factor))) {
     const at::NoGradGuard no_grad;
     gradient.mul_(python_number(factor));
   }

@@ -120,12 +120,18 @@ void PagedModel::arrive_backward(const BlockList& blocks) {
     exchange_thread_charge({.account = thread_account()});  // one backward may run through several models
   }
   sink_->norm().release();
-  leave(exchange_backward_blocks({}));
+  const BlockList left = exchange_backward_blocks({});
+  leave(left);
+  note_left(left);
   arrive(blocks, PassKind::kBackward);
   leave(exchange_backward_blocks(blocks));
 }
 
 void PagedModel::note_face_written(const Page& page) {
+  if (disk_) {
+    const ReleaseGilIfHeld released;
+    disk_->bring_weights_home(page.block);  // where they are to be written back
+  }
   const auto& backing = *backings_[static_cast<std::size_t>(page.block)];
   for (const HostParameter* parameter : backing.parameters()) {
     if (parameter->page.get() == &page) {

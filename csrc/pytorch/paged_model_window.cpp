@@ -68,6 +68,7 @@ void PagedModel::open_window(PassKind kind) {
       settle_update();
     }
     homes_.review();
+    review_disk();
     keep_headroom();
     synchronise_hosts();
     if (options_.poison_hosts) {
@@ -106,7 +107,7 @@ std::string PagedModel::moved_hosts() const {
 bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches) {
   if (const WithheldPtr others = parameter.withheld() ? nullptr : withheld_of(parameter.host)) {
     if (const std::shared_ptr<PagedModel> owner = others->owner.lock()) {
-      owner->bring_home(others->block);
+      owner->bring_home(others->block, parameter.host.storage());
     }
   }
   const std::string mismatch = parameter.mismatch();
@@ -257,6 +258,7 @@ void PagedModel::close_window(bool failed) {
     pager_->write_back_dirty();
     collect_assigned_gradients();
     sink_->drain();
+    store_gradients();
   } catch (...) {  // re-raised below, once the hosts are as they were
     error = std::current_exception();
   }

@@ -62,7 +62,7 @@ ParameterUpdate formats_of(const TensorUpdate& update) {
 void bring_to_host(const at::Tensor& tensor) {
   if (const WithheldPtr withheld = withheld_of(tensor)) {
     if (const std::shared_ptr<PagedModel> model = withheld->owner.lock()) {
-      model->bring_home(withheld->block);
+      model->bring_home(withheld->block, tensor.storage());
     }
   }
 }
@@ -148,7 +148,15 @@ std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPo
     const auto found = model->homes().sums_of_squares(there, pool);
     for (std::size_t i = 0; i < places.size(); ++i) {
       sums[places[i]] = found[i];
-      if (!found[i]) {
+      if (found[i]) {
+        continue;
+      }
+      if (const at::Tensor copy = model->read_from_disk(there[i]); copy.defined()) {
+        double sum = 0.0;
+        const NormInput input = norm_input(copy, copy.const_data_ptr());
+        sums_of_squares({&input, 1}, {&sum, 1}, pool, instructions);
+        sums[places[i]] = sum;
+      } else {
         bring_to_host(there[i]);
       }
     }

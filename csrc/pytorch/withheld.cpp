@@ -72,9 +72,9 @@ at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>
   return tensor;
 }
 
-void note_on_disk(const WithheldTensor& withheld) noexcept {
+c10::DataPtr note_on_disk(const WithheldTensor& withheld) noexcept {
   c10::StorageImpl* const implementation = withheld.storage.unsafeGetStorageImpl();
-  c10::DataPtr freed;  // ends without the lock
+  c10::DataPtr freed;
   const std::lock_guard lock(changing());
   if (Withheld* const context = context_of(*implementation)) {
     freed = std::exchange(context->memory, c10::DataPtr());
@@ -82,6 +82,7 @@ void note_on_disk(const WithheldTensor& withheld) noexcept {
         "hydra_ext: the home of this tensor is the disk now; operations bring it to the host, raw access cannot. Call "
         "run.sync() first");
   }
+  return freed;
 }
 
 bool is_alone(const at::Tensor& tensor) { return is_whole(tensor) && tensor.storage().use_count() == 1; }

@@ -44,8 +44,8 @@ WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel
 /// A host tensor that lies as `like` does and never had bytes of its own; the first give_back() gives it `memory`.
 at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>& owner, std::int32_t block,
                          std::byte* at_home);
-/// Its home is the disk from now on: the bytes on the host are freed.
-void note_on_disk(const WithheldTensor& withheld) noexcept;
+/// Its home is the disk from now on: gives the bytes that it had on the host.
+c10::DataPtr note_on_disk(const WithheldTensor& withheld) noexcept;
 /// Whether nobody else knows the tensor's bytes, an array of numpy's say, who would not see them change any more.
 bool is_alone(const at::Tensor& tensor);
 /// Whether it is all of a storage that has its bytes on the host, whoever else knows them.

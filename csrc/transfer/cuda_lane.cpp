@@ -116,11 +116,9 @@ CudaLane::Batch CudaLane::enqueue_batch(const PendingPtr& pending) noexcept {
   Batch batch;
   batch.pending = pending;
   try {
-    const Job& job = pending->job;
+    Job& job = pending->job;
     if (!std::exchange(pending->begun, true)) {
-      if (job.before) {
-        job.before();
-      }
+      prepare_job(job);
       wait_for_fences(job);
     }
     batch.start = events_.take();

@@ -1,5 +1,6 @@
 #include "csrc/transfer/disk_lane.h"
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -47,8 +48,9 @@ TicketPtr DiskLane::submit(DiskJob job) {
   TicketPtr ticket = running->ticket;
   {
     const std::lock_guard lock(mutex_);
+    running->sequence = submitted_++;
+    unfinished_.push_back(running);
     waiting_[static_cast<std::size_t>(running->job.direction)].push_back(std::move(running));
-    ++unfinished_;
   }
   changed_->notify_all();
   return ticket;
@@ -59,7 +61,8 @@ void DiskLane::drain() noexcept {
     return;
   }
   std::unique_lock lock(mutex_);
-  changed_->wait(lock, [this] { return unfinished_ == 0; });
+  const std::int64_t all = submitted_;
+  changed_->wait(lock, [&] { return unfinished_.empty() || unfinished_.front()->sequence >= all; });
 }
 
 LaneStatistics DiskLane::statistics(DiskDirection direction) const {
@@ -67,20 +70,32 @@ LaneStatistics DiskLane::statistics(DiskDirection direction) const {
   return statistics_[static_cast<std::size_t>(direction)];
 }
 
+bool DiskLane::held_back(const Running& running) const noexcept {
+  return std::any_of(unfinished_.begin(), unfinished_.end(), [&](const RunningPtr& other) {
+    const bool both_read =
+        running.job.direction == DiskDirection::kRead && other->job.direction == DiskDirection::kRead;
+    return other->sequence < running.sequence && other->job.extent == running.job.extent && !both_read;
+  });
+}
+
 DiskLane::RunningPtr DiskLane::take_piece(std::int64_t& piece) noexcept {
   for (std::deque<RunningPtr>& queue : waiting_) {
-    if (!queue.empty()) {
-      RunningPtr running = queue.front();
-      if (running->next == 0) {
-        running->begin = Clock::now();
-        running->ticket->mark_enqueued();
-      }
-      piece = running->next++;
-      if (running->next == running->pieces) {
-        queue.pop_front();
-      }
-      return running;
+    const auto found = std::find_if(queue.begin(), queue.end(), [this](const RunningPtr& running) {
+      return running->next > 0 || !held_back(*running);
+    });
+    if (found == queue.end()) {
+      continue;
     }
+    RunningPtr running = *found;
+    if (running->next == 0) {
+      running->begin = Clock::now();
+      running->ticket->mark_enqueued();
+    }
+    piece = running->next++;
+    if (running->next == running->pieces) {
+      queue.erase(found);
+    }
+    return running;
   }
   return nullptr;
 }
@@ -114,7 +129,7 @@ void DiskLane::run() noexcept {
       lock.unlock();
       finish(*running);
       lock.lock();
-      --unfinished_;
+      unfinished_.remove(running);
       changed_->notify_all();
     }
   }

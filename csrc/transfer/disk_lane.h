@@ -1,9 +1,9 @@
 // The way between host memory and a spill file: whole extents, piece by piece, by several threads.
 //
 // Reads come before writes, since somebody waits for them, and are otherwise served in the order they were asked for.
-// Two jobs of one extent must not be under way at the same time. Memory: see SpillFile; a job owns what it is given
-// until just before its ticket ends. A job whose piece has failed moves no more of them, and its ticket has the first
-// error. The file has to outlive the lane.
+// But a job waits for those of its extent that were asked for before, unless both read. Memory: see SpillFile; a job
+// owns what it is given until just before its ticket ends. A job whose piece has failed moves no more of them, and its
+// ticket has the first error. The file has to outlive the lane.
 //
 // Threads: any. Nobody here waits for a transfer but drain() and the destructor. In a forked child, which has none of
 // the threads, submit() throws StateError and the rest does nothing.
@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -53,6 +54,7 @@ class DiskLane final {
   struct Running {
     DiskJob job;
     TicketPtr ticket;
+    std::int64_t sequence = 0;
     std::int64_t pieces = 0;
     std::int64_t next = 0;   // piece to be begun
     std::int64_t ended = 0;  // with those that are left out
@@ -63,6 +65,8 @@ class DiskLane final {
   using RunningPtr = std::shared_ptr<Running>;
 
   void run() noexcept;
+  /// Whether an earlier job of its extent has to end before it begins. Under the mutex.
+  bool held_back(const Running& running) const noexcept;
   /// One piece of the most urgent job; null when there is nothing to begin. Under the mutex.
   RunningPtr take_piece(std::int64_t& piece) noexcept;
   void move(Running& running, std::int64_t piece);
@@ -75,7 +79,8 @@ class DiskLane final {
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
   std::array<std::deque<RunningPtr>, 2> waiting_;  // by direction: jobs with pieces to begin
-  std::int64_t unfinished_ = 0;
+  std::list<RunningPtr> unfinished_;
+  std::int64_t submitted_ = 0;
   bool stopping_ = false;
   std::array<LaneStatistics, 2> statistics_;
   HomeOnly<std::vector<std::thread>> threads_;

@@ -1,9 +1,9 @@
 // One direction of transfer, served in order within a priority class.
 //
 // A job moves segments, in pieces small enough that a more urgent job gets its turn between two of them.
-// `before`, then the wait for the fences, then the pieces, then `after`. The two functions run on the
+// `before`, `locate`, then the wait for the fences, then the pieces, then `after`. The functions run on the
 // lane's own host thread, outside every lock of the core: casts into staging, sums into a host gradient.
-// An exception from either fails the ticket, as a failed copy does; what would have come later is left out,
+// An exception from one of them fails the ticket, as a failed copy does; what would have come later is left out,
 // and the lane goes on with the next job.
 // Source and destination have to live until the ticket has finished: the job may own them through its
 // functions, which are destroyed before the ticket ends.
@@ -37,6 +37,8 @@ struct Job {
   /// Reached before the first byte moves. Null entries are allowed.
   std::vector<FencePtr> fences;
   std::function<void()> before;
+  /// Says where the bytes are, if that was not known: sources are null until then. As many bytes as before.
+  std::function<void(std::vector<Segment>&)> locate;
   std::function<void()> after;
 
   Bytes bytes() const noexcept {
@@ -48,8 +50,12 @@ struct Job {
   }
 };
 
-/// Throws StateError for a segment that lacks its source, its destination or a valid size.
+/// Throws StateError for a segment that lacks its destination or a valid size, or its source unless that is to be
+/// located.
 void expect_memory(const Job& job);
+/// What has to run before the fences are waited for. Throws what it throws, and StateError for a source that is still
+/// missing.
+void prepare_job(Job& job);
 
 /// Counted where the bytes are copied. `jobs` are those that ended, failed ones included; `busy_seconds` is
 /// the time bytes were moving.

@@ -99,7 +99,9 @@ WorkerLane::Queue* WorkerLane::next_queue() noexcept {
 bool WorkerLane::advance(Pending& pending) {
   if (!pending.begun) {
     pending.begun = true;
-    run_host_function(pending.job, pending.job.before);
+    if (pending.job.before || pending.job.locate) {
+      run_host_function(pending.job, [&job = pending.job] { prepare_job(job); });
+    }
     runnable_since_ = std::max(pending.submitted, host_function_end_);
     begin(pending.job);
   } else {

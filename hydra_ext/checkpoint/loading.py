@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint import model_state
@@ -159,10 +159,15 @@ def expect_none(reader: Reader, differences: Sequence[str]) -> None:
     )
 
 
-def put_model(reader: Reader, tensors: Sequence[Named]) -> None:
-    """One tensor after another, in the order of their bytes."""
+def put_model(reader: Reader, tensors: Sequence[Named], *, put: Callable[[Tensor], None] = lambda _: None) -> None:
+    """One tensor after another, in the order of their bytes.
+
+    Args:
+        put: called with each before it is written to.
+    """
     records = reader.manifest.tensors.get("model", {})
     for named in sorted(tensors, key=lambda named: (records[named.name].file, records[named.name].span.begin)):
+        put(named.tensor)
         model_state.put(named.tensor, reader.read("model", named.name))
 
 

@@ -160,12 +160,18 @@ def _are_names(value: Any) -> bool:
 
 
 def restore(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Any, fetch: Callable[[str], Tensor]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    content: Any,
+    fetch: Callable[[str], Tensor],
+    *,
+    put: Callable[[Tensor], None] = lambda _: None,
 ) -> None:
     """Its state, and its groups' options, become what was saved. Weights have to be there already.
 
     Args:
         fetch: reads a tensor.
+        put: called with each parameter before its state is read.
     """
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         group.update(decode(saved["options"], fetch))
@@ -174,6 +180,7 @@ def restore(
     for group, parameter in members:
         entries = content["state"].get(names[id(parameter)])
         if entries is not None:
+            put(parameter)
             found = decode(entries, fetch)
             optimizer.state[parameter] = {
                 key: _laid_as(_where_it_was(key, value, parameter, group), parameter) for key, value in found.items()

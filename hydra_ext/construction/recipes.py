@@ -139,12 +139,12 @@ def check_fillable(model: nn.Module) -> None:
         recipe.files.check({recipe.stored[name]: parameter for name, parameter in wanted.items()})
 
 
-def in_groups(model: nn.Module, parts: Sequence[Sequence[str]]) -> list[list[str]]:
+def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, room: int | None = None) -> list[list[str]]:
     """What to give to :func:`fill` before each of a model's parts, so that few numbers wait for their part's turn.
 
     From files a part's own parameters. From the constructor, which draws all numbers at each call, at the first part
-    of a group those of the whole group: parts of :data:`GROUP_BYTES` together, or one larger part. It is so run once
-    for each group.
+    of a group those of the whole group: parts of :data:`GROUP_BYTES` together, or of ``room`` bytes if there are fewer,
+    or one larger part. It is so run once for each group.
 
     Args:
         parts: names of parameters.
@@ -154,7 +154,7 @@ def in_groups(model: nn.Module, parts: Sequence[Sequence[str]]) -> list[list[str
     """
     recipe = _recipe_of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    most = 0 if recipe.files is not None else GROUP_BYTES
+    most = 0 if recipe.files is not None else GROUP_BYTES if room is None else min(GROUP_BYTES, room)
     groups: list[list[str]] = []
     latest, size = 0, 0
     for index, part in enumerate(parts):

@@ -50,8 +50,8 @@ class StepRunner(Protocol):
         What was to run later has run.
         """
 
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros that lie as the parameter does."""
+    def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+        """Zeros that lie as the parameter does; or the parameter's numbers, if it ``copies`` them."""
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Runs the plans of :meth:`parts`, in any order, now or later."""
@@ -255,21 +255,21 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
                 state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for name in self._MOMENTS:
                 if name not in state:
-                    state[name] = self._zeros(parameter, group["moments"])
+                    state[name] = self._new(parameter, group["moments"], copies=False)
         kind = masters.kind_for(parameter, group["master"])
         if kind is not None:
             name = masters.LOWER if kind == "split" else masters.FULL
             if name not in state:
-                dtype = masters.dtype_of(kind)  # nothing is rounded off yet: of "split" all is zero
-                state[name] = self._zeros(parameter, dtype) if kind == "split" else parameter.to(dtype, copy=True)
+                # Nothing is rounded off yet: of "split" all is zero.
+                state[name] = self._new(parameter, masters.dtype_of(kind), copies=kind != "split")
             elif kind == "fp32" and self._written.get(parameter) != parameter._version:
                 masters.follow(state[name], parameter)
         return state, first
 
-    def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def _new(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
         if self.runner is None:
-            return torch.zeros_like(parameter, dtype=dtype)
-        return self.runner.new_state(parameter, dtype)
+            return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
+        return self.runner.new_state(parameter, dtype, copies=copies)
 
     # ---- saving and loading -----------------------------------------------------------------------------------------
 

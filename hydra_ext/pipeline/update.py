@@ -37,8 +37,8 @@ class _ScaledStep:
     def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
         return [gradients]
 
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.zeros_like(parameter, dtype=dtype)
+    def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+        return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         for part in prepared:

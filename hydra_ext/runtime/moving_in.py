@@ -19,6 +19,7 @@ from hydra_ext.blocks import Block
 from hydra_ext.construction import check_fillable, fill, give_back_freed, in_groups, was_materialized
 from hydra_ext.errors import InvalidOptimizer, UnsupportedModel
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.runtime.spilling import Spilling
 
 
 def why_not_fillable(model: nn.Module, parameter: torch.Tensor) -> str:
@@ -57,31 +58,40 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             )
 
 
-def move_in(core: _C.PagedModel, model: nn.Module, blocks: Sequence[Block], replicas: Replicas | None) -> None:
-    """Gives the core all blocks, in their order, each with its numbers: with several ranks those of rank 0.
+def move_in(
+    core: _C.PagedModel,
+    model: nn.Module,
+    blocks: Sequence[Block],
+    replicas: Replicas | None,
+    spilling: Spilling | None,
+) -> None:
+    """Gives the core all blocks, in their order, each with its numbers: with several ranks those of rank 0. What is to
+    be on the disk goes there before the next block comes.
 
     Raises:
         WeightsError, BuildDiffers: of parameters on meta. What has got memory until then has its right numbers, and
             keeps both; the others are on meta.
         RankFailed: this happened on another rank.
     """
-    groups = _groups(model, blocks)
+    groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
     for index, block in enumerate(blocks):
         if groups:
             _together(replicas, model, groups[index])
         if replicas is not None:
             replicas.follow_first([parameter for _, parameter in block.parameters])
         _add(core, block)
+        if spilling is not None:
+            spilling.block_added(index)
         if groups:
             give_back_freed()
 
 
-def _groups(model: nn.Module, blocks: Sequence[Block]) -> list[list[str]]:
+def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:
     """What is to be filled before each block; nothing if all parameters have memory."""
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not lacking:
         return []
-    groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks])
+    groups = in_groups(model, [[name for name, _ in block.parameters] for block in blocks], room=room)
     empty = [name for name, parameter in lacking.items() if parameter.numel() == 0]  # in no block
     return [[*empty, *groups[0]], *groups[1:]] if groups else []
 

@@ -38,10 +38,11 @@ class Report:
         deferred_updates: optimizer steps that ran behind the next forward.
         update_seconds: how long their threads worked.
         update_bytes: host memory that they read and wrote.
-        disk_bytes: of optimizer state whose home is the disk now, rounded up to the disk's multiples.
+        disk_bytes: whose home is the disk now, rounded up to the disk's multiples; of them ``disk_weight_bytes`` and
+            ``disk_gradient_bytes``, the rest being optimizer state.
         disk_read_bytes, disk_written_bytes: counted where they are moved.
-        disk_working_bytes: of host memory for state on its way.
-        waited_for_disk_seconds: an update, or who brought state home, waited for the disk.
+        disk_working_bytes: of host memory for what is on its way.
+        waited_for_disk_seconds: an update, a fill, or who brought something home, waited for the disk.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
@@ -84,6 +85,8 @@ class Report:
     update_seconds: float
     update_bytes: int
     disk_bytes: int
+    disk_weight_bytes: int
+    disk_gradient_bytes: int
     disk_read_bytes: int
     disk_written_bytes: int
     disk_working_bytes: int
@@ -137,8 +140,10 @@ class Report:
             )
         if self.disk_bytes or self.disk_written_bytes:
             lines.append(
-                f"disk     {_mib(self.disk_bytes)} of optimizer state; {_mib(self.disk_read_bytes)} read, "
-                f"{_mib(self.disk_written_bytes)} written, {self.waited_for_disk_seconds:.3f} s waited for"
+                f"disk     {_mib(self.disk_weight_bytes)} of weights, {_mib(self.disk_gradient_bytes)} of gradients, "
+                f"{_mib(self.disk_bytes - self.disk_weight_bytes - self.disk_gradient_bytes)} of optimizer state; "
+                f"{_mib(self.disk_read_bytes)} read, {_mib(self.disk_written_bytes)} written, "
+                f"{self.waited_for_disk_seconds:.3f} s waited for"
             )
         if self.ranks > 1:
             lines.append(
@@ -211,7 +216,9 @@ def make_report(
         deferred_updates=core.deferred_updates,
         update_seconds=core.update_seconds,
         update_bytes=core.update_bytes,
-        disk_bytes=disk.at_home_bytes,
+        disk_bytes=disk.weight_bytes + disk.gradient_bytes + disk.state_bytes,
+        disk_weight_bytes=disk.weight_bytes,
+        disk_gradient_bytes=disk.gradient_bytes,
         disk_read_bytes=disk.read_bytes,
         disk_written_bytes=disk.written_bytes,
         disk_working_bytes=disk.working_bytes,

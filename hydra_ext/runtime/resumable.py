@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hydra_ext.checkpoint.loading import Loaded
     from hydra_ext.checkpoint.saving import Contents
     from hydra_ext.runtime.snapshot import Training
+    from hydra_ext.runtime.spilling import Spilling
     from hydra_ext.runtime.termination import Noted, Termination
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Resumable(ABC):
     _closed: bool
     _gradients_used = True  # by a step of the optimizer, since the last backward
     _termination: Termination | None = None
+    _spilling: Spilling | None
+    _reads_the_disk = False  # saving or loading: what is at home on the disk is taken from there, block by block
     _files = Files()
 
     @abstractmethod
@@ -127,11 +130,15 @@ class Resumable(ABC):
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
             RankFailed: another rank has failed.
         """
+        path = Path(folder)
+        training = self._training("run.load", schedule, scaler)
+        with self._reading_the_disk():
+            return self._load(path, training, strict=strict)
+
+    def _load(self, path: Path, training: Training, *, strict: bool) -> Loaded | None:
         from hydra_ext.checkpoint import checksum, loading
         from hydra_ext.runtime import snapshot
 
-        path = Path(folder)
-        training = self._training("run.load", schedule, scaler)
         self._together(lambda: self._expect_rest("run.load"))
         _C.suspend_charging()
         name = self._from_first(lambda: loading.choose(path, self._files, strict=strict) or "")
@@ -238,8 +245,17 @@ class Resumable(ABC):
                 )
             return snapshot.take(training, random or snapshot.randomness(training), step=self.steps, extra=extra)
 
-        contents = snapshot.with_ranks(self._together(taken), training)
-        return Path(self._from_first(lambda: str(save(path, contents, keep=keep, files=self._files))))
+        with self._reading_the_disk():
+            contents = snapshot.with_ranks(self._together(taken), training)
+            return Path(self._from_first(lambda: str(save(path, contents, keep=keep, files=self._files))))
+
+    @contextmanager
+    def _reading_the_disk(self) -> Iterator[None]:
+        self._reads_the_disk = True
+        try:
+            yield
+        finally:
+            self._reads_the_disk = False
 
     def _training(self, asked: str, schedule: Stateful | None, scaler: Stateful | None) -> Training:
         from hydra_ext.runtime.snapshot import Training
@@ -247,7 +263,9 @@ class Resumable(ABC):
         if self._closed:  # the other ranks are not heard any more
             raise StateError(f"{asked}: the offload context of this model has ended")
         helpers = {"schedule": schedule, "scaler": scaler}
-        return Training(self.model, self.optimizer, self.layout, self.device, self.replicas, helpers)
+        return Training(
+            self.model, self.optimizer, self.layout, self.device, self.replicas, helpers, self.core, self._spilling
+        )
 
     def _expect_rest(self, asked: str) -> None:
         if self.core.window_open or self.meter.inside:

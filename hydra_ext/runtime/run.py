@@ -31,7 +31,7 @@ from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.resumable import Resumable
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, checked_seeds
-from hydra_ext.runtime.spilling import HostLimit
+from hydra_ext.runtime.spilling import Spilling
 from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
@@ -59,14 +59,14 @@ class Run(Resumable):
         replicas: Replicas | None = None,
         casts: str = "",
         saving: Saving | None = None,
-        host_limit: HostLimit | None = None,
+        spilling: Spilling | None = None,
     ):
         self.budget = budget
         self.device = place.device
         self._place = place
         self._casts = casts
         self._saving = saving
-        self._host_limit = host_limit
+        self._spilling = spilling
         self.model = model
         self.optimizer: torch.optim.Optimizer | None = None
         self.layout = layout
@@ -239,7 +239,7 @@ class Run(Resumable):
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.bring_home()
+        self.core.bring_home(disk=not self._reads_the_disk)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -275,12 +275,12 @@ class Run(Resumable):
                 in_flight=self._place.gradient_bound(self.budget),
                 refusal=self._why_no_homes(),
             )
-            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._host_limit)
+            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._spilling, sync=self.sync)
         engine.join(self)
 
     def _why_no_homes(self) -> str:
-        if self._host_limit is not None:
-            return "optimizer state may be on the disk, with host_budget="
+        if self._spilling is not None:
+            return "what they hold may be on the disk, with host_budget="
         on_host = self.replicas is not None and not self.replicas.takes_gathered
         return self._casts or ("gradients are averaged over the ranks on the host" if on_host else "")
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, strict_json
 from hydra_ext.checkpoint.helper_state import Stateful
@@ -19,10 +22,11 @@ from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
 from hydra_ext.checkpoint.randomness import capture as random_states
 from hydra_ext.checkpoint.reader import Reader
 from hydra_ext.checkpoint.saving import Contents
-from hydra_ext.checkpoint.tensors import bytes_of, empty
+from hydra_ext.checkpoint.tensors import Entry, bytes_of, empty
 from hydra_ext.checkpoint.values import BadValue, Encoder
 from hydra_ext.errors import CheckpointError, InvalidArgument
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.runtime.spilling import Spilling
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,8 @@ class Training:
 
     Attributes:
         helpers: the caller's schedule and scaler, by these names; None for one that is not there.
+        core: has what is on the disk.
+        spilling: sends it there; None if all is on the host.
     """
 
     model: nn.Module
@@ -41,6 +47,8 @@ class Training:
     device: torch.device
     replicas: Replicas | None
     helpers: dict[str, Stateful | None]
+    core: _C.PagedModel
+    spilling: Spilling | None
 
     @property
     def rank(self) -> int:
@@ -85,7 +93,19 @@ def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -
     for name, helper in training.helpers.items():
         content[name] = helper_state.capture(helper, name, encoder)
     sections["training"] = [[entry] for entry in encoder.entries]
-    return Contents(step, sections, model_state.ties(tensors), content, model_state.texts(training.model))
+    found = {section: [_where_it_is(group, training.core) for group in groups] for section, groups in sections.items()}
+    return Contents(step, found, model_state.ties(tensors), content, model_state.texts(training.model))
+
+
+def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
+    """What is on the disk is read from there when its turn has come, and stays there."""
+
+    def fetched(fetch: Callable[[], Tensor]) -> Tensor:
+        tensor = fetch()
+        copy = core.read_from_disk(tensor)
+        return tensor if copy is None else copy
+
+    return [replace(entry, fetch=partial(fetched, entry.fetch)) for entry in group]
 
 
 def with_ranks(contents: Contents, training: Training) -> Contents:
@@ -215,16 +235,19 @@ class Return:
         with loading.half_done():
             for name, helper in training.helpers.items():
                 helper_state.restore(helper, self._content[name], lambda tensor: reader.read("training", tensor))
-            loading.put_model(reader, self._tensors)
+            with _moving_on(training) as put:
+                loading.put_model(reader, self._tensors, put=put)
             for named, stored in self._buffers:
                 model_state.put(named.tensor, reader.read("training", stored))
             if training.optimizer is not None:
-                optimizer_state.restore(
-                    training.optimizer,
-                    self._names,
-                    self._content["optimizer"],
-                    lambda tensor: reader.read("optimizer", tensor),
-                )
+                with _moving_on(training) as put:
+                    optimizer_state.restore(
+                        training.optimizer,
+                        self._names,
+                        self._content["optimizer"],
+                        lambda tensor: reader.read("optimizer", tensor),
+                        put=put,
+                    )
         for parameter in training.model.parameters():
             parameter.grad = None
         self._put_randomness()
@@ -238,6 +261,28 @@ class Return:
             )
         elif not self._random.restore(self._training.device):
             logger.warning("%s has no random state of a GPU: that of this one stays", self._reader.path)
+
+
+@contextmanager
+def _moving_on(training: Training) -> Iterator[Callable[[Tensor], None]]:
+    """For who fills one tensor after another: to be called with the parameter that each belongs to. What is to be on
+    the disk goes there as soon as the next block's turn comes."""
+    blocks = training.layout.blocks
+    block_of = {id(parameter): number for number, block in enumerate(blocks) for _, parameter in block.parameters}
+    latest: list[int] = []
+
+    def put(parameter: Tensor) -> None:
+        block = block_of.get(id(parameter))
+        if block is not None and latest[-1:] != [block]:
+            settle()
+            latest.append(block)
+
+    def settle() -> None:
+        if training.spilling is not None:
+            training.spilling.settle(latest[-1:])
+
+    yield put
+    settle()
 
 
 def _article(optimizer: object) -> str:

@@ -1,15 +1,17 @@
-"""Which blocks have their optimizer's state on the disk, so that the host stays within its budget.
+"""What of a model goes to the disk, so that the host stays within its budget.
 
-Weights and gradients stay on the host. Of the state as many blocks' go to the disk as have to, those first that an
-update reaches last; an update reads a block's state into working memory, ahead of the one before, and writes it behind.
-Each step so reads and writes the state on the disk once. What an operation outside an update has brought to the host
-goes back in the next step.
+Of as many blocks as have to the optimizer's state goes, those first that an update reaches last; then gradients; then
+weights. An update reads what a block has there into working memory, ahead of the one before, and writes it behind; a
+block's gradients are written when backward has left it; weights are read each time the block is fetched to the device,
+the next ones while these are on their way. What an operation outside of all that has brought to the host goes back in
+the next step.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,15 @@ from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import parse_bytes
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class HostLimit:
     """What a run may hold on the host, and where the rest goes.
 
     Attributes:
-        budget: bytes of weights, gradients and optimizer state together.
+        budget: bytes of weights, gradients and optimizer state together, and of what moves them.
         folder: exists, on a disk of this machine.
         files: as in :class:`hydra_ext.Checks`.
     """
@@ -62,86 +66,195 @@ class HostLimit:
         return cls(parse_bytes(budget), path, files)
 
 
-class Spilling:
-    """Of one run.
+@dataclass(frozen=True)
+class BlockSizes:
+    """What a block holds on the host, in bytes.
 
-    Raises:
-        HostBudgetTooSmall: even with all state on the disk the host would hold more.
-        SpillError: the folder cannot be used.
+    Attributes:
+        weights: all together, as they lie in a slot.
+        staging: of what is made of them before they move; zero where their types stay.
+        gradients: one for each parameter that is trained.
+        state: of each tensor of the optimizer's.
     """
 
-    def __init__(self, core: _C.PagedModel, layout: Layout, optimizer: HostOptimizer, limit: HostLimit) -> None:
-        self._core = core
-        self._optimizer = optimizer
-        self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
-        sizes = optimizer.state_sizes()
-        self._spilled = blocks_to_spill(layout, optimizer, limit)
-        self._block_of: dict[Tensor, int] = {
-            parameter: block for block in self._spilled for parameter in self._parameters[block]
-        }
-        if self._spilled:  # all room now: a full disk in the middle of a step would be too late
-            moving = [size for parameter in self._block_of for size in sizes.get(parameter, ()) if _goes(size)]
-            core.open_disk(str(limit.folder), moving, limit.files)
-
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros, where the parameter's state belongs."""
-        block = self._block_of.get(parameter)
-        if block is None:
-            return torch.zeros_like(parameter, dtype=dtype)
-        return self._core.make_zeros_on_disk(block, parameter.detach(), dtype)
-
-    def settle(self, blocks: Iterable[int]) -> None:
-        """What was brought to the host, or made there, goes to the disk."""
-        for block in self._spilled.intersection(blocks):
-            parameters = self._parameters[block]
-            state = [tensor for parameter in parameters for tensor in self._optimizer.tensors_beside(parameter)]
-            self._core.settle_on_disk(block, state)
+    weights: int
+    staging: int
+    gradients: tuple[int, ...]
+    state: tuple[int, ...]
 
 
-def blocks_to_spill(layout: Layout, optimizer: HostOptimizer, limit: HostLimit) -> set[int]:
-    """The blocks whose state has to be on the disk. Nothing has to have memory yet.
+@dataclass(frozen=True)
+class SpillPlan:
+    """Blocks of which the disk has the state, the gradients, the weights; and what the host holds then.
 
-    Raises:
-        HostBudgetTooSmall: as :class:`Spilling`.
+    Attributes:
+        held: bytes that stay, without working memory.
+        working: bytes that an update, fills and gradients on their way take at most.
     """
-    parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
-    return _choose(parameters, optimizer.state_sizes(), limit.budget)
+
+    state: frozenset[int] = frozenset()
+    gradients: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+    held: int = 0
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.held + self.working
 
 
-def _choose(blocks: Sequence[Sequence[Tensor]], state: Mapping[Tensor, Sequence[int]], budget: int) -> set[int]:
-    """As few as need be.
+def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPlan:
+    """As little as need be: state before gradients before weights, of later blocks before earlier ones.
 
     Args:
-        state: bytes of each tensor beside a parameter.
+        budget: bytes that the host may hold.
+        fills: weights that may be on their way at once.
+
+    Raises:
+        HostBudgetTooSmall: whatever is on the disk, the host would hold more.
     """
+    spilled: dict[str, set[int]] = {"state": set(), "gradients": set(), "weights": set()}
+    smallest = plan = _plan(blocks, spilled, fills)
+    for kind, chosen in spilled.items():
+        for block in reversed(range(len(blocks))):
+            if plan.total <= budget:
+                return plan
+            if _on_disk(blocks[block], kind):
+                chosen.add(block)
+                plan = _plan(blocks, spilled, fills)
+                smallest = min(smallest, plan, key=lambda each: each.total)
+    if plan.total <= budget:
+        return plan
+    raise HostBudgetTooSmall(
+        f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
+        f"{smallest.total} bytes ({_C.human_bytes(smallest.total)}) on the host: give as many, or name smaller blocks=",
+        smallest_budget=smallest.total,
+    )
 
-    def sizes(block: int) -> list[int]:
-        return [size for parameter in blocks[block] for size in state.get(parameter, ())]
 
-    held = 2 * sum(parameter.nbytes for block in blocks for parameter in block)  # with gradients
-    held += sum(sum(sizes(block)) for block in range(len(blocks)))
-    spilled: set[int] = set()
-    working = 0
-    for block in reversed(range(len(blocks))):
-        if held + working <= budget:
-            break
-        moving = [size for size in sizes(block) if _goes(size)]
-        if moving:
-            spilled.add(block)
-            held -= sum(moving)
-            working = max(working, _C.DISK_WORKING_SETS * sum(map(_on_disk, moving)))
-    if held + working > budget:
-        raise HostBudgetTooSmall(
-            f"host_budget={budget}: weights, gradients, small tensors and working memory for optimizer state on the "
-            f"disk stay on the host, and take {held + working} bytes ({_C.human_bytes(held + working)}): give as many",
-            smallest_budget=held + working,
-        )
-    return spilled
+def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:
+    held = sum(each.weights + sum(each.gradients) + sum(each.state) for each in blocks)
+    update = leaving = fill = 0
+    for number, sizes in enumerate(blocks):
+        there = {kind: _on_disk(sizes, kind) if number in chosen else 0 for kind, chosen in spilled.items()}
+        held -= sum(_moved(sizes, kind) for kind, chosen in spilled.items() if number in chosen)
+        if sizes.gradients:  # else nothing is updated
+            update = max(update, sum(there.values()))
+        leaving = max(leaving, there["gradients"])
+        fill = max(fill, there["weights"] + (sizes.staging if there["weights"] else 0))
+    working = _C.DISK_WORKING_SETS * update + fills * fill + _GRADIENTS_UNDER_WAY * leaving
+    return SpillPlan(
+        state=frozenset(spilled["state"]),
+        gradients=frozenset(spilled["gradients"]),
+        weights=frozenset(spilled["weights"]),
+        held=held,
+        working=working,
+    )
+
+
+_GRADIENTS_UNDER_WAY = 3  # those of one block come, those before wait for it, and those before are written
+
+
+def _moved(sizes: BlockSizes, kind: str) -> int:
+    """Bytes that the host holds no longer."""
+    return sizes.weights if kind == "weights" else sum(filter(_goes, getattr(sizes, kind)))
+
+
+def _on_disk(sizes: BlockSizes, kind: str) -> int:
+    parts = (sizes.weights,) if kind == "weights" else filter(_goes, getattr(sizes, kind))
+    return sum(map(_rounded, parts))
 
 
 def _goes(size: int) -> bool:
     return size >= _C.DISK_LEAST_BYTES
 
 
-def _on_disk(size: int) -> int:
+def _rounded(size: int) -> int:
     return -(-size // _C.DISK_ALIGNMENT) * _C.DISK_ALIGNMENT
+
+
+class Spilling:
+    """Of one run.
+
+    Args:
+        layout: its blocks, which the core may not have yet.
+        optimizer: None if nothing is trained; then gradients, should there be any, stay on the host and are not
+            counted.
+        slot_bytes: of a block, on the device.
+
+    Raises:
+        HostBudgetTooSmall: even with all on the disk the host would hold more.
+        SpillError: the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        core: _C.PagedModel,
+        layout: Layout,
+        optimizer: HostOptimizer | None,
+        limit: HostLimit,
+        *,
+        slot_bytes: Callable[[int], int],
+    ) -> None:
+        self._core = core
+        self._optimizer = optimizer
+        self._names = [block.name for block in layout.blocks]
+        self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
+        state = {} if optimizer is None else optimizer.state_sizes()
+        sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
+        self.plan = choose(sizes, limit.budget, fills=core.disk_fills)
+        stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
+        self._room = limit.budget - stay
+        self._block_of: dict[Tensor, int] = {
+            parameter: block for block in self.plan.state for parameter in self._parameters[block]
+        }
+        self._backlog = max((sum(filter(_goes, sizes[block].gradients)) for block in self.plan.gradients), default=0)
+        extents = [size for block in self.plan.state for size in filter(_goes, sizes[block].state)]
+        extents += [size for block in self.plan.gradients for size in filter(_goes, sizes[block].gradients)]
+        extents += [sizes[block].weights for block in self.plan.weights]
+        if extents:  # all room now: a full disk in the middle of a step would be too late
+            core.open_disk(str(limit.folder), extents, limit.files)
+
+    def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
+        parameters = self._parameters[block]
+        weights = sum(-(-each.nbytes // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT for each in parameters)
+        trained = [each for each in parameters if each.requires_grad] if self._optimizer is not None else []
+        return BlockSizes(
+            weights=weights,
+            staging=slot_bytes if slot_bytes != weights else 0,
+            gradients=tuple(each.nbytes for each in trained),
+            state=tuple(size for each in parameters for size in state.get(each, ())),
+        )
+
+    @property
+    def room_to_move_in(self) -> int:
+        """Bytes of the host's that nothing has before the first step, but weights that stay."""
+        return self._room
+
+    def block_added(self, block: int) -> None:
+        """The core has it: its weights go to the disk if they are to."""
+        if block in self.plan.gradients:
+            self._core.send_gradients_to_disk(block, self._backlog)
+        if block in self.plan.weights and not self._core.settle_weights_on_disk(block):
+            logger.warning(
+                "the weights of '%s' stay on the host, beyond host_budget=: somebody else knows their memory (a view, "
+                "an array of numpy's, a second parameter)",
+                self._names[block],
+            )
+
+    def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+        """A tensor of the optimizer's, where it belongs: zeros, or the parameter's numbers."""
+        block = self._block_of.get(parameter)
+        if block is not None:
+            return self._core.make_on_disk(block, parameter, dtype, copies=copies)
+        return parameter.detach().to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
+
+    def settle(self, blocks: Iterable[int]) -> None:
+        """What was brought to the host, or made there, goes to the disk."""
+        for block in blocks:
+            if block in self.plan.state and self._optimizer is not None:
+                parameters = self._parameters[block]
+                state = [tensor for parameter in parameters for tensor in self._optimizer.tensors_beside(parameter)]
+                self._core.settle_on_disk(block, state)
+            if block in self.plan.weights:
+                self._core.settle_weights_on_disk(block)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.runtime.homes import Homes
-from hydra_ext.runtime.spilling import HostLimit, Spilling
+from hydra_ext.runtime.spilling import Spilling
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,16 @@ class Updates:
         layout: Layout,
         optimizer: HostOptimizer,
         homes: Homes,
-        limit: HostLimit | None = None,
+        spilling: Spilling | None,
+        *,
+        sync: Callable[[], None],
     ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._blocks = len(layout.blocks)
         self._homes = homes
-        self._spilling = None if limit is None else Spilling(core, layout, optimizer, limit)
+        self._spilling = spilling
+        self._sync = sync
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
         }
@@ -63,8 +66,8 @@ class Updates:
                 self._optimizer.runner = None
 
     def sync(self) -> None:
-        """Returns when no step is under way, and all tensors have their bytes on the host."""
-        self._core.bring_home()
+        """Returns when no step is under way, and all tensors have their bytes; as :meth:`hydra_ext.Run.sync`."""
+        self._sync()
 
     def expect_last_gradients(self) -> None:
         """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
@@ -116,10 +119,10 @@ class Updates:
         self._parts = [block for block, members in by_block.items() if members]
         return [by_block[block] for block in self._parts]
 
-    def new_state(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._spilling is None:
-            return torch.zeros_like(parameter, dtype=dtype)
-        return self._spilling.new_state(parameter, dtype)
+    def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
+        if self._spilling is not None:
+            return self._spilling.new_state(parameter, dtype, copies=copies)
+        return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Parameters of other models are updated at once."""

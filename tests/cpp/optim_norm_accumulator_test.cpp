@@ -110,6 +110,25 @@ TEST(NormAccumulator, TheMemoryMayBeWrittenBetweenExpectationAndArrival) {
   }
 }
 
+TEST(NormAccumulator, WhatIsFinishedIsNotReadAnyMoreAndItsSumStands) {
+  std::vector<Numbers> all = gradients(8);
+  std::vector<double> sums;
+  NormAccumulator accumulator(summing(2));
+  for (const Numbers& numbers : all) {
+    sums.push_back(sum_of(numbers));
+    arrive(accumulator, numbers);
+    accumulator.release();
+  }
+  accumulator.finish();
+  for (Numbers& numbers : all) {
+    std::fill(numbers.begin(), numbers.end(), 0.0F);  // a race, were one still being read
+  }
+  const auto found = accumulator.take();
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(found.at(&all[i]).value, sums[i]);
+  }
+}
+
 TEST(NormAccumulator, ASumBelongsToTheLastOfSeveralParts) {
   const std::vector<Numbers> all = gradients(2);
   const void* const key = &all;

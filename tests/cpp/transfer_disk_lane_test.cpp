@@ -112,6 +112,31 @@ TEST(DiskLane, ReadsComeBeforeWrites) {
   EXPECT_EQ(files.order, "wrwwwww");
 }
 
+TEST(DiskLane, JobsOfOneExtentKeepTheirOrder) {
+  const Folder folder;
+  GatedFiles files;
+  SpillFile file(folder.path(), files);
+  const std::int32_t there = file.reserve(kDiskAlignment);
+  const std::int32_t one = file.reserve(kDiskAlignment);
+  const Buffer old(kDiskAlignment, 1);
+  const Buffer fresh(kDiskAlignment, 2);
+  const Buffer found(kDiskAlignment);
+  const Buffer elsewhere(kDiskAlignment);
+  DiskLane lane(file, /*threads=*/2);
+  lane.submit(job(DiskDirection::kWrite, there, old))->wait();
+  lane.submit(job(DiskDirection::kWrite, one, old))->wait();
+  files.holds_back = true;
+  lane.submit(job(DiskDirection::kWrite, one, fresh));
+  files.begun.wait();
+  const TicketPtr behind = lane.submit(job(DiskDirection::kRead, one, found));
+  lane.submit(job(DiskDirection::kRead, there, elsewhere))->wait();  // which nothing holds back
+  EXPECT_FALSE(behind->finished());
+  files.gate.open();
+  behind->wait();
+  EXPECT_TRUE(found == fresh);
+  EXPECT_TRUE(elsewhere == old);
+}
+
 TEST(DiskLane, AnErrorTravelsInItsTicketAndTheLaneGoesOn) {
   const Folder folder;
   for (std::int64_t nth = 1; nth <= 3; ++nth) {

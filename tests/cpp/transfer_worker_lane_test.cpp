@@ -184,6 +184,31 @@ TEST(WorkerLane, AnErrorInBeforeLeavesOutTheBytesAndAfterAndTheLaneGoesOn) {
   EXPECT_FALSE(after_ran.load());
 }
 
+TEST(WorkerLane, SourcesMayBeLocatedBehindBefore) {
+  std::vector<const void*> sources;
+  std::vector<std::string> order;
+  ScriptedLane lane([&](const Segment& piece) { sources.push_back(piece.source); });
+  Job job = job_of(1, 8);
+  job.segments.front().source = nullptr;
+  job.before = [&] { order.emplace_back("before"); };
+  job.locate = [&](std::vector<Segment>& segments) {
+    order.emplace_back("locate");
+    segments.front().source = tag(7);
+  };
+  lane.submit(std::move(job))->wait();
+  EXPECT_EQ(order, (std::vector<std::string>{"before", "locate"}));
+  EXPECT_EQ(sources, (std::vector<const void*>{tag(7)}));
+
+  Job lost = job_of(2, 8);
+  lost.segments.front().source = nullptr;
+  lost.locate = [](std::vector<Segment>&) {};
+  EXPECT_NE(message_of(*lane.submit(std::move(lost))).find("lacks its source"), std::string::npos);
+  EXPECT_EQ(sources.size(), 1U);
+  Job without = job_of(3, 8);
+  without.segments.front().source = nullptr;
+  EXPECT_THROW(lane.submit(std::move(without)), StateError);
+}
+
 TEST(WorkerLane, AnErrorInAPieceLeavesOutTheRestAndTheLaneGoesOn) {
   std::atomic<int> moved{0};
   ScriptedLane lane([&](const Segment& piece) {
