@@ -75,12 +75,14 @@ class BlockSizes:
         staging: of what is made of them before they move; zero where their types stay.
         gradients: one for each parameter that is trained.
         state: of each tensor of the optimizer's.
+        stays: gradients that may not go to the disk.
     """
 
     weights: int
     staging: int
     gradients: tuple[int, ...]
     state: tuple[int, ...]
+    stays: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,12 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
 
 
 def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:
-    held = sum(each.weights + sum(each.gradients) + sum(each.state) for each in blocks)
+    held = sum(each.weights + sum(each.gradients) + sum(each.state) + each.stays for each in blocks)
     update = leaving = fill = 0
     for number, sizes in enumerate(blocks):
         there = {kind: _on_disk(sizes, kind) if number in chosen else 0 for kind, chosen in spilled.items()}
         held -= sum(_moved(sizes, kind) for kind, chosen in spilled.items() if number in chosen)
-        if sizes.gradients:  # else nothing is updated
+        if sizes.gradients or sizes.stays:  # else nothing is updated
             update = max(update, sum(there.values()))
         leaving = max(leaving, there["gradients"])
         fill = max(fill, there["weights"] + (sizes.staging if there["weights"] else 0))
@@ -181,6 +183,7 @@ class Spilling:
         optimizer: None if nothing is trained; then gradients, should there be any, stay on the host and are not
             counted.
         slot_bytes: of a block, on the device.
+        gradients_stay: ranks average them in the host's memory.
 
     Raises:
         HostBudgetTooSmall: even with all on the disk the host would hold more.
@@ -195,12 +198,14 @@ class Spilling:
         limit: HostLimit,
         *,
         slot_bytes: Callable[[int], int],
+        gradients_stay: bool,
     ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._names = [block.name for block in layout.blocks]
         self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
         state = {} if optimizer is None else optimizer.state_sizes()
+        self._gradients_stay = gradients_stay
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
         self.plan = choose(sizes, limit.budget, fills=core.disk_fills)
         stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
@@ -218,12 +223,13 @@ class Spilling:
     def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
         parameters = self._parameters[block]
         weights = sum(-(-each.nbytes // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT for each in parameters)
-        trained = [each for each in parameters if each.requires_grad] if self._optimizer is not None else []
+        trained = [each.nbytes for each in parameters if each.requires_grad] if self._optimizer is not None else []
         return BlockSizes(
             weights=weights,
             staging=slot_bytes if slot_bytes != weights else 0,
-            gradients=tuple(each.nbytes for each in trained),
+            gradients=() if self._gradients_stay else tuple(trained),
             state=tuple(size for each in parameters for size in state.get(each, ())),
+            stays=sum(trained) if self._gradients_stay else 0,
         )
 
     @property
