@@ -167,7 +167,9 @@ void PagedModel::store_gradients_of(std::int32_t block) {
   sink_->between_gradients([&] {
     std::vector<at::Tensor> gradients;
     for (const HostParameter* parameter : parameters) {
-      if (parameter->lent(gradient_of(parameter))) {
+      // An array of numpy's, say, would lose its memory: such a gradient stays.
+      const std::size_t known = sink_->norm().holds(*parameter) ? 2 : 1;
+      if (parameter->lent(gradient_of(parameter)) && gradient_of(parameter).storage().use_count() <= known) {
         gradients.push_back(gradient_of(parameter));
       }
     }

@@ -133,6 +133,12 @@ AFTER: dict[str, Callable[[nn.Module, list[torch.Tensor]], object]] = {
     "reads them": lambda model, found: found.extend(p.grad.sum() for p in model.parameters() if p.grad is not None),
     "keeps them": keeps_gradients,
     "doubles them": doubles_gradients,
+    "keeps views of them": lambda model, found: found.extend(
+        p.grad[:1] for p in model.parameters() if p.grad is not None
+    ),
+    "keeps arrays of them": lambda model, found: found.extend(
+        torch.from_numpy(p.grad.mul_(1).numpy()) for p in model.parameters() if p.grad is not None
+    ),
     "clips as torch does": lambda model, found: found.append(
         nn.utils.clip_grad_norm_(model.parameters(), 0.01).detach()
     ),
