@@ -51,7 +51,7 @@ void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& 
   loans_ = std::make_shared<WeightLoans>(*disk_, arena_, disk_fills());
   gradient_buffers_ = std::make_shared<HostBuffers>(arena_);
   sink_->set_fetch([this](const at::Tensor& gradient) {
-    if (disk_->holds(gradient)) {
+    if (disk_ && disk_->holds(gradient)) {
       disk_->bring_home(withheld_of(gradient)->block, gradient.storage());
     }
   });
@@ -59,12 +59,25 @@ void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& 
 
 DiskStatistics PagedModel::disk_statistics() const {
   if (!disk_) {
-    return {};
+    return disk_used_;
   }
   DiskStatistics statistics = disk_->statistics();
   statistics.wait_seconds += loans_->wait_seconds();
   statistics.working_bytes += loans_->bytes() + gradient_buffers_->lent_bytes() + gradient_buffers_->kept_bytes();
   return statistics;
+}
+
+void PagedModel::close_disk() noexcept {
+  disk_used_ = disk_statistics();
+  for (BlockBacking* backing : backings_) {
+    backing->goes_to_disk(nullptr);
+    for (HostParameter* parameter : backing->parameters()) {
+      parameter->gradient_buffers.reset();
+    }
+  }
+  gradient_buffers_.reset();
+  loans_.reset();
+  disk_.reset();
 }
 
 // ---- to the disk ------------------------------------------------------------------------------
