@@ -128,7 +128,7 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
         return plan
     raise HostBudgetTooSmall(
         f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
-        f"{smallest.total} bytes ({_C.human_bytes(smallest.total)}) on the host: give as many, or name smaller blocks=",
+        f"{_C.human_bytes(smallest.total)} on the host: give as many, or name smaller blocks=",
         smallest_budget=smallest.total,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ LAYERS = 24
 
 def allowed() -> bool:
     """A process may have mounts of its own."""
+    if shutil.which(_OWN_MOUNTS[0]) is None:
+        return False
     mounting = [*_OWN_MOUNTS, "mount", "-t", "tmpfs", "none", "/mnt"]
     return subprocess.run(mounting, capture_output=True, check=False).returncode == 0
 
