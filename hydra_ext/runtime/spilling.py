@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
         return plan
     raise HostBudgetTooSmall(
         f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
-        f"{smallest.total} bytes ({_C.human_bytes(smallest.total)}) on the host: give as many, or name smaller blocks=",
+        f"{_C.human_bytes(smallest.total)} on the host: give as many, or name smaller blocks=",
         smallest_budget=smallest.total,
     )
 
@@ -175,6 +176,23 @@ def _rounded(size: int) -> int:
     return -(-size // _C.DISK_ALIGNMENT) * _C.DISK_ALIGNMENT
 
 
+def _expect_room(folder: Path, needed: int) -> None:
+    """That all of it is free, as far as can be told now: who takes it in the meantime is told of a part only.
+
+    Raises:
+        SpillError: it is not.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # the core says why
+    if free < needed:
+        raise SpillError(
+            f"the run takes {_C.human_bytes(needed)} in spill_dir '{folder}', where {_C.human_bytes(free)} are free: "
+            "free some, name another folder, or give a larger host_budget="
+        )
+
+
 class Spilling:
     """Of one run.
 
@@ -218,6 +236,7 @@ class Spilling:
         extents += [size for block in self.plan.gradients for size in filter(_goes, sizes[block].gradients)]
         extents += [sizes[block].weights for block in self.plan.weights]
         if extents:  # all room now: a full disk in the middle of a step would be too late
+            _expect_room(limit.folder, sum(map(_rounded, extents)))
             core.open_disk(str(limit.folder), extents, limit.files)
 
     def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
