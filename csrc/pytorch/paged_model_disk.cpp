@@ -46,8 +46,9 @@ DeferredUpdate::Part PagedModel::part_of(const BlockUpdate& update) const {
 void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& sizes,
                            std::shared_ptr<FileOperations> files) {
   HYDRA_EXPECT(!disk_ && !closed_, StateError, "a second spill_dir of one offload context");
-  disk_ = std::make_unique<DiskHomes>(folder, arena_, std::move(files));
-  disk_->reserve(sizes);
+  auto disk = std::make_unique<DiskHomes>(folder, arena_, std::move(files));
+  disk->reserve(sizes);
+  disk_ = std::move(disk);
   loans_ = std::make_shared<WeightLoans>(*disk_, arena_, disk_fills());
   gradient_buffers_ = std::make_shared<HostBuffers>(arena_);
   sink_->set_fetch([this](const at::Tensor& gradient) {

@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -123,8 +122,6 @@ def spilling(folder: Path) -> dict[str, Any]:
         run.core.finish_update()
         seen["on disk"] = run.report().disk_bytes
         seen["reserved"] = _used(folder)
-    del run
-    gc.collect()
     seen["left"], seen["same state"] = _used(folder), _same(state(plain, theirs), state(model, ours))
     return seen
 
