@@ -172,7 +172,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             fault_path=self._checks.fault_path,
         )
         try:
-            spilling = self._make_spilling(core)
+            spilling = self._make_spilling(core, replicas)
             move_in(core, self._model, self._layout.blocks, replicas, spilling)
         except BaseException:  # re-raised: nobody else knows the core yet
             core.close()
@@ -195,7 +195,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             raise
         return self._run
 
-    def _make_spilling(self, core: _C.PagedModel) -> Spilling | None:
+    def _make_spilling(self, core: _C.PagedModel, replicas: Replicas | None) -> Spilling | None:
         if self._host_limit is None:
             return None
         blocks = self._layout.blocks
@@ -206,6 +206,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             optimizer,
             self._host_limit,
             slot_bytes=lambda number: _slot_bytes(blocks[number].parameters, self._param_dtype),
+            gradients_stay=replicas is not None,
         )
 
     def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from support import small_disks
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
@@ -16,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mounting = [item for item in items if item.get_closest_marker("mounts")]
+    if mounting and "mounts" not in config.getoption("-m") and not small_disks.allowed():
+        config.hook.pytest_deselected(items=mounting)
+        items[:] = [item for item in items if item not in mounting]
     shard = config.getoption("--shard")
     if shard is None:
         return

@@ -78,6 +78,12 @@ void NormAccumulator::finish() {
   changed_->wait(lock, [this] { return !working_ && ready_.empty(); });
 }
 
+bool NormAccumulator::holds(Key key) {
+  const std::lock_guard lock(mutex_);
+  const auto known = entries_.find(key);
+  return known != entries_.end() && known->second.sum.owner != nullptr;
+}
+
 void NormAccumulator::forget() {
   home_.expect_here();
   std::unique_lock lock(mutex_);

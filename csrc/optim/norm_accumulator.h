@@ -55,6 +55,8 @@ class NormAccumulator {
   void release();
   /// Blocks until nothing that has arrived and was released is being read, or is going to be.
   void finish();
+  /// Whether an owner is held under the key.
+  bool holds(Key key);
   /// All is void, and blocks while any memory is being read.
   void forget();
   /// Releases, waits for what is under way, and forgets. Without what has not arrived, and without what the summation

@@ -59,6 +59,11 @@ void LeavingNorm::finish() {
   }
 }
 
+bool LeavingNorm::holds(const HostParameter& parameter) const {
+  const auto known = accumulator();
+  return known && known->holds(parameter.host.unsafeGetTensorImpl());
+}
+
 void LeavingNorm::end() {
   std::shared_ptr<NormAccumulator> known;
   {

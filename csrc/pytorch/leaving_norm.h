@@ -38,6 +38,8 @@ class LeavingNorm {
   void release();
   /// As that, and blocks until they have been read: their bytes may leave, and their sums stand.
   void finish();
+  /// Whether it holds on to the storage of the parameter's gradient.
+  bool holds(const HostParameter& parameter) const;
 
   /// Ends; the sums of those host parameters whose gradient is what arrived. Waits for what is under way.
   std::vector<std::optional<double>> take(const std::vector<at::Tensor>& hosts);

@@ -161,6 +161,7 @@ void PagedModel::close() {
     parameter->diversion.reset();
     withdraw(*parameter->page, "belonged to an offload context that has ended");
   }
+  close_disk();
   if (lost) {
     std::rethrow_exception(lost);
   }

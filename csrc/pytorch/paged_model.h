@@ -281,6 +281,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void store_gradients_of(std::int32_t block);
   /// Blocks to whose parameters somebody has given other bytes have the rest on the host, too.
   void review_disk();
+  /// Gives back the room on the disk, threads and memory; what was counted stays known.
+  void close_disk() noexcept;
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
@@ -315,6 +317,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   GradientGathering gathering_;
   DeviceHomes homes_;
   std::unique_ptr<DiskHomes> disk_;
+  DiskStatistics disk_used_;  // once it is closed
   std::shared_ptr<WeightLoans> loans_;
   std::shared_ptr<HostBuffers> gradient_buffers_;
   Bytes gradient_backlog_ = 0;

@@ -46,12 +46,13 @@ DeferredUpdate::Part PagedModel::part_of(const BlockUpdate& update) const {
 void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& sizes,
                            std::shared_ptr<FileOperations> files) {
   HYDRA_EXPECT(!disk_ && !closed_, StateError, "a second spill_dir of one offload context");
-  disk_ = std::make_unique<DiskHomes>(folder, arena_, std::move(files));
-  disk_->reserve(sizes);
+  auto disk = std::make_unique<DiskHomes>(folder, arena_, std::move(files));
+  disk->reserve(sizes);
+  disk_ = std::move(disk);
   loans_ = std::make_shared<WeightLoans>(*disk_, arena_, disk_fills());
   gradient_buffers_ = std::make_shared<HostBuffers>(arena_);
   sink_->set_fetch([this](const at::Tensor& gradient) {
-    if (disk_->holds(gradient)) {
+    if (disk_ && disk_->holds(gradient)) {
       disk_->bring_home(withheld_of(gradient)->block, gradient.storage());
     }
   });
@@ -59,12 +60,25 @@ void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& 
 
 DiskStatistics PagedModel::disk_statistics() const {
   if (!disk_) {
-    return {};
+    return disk_used_;
   }
   DiskStatistics statistics = disk_->statistics();
   statistics.wait_seconds += loans_->wait_seconds();
   statistics.working_bytes += loans_->bytes() + gradient_buffers_->lent_bytes() + gradient_buffers_->kept_bytes();
   return statistics;
+}
+
+void PagedModel::close_disk() noexcept {
+  disk_used_ = disk_statistics();
+  for (BlockBacking* backing : backings_) {
+    backing->goes_to_disk(nullptr);
+    for (HostParameter* parameter : backing->parameters()) {
+      parameter->gradient_buffers.reset();
+    }
+  }
+  gradient_buffers_.reset();
+  loans_.reset();
+  disk_.reset();
 }
 
 // ---- to the disk ------------------------------------------------------------------------------
@@ -167,7 +181,9 @@ void PagedModel::store_gradients_of(std::int32_t block) {
   sink_->between_gradients([&] {
     std::vector<at::Tensor> gradients;
     for (const HostParameter* parameter : parameters) {
-      if (parameter->lent(gradient_of(parameter))) {
+      // An array of numpy's, say, would lose its memory: such a gradient stays.
+      const std::size_t known = sink_->norm().holds(*parameter) ? 2 : 1;
+      if (parameter->lent(gradient_of(parameter)) && gradient_of(parameter).storage().use_count() <= known) {
         gradients.push_back(gradient_of(parameter));
       }
     }

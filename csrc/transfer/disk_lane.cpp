@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <system_error>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -15,9 +17,15 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 
 }  // namespace
 
-DiskLane::DiskLane(SpillFile& file, int threads) : file_(file) {
-  for (int i = 0; i < threads; ++i) {
-    threads_->emplace_back([this] { run(); });
+DiskLane::DiskLane(SpillFile& file, int threads) : file_(file), several_(threads > 1) {
+  try {
+    for (int i = 0; i < threads; ++i) {
+      threads_->emplace_back([this] { run(); });
+    }
+  } catch (const std::system_error& error) {
+    stop();
+    throw SpillError("no thread could be started for transfers of spill_dir '" + file.folder() +
+                     "': " + std::string(error.what()));
   }
 }
 
@@ -26,6 +34,10 @@ DiskLane::~DiskLane() {
     return;
   }
   drain();
+  stop();
+}
+
+void DiskLane::stop() noexcept {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -70,34 +82,46 @@ LaneStatistics DiskLane::statistics(DiskDirection direction) const {
   return statistics_[static_cast<std::size_t>(direction)];
 }
 
-bool DiskLane::held_back(const Running& running) const noexcept {
-  return std::any_of(unfinished_.begin(), unfinished_.end(), [&](const RunningPtr& other) {
+DiskLane::RunningPtr DiskLane::held_back_by(const Running& running) const noexcept {
+  const auto found = std::find_if(unfinished_.begin(), unfinished_.end(), [&](const RunningPtr& other) {
     const bool both_read =
         running.job.direction == DiskDirection::kRead && other->job.direction == DiskDirection::kRead;
     return other->sequence < running.sequence && other->job.extent == running.job.extent && !both_read;
   });
+  return found == unfinished_.end() ? nullptr : *found;
+}
+
+DiskLane::RunningPtr DiskLane::next() const noexcept {
+  const auto first = [this](DiskDirection direction) -> RunningPtr {
+    for (const RunningPtr& running : waiting_[static_cast<std::size_t>(direction)]) {
+      const RunningPtr before = running->next > 0 ? nullptr : held_back_by(*running);
+      if (!before) {
+        return running;
+      }
+      if (before->next < before->pieces && !held_back_by(*before)) {
+        return before;
+      }
+    }
+    return nullptr;
+  };
+  const bool for_writes = several_ && writing_ == 0;
+  RunningPtr found = first(for_writes ? DiskDirection::kWrite : DiskDirection::kRead);
+  return found ? found : first(for_writes ? DiskDirection::kRead : DiskDirection::kWrite);
 }
 
 DiskLane::RunningPtr DiskLane::take_piece(std::int64_t& piece) noexcept {
-  for (std::deque<RunningPtr>& queue : waiting_) {
-    const auto found = std::find_if(queue.begin(), queue.end(), [this](const RunningPtr& running) {
-      return running->next > 0 || !held_back(*running);
-    });
-    if (found == queue.end()) {
-      continue;
-    }
-    RunningPtr running = *found;
+  RunningPtr running = next();
+  if (running) {
     if (running->next == 0) {
       running->begin = Clock::now();
       running->ticket->mark_enqueued();
     }
     piece = running->next++;
     if (running->next == running->pieces) {
-      queue.erase(found);
+      std::erase(waiting_[static_cast<std::size_t>(running->job.direction)], running);
     }
-    return running;
   }
-  return nullptr;
+  return running;
 }
 
 void DiskLane::run() noexcept {
@@ -113,6 +137,8 @@ void DiskLane::run() noexcept {
       continue;
     }
     const bool failed = running->error != nullptr;
+    const int writes = running->job.direction == DiskDirection::kWrite ? 1 : 0;
+    writing_ += writes;
     lock.unlock();
     std::exception_ptr error;
     Bytes bytes = 0;
@@ -125,6 +151,7 @@ void DiskLane::run() noexcept {
       }
     }
     lock.lock();
+    writing_ -= writes;
     if (end_piece(*running, std::move(error), bytes)) {
       lock.unlock();
       finish(*running);

@@ -1,9 +1,10 @@
 // The way between host memory and a spill file: whole extents, piece by piece, by several threads.
 //
-// Reads come before writes, since somebody waits for them, and are otherwise served in the order they were asked for.
-// But a job waits for those of its extent that were asked for before, unless both read. Memory: see SpillFile; a job
-// owns what it is given until just before its ticket ends. A job whose piece has failed moves no more of them, and its
-// ticket has the first error. The file has to outlive the lane.
+// Reads come before writes, since somebody waits for them; but one of several threads is the writes' while some wait,
+// whose memory is wanted, too. Otherwise jobs are served in the order they were asked for. A job waits for those of its
+// extent that were asked for before, unless both read; a write that a read waits for comes in that read's place.
+// Memory: see SpillFile; a job owns what it is given until just before its ticket ends. A job whose piece has failed
+// moves no more of them, and its ticket has the first error. The file has to outlive the lane.
 //
 // Threads: any. Nobody here waits for a transfer but drain() and the destructor. In a forked child, which has none of
 // the threads, submit() throws StateError and the rest does nothing.
@@ -38,6 +39,7 @@ class DiskLane final {
  public:
   static constexpr int kThreads = 4;
 
+  /// Throws SpillError if there can be no threads.
   explicit DiskLane(SpillFile& file, int threads = kThreads);
   /// Drains.
   ~DiskLane();
@@ -65,8 +67,14 @@ class DiskLane final {
   using RunningPtr = std::shared_ptr<Running>;
 
   void run() noexcept;
-  /// Whether an earlier job of its extent has to end before it begins. Under the mutex.
-  bool held_back(const Running& running) const noexcept;
+  /// Joins the threads there are.
+  void stop() noexcept;
+  using Queue = std::deque<RunningPtr>;
+
+  /// The first earlier job of its extent that has to end before it begins; null if there is none. Under the mutex.
+  RunningPtr held_back_by(const Running& running) const noexcept;
+  /// The job whose turn it is: of the writes if it is theirs. Under the mutex.
+  RunningPtr next() const noexcept;
   /// One piece of the most urgent job; null when there is nothing to begin. Under the mutex.
   RunningPtr take_piece(std::int64_t& piece) noexcept;
   void move(Running& running, std::int64_t piece);
@@ -75,12 +83,14 @@ class DiskLane final {
   static void finish(Running& running) noexcept;
 
   SpillFile& file_;
+  const bool several_;
   const HomeProcess home_;
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
-  std::array<std::deque<RunningPtr>, 2> waiting_;  // by direction: jobs with pieces to begin
+  std::array<Queue, 2> waiting_;  // by direction: jobs with pieces to begin
   std::list<RunningPtr> unfinished_;
   std::int64_t submitted_ = 0;
+  int writing_ = 0;  // threads that do
   bool stopping_ = false;
   std::array<LaneStatistics, 2> statistics_;
   HomeOnly<std::vector<std::thread>> threads_;

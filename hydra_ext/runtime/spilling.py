@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,12 +76,14 @@ class BlockSizes:
         staging: of what is made of them before they move; zero where their types stay.
         gradients: one for each parameter that is trained.
         state: of each tensor of the optimizer's.
+        stays: gradients that may not go to the disk.
     """
 
     weights: int
     staging: int
     gradients: tuple[int, ...]
     state: tuple[int, ...]
+    stays: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,18 +130,18 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
         return plan
     raise HostBudgetTooSmall(
         f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
-        f"{smallest.total} bytes ({_C.human_bytes(smallest.total)}) on the host: give as many, or name smaller blocks=",
+        f"{_C.human_bytes(smallest.total)} on the host: give as many, or name smaller blocks=",
         smallest_budget=smallest.total,
     )
 
 
 def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: int) -> SpillPlan:
-    held = sum(each.weights + sum(each.gradients) + sum(each.state) for each in blocks)
+    held = sum(each.weights + sum(each.gradients) + sum(each.state) + each.stays for each in blocks)
     update = leaving = fill = 0
     for number, sizes in enumerate(blocks):
         there = {kind: _on_disk(sizes, kind) if number in chosen else 0 for kind, chosen in spilled.items()}
         held -= sum(_moved(sizes, kind) for kind, chosen in spilled.items() if number in chosen)
-        if sizes.gradients:  # else nothing is updated
+        if sizes.gradients or sizes.stays:  # else nothing is updated
             update = max(update, sum(there.values()))
         leaving = max(leaving, there["gradients"])
         fill = max(fill, there["weights"] + (sizes.staging if there["weights"] else 0))
@@ -173,6 +176,23 @@ def _rounded(size: int) -> int:
     return -(-size // _C.DISK_ALIGNMENT) * _C.DISK_ALIGNMENT
 
 
+def _expect_room(folder: Path, needed: int) -> None:
+    """That all of it is free, as far as can be told now: who takes it in the meantime is told of a part only.
+
+    Raises:
+        SpillError: it is not.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return  # the core says why
+    if free < needed:
+        raise SpillError(
+            f"the run takes {_C.human_bytes(needed)} in spill_dir '{folder}', where {_C.human_bytes(free)} are free: "
+            "free some, name another folder, or give a larger host_budget="
+        )
+
+
 class Spilling:
     """Of one run.
 
@@ -181,6 +201,7 @@ class Spilling:
         optimizer: None if nothing is trained; then gradients, should there be any, stay on the host and are not
             counted.
         slot_bytes: of a block, on the device.
+        gradients_stay: ranks average them in the host's memory.
 
     Raises:
         HostBudgetTooSmall: even with all on the disk the host would hold more.
@@ -195,12 +216,14 @@ class Spilling:
         limit: HostLimit,
         *,
         slot_bytes: Callable[[int], int],
+        gradients_stay: bool,
     ) -> None:
         self._core = core
         self._optimizer = optimizer
         self._names = [block.name for block in layout.blocks]
         self._parameters = [[parameter for _, parameter in block.parameters] for block in layout.blocks]
         state = {} if optimizer is None else optimizer.state_sizes()
+        self._gradients_stay = gradients_stay
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
         self.plan = choose(sizes, limit.budget, fills=core.disk_fills)
         stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
@@ -213,17 +236,19 @@ class Spilling:
         extents += [size for block in self.plan.gradients for size in filter(_goes, sizes[block].gradients)]
         extents += [sizes[block].weights for block in self.plan.weights]
         if extents:  # all room now: a full disk in the middle of a step would be too late
+            _expect_room(limit.folder, sum(map(_rounded, extents)))
             core.open_disk(str(limit.folder), extents, limit.files)
 
     def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
         parameters = self._parameters[block]
         weights = sum(-(-each.nbytes // _C.PAGE_ALIGNMENT) * _C.PAGE_ALIGNMENT for each in parameters)
-        trained = [each for each in parameters if each.requires_grad] if self._optimizer is not None else []
+        trained = [each.nbytes for each in parameters if each.requires_grad] if self._optimizer is not None else []
         return BlockSizes(
             weights=weights,
             staging=slot_bytes if slot_bytes != weights else 0,
-            gradients=tuple(each.nbytes for each in trained),
+            gradients=() if self._gradients_stay else tuple(trained),
             state=tuple(size for each in parameters for size in state.get(each, ())),
+            stays=sum(trained) if self._gradients_stay else 0,
         )
 
     @property

@@ -137,6 +137,50 @@ TEST(DiskLane, JobsOfOneExtentKeepTheirOrder) {
   EXPECT_TRUE(elsewhere == old);
 }
 
+TEST(DiskLane, AWriteThatAReadWaitsForComesInItsPlace) {
+  const Folder folder;
+  GatedFiles files;
+  SpillFile file(folder.path(), files);
+  std::vector<std::int32_t> extents;
+  for (int i = 0; i < 3; ++i) {
+    extents.push_back(file.reserve(kDiskAlignment));
+  }
+  const Buffer bytes(kDiskAlignment, 1);
+  const Buffer found(kDiskAlignment);
+  DiskLane lane(file, /*threads=*/1);
+  files.holds_back = true;
+  lane.submit(job(DiskDirection::kWrite, extents[0], bytes));
+  files.begun.wait();
+  lane.submit(job(DiskDirection::kWrite, extents[1], bytes));
+  lane.submit(job(DiskDirection::kWrite, extents[2], bytes));
+  lane.submit(job(DiskDirection::kRead, extents[2], found));
+  files.gate.open();
+  lane.drain();
+  EXPECT_EQ(files.order, "wwrw");
+  EXPECT_TRUE(found == bytes);
+}
+
+TEST(DiskLane, OneOfSeveralThreadsIsTheWritesWhileSomeWait) {
+  const Folder folder;
+  GatedFiles files;
+  SpillFile file(folder.path(), files);
+  const std::int32_t there = file.reserve(kDiskAlignment);
+  const std::int32_t one = file.reserve(kDiskAlignment);
+  const std::int32_t other = file.reserve(kDiskAlignment);
+  const Buffer bytes(kDiskAlignment, 1);
+  const Buffer found(kDiskAlignment);
+  DiskLane lane(file, /*threads=*/2);
+  lane.submit(job(DiskDirection::kWrite, there, bytes))->wait();
+  files.holds_back = true;
+  const TicketPtr writing = lane.submit(job(DiskDirection::kWrite, one, bytes));
+  files.begun.wait();
+  const TicketPtr waiting = lane.submit(job(DiskDirection::kWrite, other, bytes));
+  lane.submit(job(DiskDirection::kRead, there, found))->wait();  // the other thread's, though a write was asked before
+  EXPECT_FALSE(writing->finished());
+  files.gate.open();
+  waiting->wait();
+}
+
 TEST(DiskLane, AnErrorTravelsInItsTicketAndTheLaneGoesOn) {
   const Folder folder;
   for (std::int64_t nth = 1; nth <= 3; ++nth) {

@@ -20,6 +20,8 @@ from hydra_ext.runtime.spilling import choose
 from support.benches import assert_same
 from support.native import BATCHES, BETWEEN, OPTIMIZERS, STEPS, WIDTH, state, train
 from support.on_disk import DEPTH, DEVICE_BUDGET, FILLS, GRADIENT, ON_DISK, budget_for, offloaded, pair, sizes, stack
+from support.on_disk_ranks import train_together
+from support.ranks import run_ranks
 
 
 @pytest.mark.parametrize("weights", [1, 11, DEPTH])
@@ -131,6 +133,12 @@ AFTER: dict[str, Callable[[nn.Module, list[torch.Tensor]], object]] = {
     "reads them": lambda model, found: found.extend(p.grad.sum() for p in model.parameters() if p.grad is not None),
     "keeps them": keeps_gradients,
     "doubles them": doubles_gradients,
+    "keeps views of them": lambda model, found: found.extend(
+        p.grad[:1] for p in model.parameters() if p.grad is not None
+    ),
+    "keeps arrays of them": lambda model, found: found.extend(
+        torch.from_numpy(p.grad.mul_(1).numpy()) for p in model.parameters() if p.grad is not None
+    ),
     "clips as torch does": lambda model, found: found.append(
         nn.utils.clip_grad_norm_(model.parameters(), 0.01).detach()
     ),
@@ -242,6 +250,12 @@ def steps_of(model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) ->
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+def test_ranks_that_average_gradients_keep_those_on_the_host(tmp_path: Path) -> None:
+    without = run_ranks(train_together, None, folder=tmp_path)
+    for expected, seen in zip(without, run_ranks(train_together, str(tmp_path), folder=tmp_path), strict=True):
+        assert_same(expected, seen)
 
 
 # ---- a disk that fails ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def observe(folder: Path) -> dict[str, int]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 2**10 * int(next(line for line in lines if line.startswith(f"{field}:")).split()[1])
 
@@ -38,9 +38,9 @@ def _status(field: str) -> int:
 def growth(work: Callable[[], Any]) -> int:
     """Bytes that this process had at most meanwhile, beyond what it had before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _status("VmRSS")
+    before = status("VmRSS")
     work()
-    return _status("VmHWM") - before
+    return status("VmHWM") - before
 
 
 def _main() -> None:
