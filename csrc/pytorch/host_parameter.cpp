@@ -47,15 +47,19 @@ std::string shape_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool HostParameter::withheld() const { return withheld_storage && shows(host, withheld_storage); }
+bool HostParameter::withheld() const {
+  return (withheld_data != nullptr || went_to_disk) && shows(host, withheld_storage);
+}
 
 void HostParameter::note_withheld(bool to_disk) {
-  withheld_data = to_disk ? nullptr : host_data();
+  went_to_disk = to_disk || on_disk();
+  withheld_data = went_to_disk ? nullptr : host_data();
   withheld_storage = host.storage();
 }
 
 void HostParameter::note_given_back() {
   withheld_data = nullptr;
+  went_to_disk = false;
   withheld_storage = {};
 }
 

@@ -32,8 +32,9 @@ struct HostParameter {
   PagePtr page;
   bool adopted = false;  // the host's bytes lie in the arena
 
-  // The bytes that the host had when they were withheld, null if they went to the disk; and the storage they were of.
+  // The bytes that the host had when they were withheld, or that they went to the disk; and the storage they were of.
   std::byte* withheld_data = nullptr;
+  bool went_to_disk = false;
   c10::Storage withheld_storage;
 
   // What the host was when its bytes were last known to be those of the face.
@@ -58,7 +59,7 @@ struct HostParameter {
   /// others.
   bool withheld() const;
   /// Whether its home is the disk, and nobody has given it others.
-  bool on_disk() const { return withheld() && withheld_data == nullptr; }
+  bool on_disk() const { return went_to_disk && withheld(); }
   /// The host's bytes are about to be withheld, to go to the disk if so, or have been given back.
   void note_withheld(bool to_disk = false);
   void note_given_back();

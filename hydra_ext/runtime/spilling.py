@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.errors import HostBudgetTooSmall, InvalidArgument, SpillError
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import parse_bytes
+from hydra_ext.runtime.host_memory import memory_limit
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +67,16 @@ class HostLimit:
             raise SpillError(
                 f"spill_dir '{path}' cannot be made: {error}; name a folder that this process may write to"
             ) from error
-        return cls(parse_bytes(budget), path, files)
+        most, asked = memory_limit(), parse_bytes(budget)
+        if most is not None and asked > most:
+            logger.warning(
+                "host_budget=%d is more than the %s that this process may have: the latter counts, and leaves nothing "
+                "for anything else",
+                asked,
+                _C.human_bytes(most),
+            )
+            asked = most
+        return cls(asked, path, files)
 
 
 @dataclass(frozen=True)
@@ -193,6 +205,30 @@ def _expect_room(folder: Path, needed: int) -> None:
         )
 
 
+_PROBE_BYTES = 4 * 2**20
+_SLOW = 50 * 2**20  # bytes a second, there and back
+
+
+def _warn_of_a_slow_disk(folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    """A few MiB go there and are safe: a disk on which a step takes minutes is told of before the first one."""
+    begin = clock()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return  # the core says why
+    speed = _PROBE_BYTES / max(clock() - begin, 1e-9)
+    if speed < _SLOW:
+        logger.warning(
+            "spill_dir '%s' took %.1f MiB/s when it was tried, and every step moves what is there: name a folder on a "
+            "faster disk, or give a larger host_budget=",
+            folder,
+            speed / 2**20,
+        )
+
+
 class Spilling:
     """Of one run.
 
@@ -237,6 +273,7 @@ class Spilling:
         extents += [sizes[block].weights for block in self.plan.weights]
         if extents:  # all room now: a full disk in the middle of a step would be too late
             _expect_room(limit.folder, sum(map(_rounded, extents)))
+            _warn_of_a_slow_disk(limit.folder)
             core.open_disk(str(limit.folder), extents, limit.files)
 
     def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
