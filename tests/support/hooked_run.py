@@ -7,6 +7,7 @@ computed nothing before: what libraries allocate once, they allocate where the h
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -153,6 +154,7 @@ def _run(scenario: Scenario) -> HookedRun:
     from support.training import Recipe, build, build_optimizer
     from support.zoo import FAMILIES
 
+    gc.collect()  # what the run before has left is not to go in the middle of this one
     arenas: list[Any] = []
     make_arena = _C.HostArena
     _C.HostArena = lambda: arenas.append(make_arena()) or arenas[0]  # type: ignore[misc,assignment]
