@@ -263,6 +263,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void synchronise_hosts();
   /// False: what it found is added to `mismatches`.
   bool synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches);
+  /// Between windows, one block alone. False if parameters differ from what they were.
+  bool synchronise_block(std::int32_t block);
   /// Of a block whose home is the device: its slot is never stale.
   void synchronise_home(const BlockBacking& backing);
   /// The face is trained if the host is.

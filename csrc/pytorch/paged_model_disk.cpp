@@ -100,19 +100,10 @@ bool PagedModel::settle_weights_on_disk(std::int32_t block) {
   if (disk_->holds_weights(block)) {
     return true;
   }
-  BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
-  std::string mismatches;
-  bool stale = false;
-  for (HostParameter* parameter : backing.parameters()) {
-    stale = synchronise(*parameter, trainable_stale_, all_stale_, mismatches) || stale;
-  }
-  if (!mismatches.empty()) {
+  if (!synchronise_block(block)) {
     return false;
   }
-  if (stale) {
-    backing.host_changed();
-    pager_->invalidate(block);
-  }
+  BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
   backing.goes_to_disk(loans_);
   return disk_->settle_weights(block, backing, weak_from_this());
 }

@@ -130,20 +130,8 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
   if (homes_.holds(block)) {
     return true;
   }
-  BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
-  std::string mismatches;
-  bool stale = false;
-  for (HostParameter* parameter : backing.parameters()) {
-    stale = synchronise(*parameter, trainable_stale_, all_stale_, mismatches) || stale;
-  }
-  if (!mismatches.empty()) {
-    return false;
-  }
-  if (stale) {
-    backing.host_changed();
-    pager_->invalidate(block);
-  }
-  return homes_.settle(block, backing, state, weak_from_this());
+  return synchronise_block(block) &&
+         homes_.settle(block, *backings_[static_cast<std::size_t>(block)], state, weak_from_this());
 }
 
 void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {

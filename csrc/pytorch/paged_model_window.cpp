@@ -171,12 +171,12 @@ void PagedModel::synchronise_home(const BlockBacking& backing) {
 void PagedModel::synchronise_for_fault(std::int32_t block) {
   const auto gate = lock_without_gil(gate_);
   const ReleaseGilIfHeld released;
-  if (closed_ || window_open()) {
-    return;
+  if (!closed_ && !window_open() && !homes_.holds(block)) {
+    synchronise_block(block);
   }
-  if (homes_.holds(block)) {
-    return;
-  }
+}
+
+bool PagedModel::synchronise_block(std::int32_t block) {
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
   std::string mismatches;
   bool stale = false;
@@ -187,6 +187,7 @@ void PagedModel::synchronise_for_fault(std::int32_t block) {
     backing.host_changed();
     pager_->invalidate(block);
   }
+  return mismatches.empty();
 }
 
 // ---- out --------------------------------------------------------------------------------------

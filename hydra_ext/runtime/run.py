@@ -275,7 +275,7 @@ class Run(Resumable):
                 in_flight=self._place.gradient_bound(self.budget),
                 refusal=self._why_no_homes(),
             )
-            self.updates = Updates(self.core, self.layout, optimizer, self._homes, self._spilling, sync=self.sync)
+            self.updates = Updates(self, optimizer, self._homes, self._spilling)
         engine.join(self)
 
     def _why_no_homes(self) -> str:
@@ -343,7 +343,7 @@ class Run(Resumable):
             self._place.resume()
             root.swap(self.model, self)
 
-    # ---- forward ----------------------------------------------------------------------------------------------------
+    # ---- forward and backward ---------------------------------------------------------------------------------------
 
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -371,8 +371,6 @@ class Run(Resumable):
     @not_traced
     def forward_kind(self) -> _C.PassKind:
         return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
-
-    # ---- backward ---------------------------------------------------------------------------------------------------
 
     def backward_ended(self, *, accumulated: bool) -> None:
         """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""

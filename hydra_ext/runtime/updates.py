@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,29 +30,29 @@ Gradients = list[tuple[Tensor, Tensor]]
 _NO_BLOCK = -1  # of parameters that the model has not
 
 
+class UpdateOwner(Protocol):
+    """The run whose model is updated."""
+
+    core: _C.PagedModel
+    layout: Layout
+
+    def sync(self) -> None: ...
+
+
 class Updates:
     """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
 
     destinations: Mapping[Tensor, Tensor] | None = None  # steps are made in place
 
-    def __init__(
-        self,
-        core: _C.PagedModel,
-        layout: Layout,
-        optimizer: HostOptimizer,
-        homes: Homes,
-        spilling: Spilling | None,
-        *,
-        sync: Callable[[], None],
-    ) -> None:
-        self._core = core
+    def __init__(self, owner: UpdateOwner, optimizer: HostOptimizer, homes: Homes, spilling: Spilling | None) -> None:
+        self._owner: UpdateOwner = weakref.proxy(owner)  # which has this, and would be kept by it
+        self._core = owner.core
         self._optimizer = optimizer
-        self._blocks = len(layout.blocks)
+        self._blocks = len(owner.layout.blocks)
         self._homes = homes
         self._spilling = spilling
-        self._sync = sync
         self._block_of: dict[Tensor, int] = {
-            parameter: index for index, block in enumerate(layout.blocks) for _, parameter in block.parameters
+            parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
         self._parts: list[int] = []  # the blocks of what is being prepared
         self._scale = 1.0  # of the gradients of the model's own parameters
@@ -67,7 +69,7 @@ class Updates:
 
     def sync(self) -> None:
         """Returns when no step is under way, and all tensors have their bytes; as :meth:`hydra_ext.Run.sync`."""
-        self._sync()
+        self._owner.sync()
 
     def expect_last_gradients(self) -> None:
         """Gradients that come home from now on are the step's last: their squares are summed as they arrive.

@@ -3,9 +3,11 @@
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <functional>
+#include <mutex>
 
 #include "csrc/base/errors.h"
 #include "csrc/testing/file_faults.h"
@@ -35,11 +37,18 @@ class GatedFiles final : public FileOperations {
     return system_files().allocate(descriptor, offset, bytes);
   }
   ssize_t read(int descriptor, void* data, Bytes bytes, Bytes offset) override {
-    order += 'r';
+    note('r');
+    if (holds_reads_back) {
+      const std::size_t number = reads_++;
+      if (number < first_reads.size()) {
+        first_reads.at(number).begun.open();
+        first_reads.at(number).gate.wait();
+      }
+    }
     return system_files().read(descriptor, data, bytes, offset);
   }
   ssize_t write(int descriptor, const void* data, Bytes bytes, Bytes offset) override {
-    order += 'w';
+    note('w');
     if (holds_back) {
       begun.open();
       gate.wait();
@@ -51,7 +60,22 @@ class GatedFiles final : public FileOperations {
   std::atomic<bool> holds_back{false};
   test::Gate begun;
   test::Gate gate;
-  std::string order;  // of one thread
+  std::atomic<bool> holds_reads_back{false};
+  struct Read {
+    test::Gate begun;
+    test::Gate gate;
+  };
+  std::array<Read, 2> first_reads;
+  std::string order;  // in which transfers began
+
+ private:
+  void note(char transfer) {
+    const std::lock_guard lock(mutex_);
+    order += transfer;
+  }
+
+  std::mutex mutex_;
+  std::atomic<std::size_t> reads_{0};
 };
 
 TEST(DiskLane, MovesWholeExtentsBothWays) {
@@ -164,21 +188,32 @@ TEST(DiskLane, OneOfSeveralThreadsIsTheWritesWhileSomeWait) {
   const Folder folder;
   GatedFiles files;
   SpillFile file(folder.path(), files);
-  const std::int32_t there = file.reserve(kDiskAlignment);
-  const std::int32_t one = file.reserve(kDiskAlignment);
-  const std::int32_t other = file.reserve(kDiskAlignment);
+  std::vector<std::int32_t> extents;
+  for (int i = 0; i < 4; ++i) {
+    extents.push_back(file.reserve(kDiskAlignment));
+  }
   const Buffer bytes(kDiskAlignment, 1);
-  const Buffer found(kDiskAlignment);
+  const std::array<Buffer, 3> found{Buffer(kDiskAlignment), Buffer(kDiskAlignment), Buffer(kDiskAlignment)};
   DiskLane lane(file, /*threads=*/2);
-  lane.submit(job(DiskDirection::kWrite, there, bytes))->wait();
-  files.holds_back = true;
-  const TicketPtr writing = lane.submit(job(DiskDirection::kWrite, one, bytes));
-  files.begun.wait();
-  const TicketPtr waiting = lane.submit(job(DiskDirection::kWrite, other, bytes));
-  lane.submit(job(DiskDirection::kRead, there, found))->wait();  // the other thread's, though a write was asked before
-  EXPECT_FALSE(writing->finished());
-  files.gate.open();
-  waiting->wait();
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    lane.submit(job(DiskDirection::kWrite, extents[i], bytes))->wait();
+  }
+  files.order.clear();
+  files.holds_reads_back = true;
+  const auto read = [&](std::size_t i) { return lane.submit(job(DiskDirection::kRead, extents[i], found.at(i))); };
+  read(0);
+  read(1);
+  for (GatedFiles::Read& first : files.first_reads) {
+    first.begun.wait();
+  }
+  const TicketPtr last_read = read(2);
+  const TicketPtr write = lane.submit(job(DiskDirection::kWrite, extents[3], bytes));
+  files.first_reads[0].gate.open();  // one thread goes on; the other is at its read still
+  write->wait();
+  last_read->wait();
+  files.first_reads[1].gate.open();
+  lane.drain();
+  EXPECT_EQ(files.order, "rrwr");
 }
 
 TEST(DiskLane, AnErrorTravelsInItsTicketAndTheLaneGoesOn) {

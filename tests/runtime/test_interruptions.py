@@ -6,13 +6,16 @@ import gc
 import json
 import subprocess
 import sys
+import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import hydra_ext
-from hydra_ext import _C
+from hydra_ext import _C, optim
 from support.benches import ROOMY, Bench, Outcome, assert_same, tight_budget
 from support.footprint import footprint, process_footprint
 from support.window_cases import train
@@ -118,6 +121,31 @@ def test_a_run_that_ended_holds_no_device_memory_and_still_reports() -> None:
     assert "peak" in str(run.report())
 
 
+def a_step_within_both_budgets(folder: Path) -> list[weakref.ref[Any]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+    optimizer = optim.AdamW(model.parameters())
+    blocks = list(model.children())
+    with hydra_ext.offload(
+        model, optimizer, budget=2**20, blocks=blocks, checks=POISONED, host_budget=5 * 2**20, spill_dir=folder
+    ) as run:
+        run.step([torch.ones(2, 256)] * 2, lambda rows: model(rows).sum(), max_norm=1.0)
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        assert run.report().disk_bytes > 0
+    return [weakref.ref(each) for each in (run, run.core, model, optimizer)]
+
+
+def test_a_run_goes_with_its_last_name_and_its_memory_with_it(tmp_path: Path) -> None:
+    a_step_within_both_budgets(tmp_path)  # imports keep the frames that they were made in
+    gc.collect()
+    gc.disable()
+    try:
+        assert [each() for each in a_step_within_both_budgets(tmp_path)] == [None] * 4
+    finally:
+        gc.enable()
+
+
 # ---- what users keep ------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +193,7 @@ import copy, io, json, pickle, sys
 import numpy as np
 import torch
 import hydra_ext
-from hydra_ext import _C
+from hydra_ext import _C, optim
 from runtime.test_interruptions import kept_face
 from support.benches import ROOMY
 from support.window_subjects import language_loss, tiny_gpt2

@@ -236,14 +236,23 @@ def test_with_room_for_all_nothing_is_on_the_disk(tmp_path: Path) -> None:
 def test_a_budget_that_cannot_be_kept_says_what_would_do(tmp_path: Path) -> None:
     _, _, model, ours = pair()
     before = [parameter.clone() for parameter in model.parameters()]
-    context = hydra_ext.offload(
-        model, ours, budget=DEVICE_BUDGET, host_budget=1024, spill_dir=tmp_path, blocks=list(model.children())
-    )
+
+    def within(budget: int) -> hydra_ext.offload:
+        return hydra_ext.offload(
+            model, ours, budget=DEVICE_BUDGET, host_budget=budget, spill_dir=tmp_path, blocks=list(model.children())
+        )
+
     with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: what is too small") as caught:
-        context.__enter__()
-    assert caught.value.smallest_budget <= budget_for(LAYERS, ours, model)
+        within(1024).__enter__()
+    smallest = caught.value.smallest_budget
+    assert smallest <= budget_for(LAYERS, ours, model)
+    with pytest.raises(errors.HostBudgetTooSmall) as again:
+        within(smallest - 1).__enter__()
+    assert again.value.smallest_budget == smallest
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
-    train(model, ours)
+    with within(smallest):
+        train(model, ours)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -23,7 +24,9 @@ _IMPORTED_ONCE = ["torch", "torch.distributed", "transformers", "transformers.mo
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int = 2) -> list[Any]:
     """Runs ``body(rank, *arguments)`` in so many ranks and returns what they returned: tensors, numbers, texts and
-    containers of them. ``body`` has to be importable, so it lives in :mod:`support`."""
+    containers of them. ``body`` has to be importable, so it lives in :mod:`support`. Each group has a folder of its own
+    below ``folder``: ranks that met the addresses of an earlier group would wait for it."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext"])
     processes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -139,13 +140,21 @@ class Stepper:
     """
 
     def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
-        self._owner = owner
+        self._owner_there_is = weakref.ref(owner)  # which has this, and would be kept by it
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._buffers = ModelBuffers(owner.model)
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
+
+    @property
+    def _owner(self) -> StepOwner:
+        """Itself, and no proxy: it is compared with the engine's participants."""
+        owner = self._owner_there_is()
+        if owner is None:
+            raise StateError("the run whose steps these are is no more")
+        return owner
 
     def step(
         self,
