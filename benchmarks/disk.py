@@ -137,15 +137,23 @@ class Training:
         disk = self.run.core.disk_statistics
         return Moved(disk.read_bytes, disk.written_bytes)
 
-    def amounts(self) -> Amounts:
+    def steps(self, number: int) -> Moved:
         begin = self.settle()
+        for _ in range(number):
+            self.step()
+        return self.settle() - begin
+
+    def amounts(self) -> Amounts:
+        """Of a step that has another one's update to hide, as those have that are timed."""
+        once, more = self.steps(1), self.steps(1 + STEPS)
+        step = Moved((more.read - once.read) // STEPS, (more.written - once.written) // STEPS)
         loss = self.forward()
         after_forward = self.settle()
         loss.backward()
-        after_backward = self.settle()
+        backward = self.settle() - after_forward
         self.update()
-        update = self.settle() - after_backward
-        return Amounts(after_forward - begin + update, after_backward - after_forward)
+        self.settle()
+        return Amounts(step - backward, backward)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ void bind_homes(py::module_& module) {
       .def_readonly("working_bytes", &DiskStatistics::working_bytes)
       .def_readonly("read_bytes", &DiskStatistics::read_bytes)
       .def_readonly("written_bytes", &DiskStatistics::written_bytes)
+      .def_readonly("spared_bytes", &DiskStatistics::spared_bytes)
       .def_readonly("wait_seconds", &DiskStatistics::wait_seconds);
   auto model_class = py::reinterpret_borrow<ModelClass>(module.attr("PagedModel"));
   model_class

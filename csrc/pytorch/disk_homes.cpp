@@ -30,7 +30,7 @@ DiskHomes::DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena
       plain_(std::make_shared<HostArena>()),
       files_(std::move(files)),
       file_(folder, files_ ? *files_ : system_files()),
-      working_(std::make_shared<WorkingMemory>(plain_, kWorkingSets)),
+      working_(std::make_shared<WorkingMemory>(arena_, kWorkingSets)),
       lane_(file_) {}
 
 DiskHomes::~DiskHomes() { abandon(); }
@@ -81,6 +81,7 @@ DiskStatistics DiskHomes::statistics() const {
       statistics.at_home_bytes.at(static_cast<std::size_t>(resting.role)) += file_.bytes(resting.extent);
     }
   }
+  statistics.spared_bytes = spared_bytes_;
   statistics.wait_seconds = wait_seconds_ + working_->wait_seconds();
   return statistics;
 }

@@ -5,8 +5,8 @@
 // tensors that the user knows have no bytes meanwhile; an operation on one of them brings its extent home to the host.
 // A deferred update borrows a block's extents: they are read into working memory, ahead of the update where there is
 // room, and written back behind it, gradients excepted. There are kWorkingSets such memories, each as large as the
-// largest block needs. Fills read weights into memory of their own (WeightLoans). Tensors of state, and gradients,
-// below kLeastDiskBytes stay on the host.
+// largest block needs. Fills read weights into memory of their own (WeightLoans), unless an update has just left them
+// in its. Tensors of state, and gradients, below kLeastDiskBytes stay on the host.
 //
 // Threads: any; two mutexes, of which the one that guards what is where is never held by who waits. Calls that wait are
 // made without the interpreter lock. An error of the disk is thrown as SpillError: of a read, by whoever needed the
@@ -40,6 +40,7 @@ struct DiskStatistics {
   Bytes working_bytes = 0;                        // of host memory for what is borrowed
   Bytes read_bytes = 0;
   Bytes written_bytes = 0;
+  Bytes spared_bytes = 0;     // that fills did not read, since an update had them in memory still
   double wait_seconds = 0.0;  // updates waited for bytes, or for memory
 };
 
@@ -91,6 +92,9 @@ class DiskHomes {
 
   /// Reads the weights of a block into memory of as many bytes as they have in a slot. Null if they are not here.
   TicketPtr read_weights(std::int32_t block, const ArenaRegionPtr& memory);
+  /// Those which an update has left in working memory, while they are being written; null if there are none. Who has
+  /// them makes updates wait for memory.
+  std::shared_ptr<const std::byte> updated_weights(std::int32_t block);
 
   /// Where a step finds what it works on: on the host, or so far into working memory.
   struct Places {
@@ -129,6 +133,7 @@ class DiskHomes {
     Bytes bytes = 0;                   // of working memory
     ArenaRegionPtr memory;             // while borrowed, or expected to be
     std::vector<TicketPtr> transfers;  // reads into it
+    std::weak_ptr<ArenaRegion> being_written;
   };
 
   /// Weights that were read for one tensor, and are wanted for the next one.
@@ -166,7 +171,7 @@ class DiskHomes {
   void end_reading(std::int32_t block);
 
   std::shared_ptr<HostArena> arena_;
-  std::shared_ptr<HostArena> plain_;       // never pinned: only the host works there
+  std::shared_ptr<HostArena> plain_;       // never pinned: of what only the host works on
   std::shared_ptr<FileOperations> files_;  // of tests
   SpillFile file_;
   std::mutex moving_;  // of whoever changes a home: held while it waits for the disk, never the other way round
@@ -176,6 +181,7 @@ class DiskHomes {
   std::deque<TicketPtr> gradient_writes_;
   std::shared_ptr<WorkingMemory> working_;
   Peek peek_;
+  Bytes spared_bytes_ = 0;
   double wait_seconds_ = 0.0;
   DiskLane lane_;
 };

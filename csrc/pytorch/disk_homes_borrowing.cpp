@@ -29,6 +29,25 @@ TicketPtr DiskHomes::read_weights(std::int32_t block, const ArenaRegionPtr& memo
   return nullptr;
 }
 
+std::shared_ptr<const std::byte> DiskHomes::updated_weights(std::int32_t block) {
+  const std::lock_guard lock(mutex_);
+  const auto found = blocks_.find(block);
+  ArenaRegionPtr memory = found != blocks_.end() ? found->second.being_written.lock() : nullptr;
+  if (!memory) {
+    return nullptr;
+  }
+  const auto& resting = found->second.resting;
+  const auto weights = std::find_if(resting.begin(), resting.end(), [](const Resting& each) {
+    return each.role == DiskRole::kWeights && each.offset >= 0;
+  });
+  if (weights == resting.end()) {
+    return nullptr;
+  }
+  spared_bytes_ += file_.bytes(weights->extent);
+  const std::byte* const bytes = memory->data() + weights->offset;
+  return {std::move(memory), bytes};
+}
+
 void DiskHomes::end_reading(std::int32_t block) {
   std::vector<TicketPtr> tickets;
   {
@@ -109,6 +128,7 @@ DiskHomes::Places DiskHomes::places(std::int32_t block, const TensorPlan& plan) 
   const std::lock_guard lock(mutex_);
   Block& contents = blocks_.at(block);
   contents.bytes = 0;
+  contents.being_written.reset();
   for (Resting& resting : contents.resting) {
     resting.offset = -1;
   }
@@ -160,6 +180,7 @@ void DiskHomes::give_back(std::int32_t block) {
     const std::lock_guard lock(mutex_);
     Block& contents = blocks_.at(block);
     memory = std::exchange(contents.memory, nullptr);
+    contents.being_written = memory;
     for (Resting& each : contents.resting) {
       if (each.offset >= 0) {
         each.written = true;

@@ -53,15 +53,26 @@ const std::byte* WeightLoans::Loan::begin() {
     loans.read_ahead_locked();
   }
   if (!ahead) {
-    memory_ = loans.memory_->take(bytes_);
-    ticket_ = loans.disk_.read_weights(block_, memory_);
+    // Only now: who has it waits for nothing any more but the lane that it is on.
+    updated_ = loans.disk_.updated_weights(block_);
+    if (!updated_) {
+      memory();
+      ticket_ = loans.disk_.read_weights(block_, memory_);
+    }
   }
   if (ticket_) {
     ticket_->wait();
   }
   const std::lock_guard lock(loans.mutex_);
   loans.wait_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
-  return ticket_ ? memory_->data() : nullptr;
+  return updated_ ? updated_.get() : ticket_ ? memory_->data() : nullptr;
+}
+
+std::byte* WeightLoans::Loan::memory() {
+  if (!memory_) {
+    memory_ = loans_->memory_->take(bytes_);
+  }
+  return memory_->data();
 }
 
 WeightLoans::Loan::~Loan() {

@@ -1,8 +1,9 @@
 // Weights on their way from the disk to the device: host memory for each fill, and reads that run ahead.
 //
 // Fills are expected in the order in which a lane will serve them; the next one's weights are read while the one before
-// is on the lane. A fill that comes out of turn takes memory of its own: there is so much that whoever begins never
-// waits for another fill. Threads: any; nobody waits but Loan::begin(). A loan keeps this alive.
+// is on the lane. A fill that waits for its block's update finds them in memory, and reads nothing. One that comes out
+// of turn takes memory of its own: there is so much that whoever begins never waits for another fill. Threads: any;
+// nobody waits but Loan::begin(). A loan keeps this alive.
 #pragma once
 
 #include <deque>
@@ -28,10 +29,11 @@ class WeightLoans final : public std::enable_shared_from_this<WeightLoans> {
     Loan(const Loan&) = delete;
     Loan& operator=(const Loan&) = delete;
 
-    /// Blocks until the block is updated and its weights are here. Null, but with memory, if they are not on the disk
-    /// any more. Throws SpillError, or why the update failed.
+    /// Blocks until the block is updated and its weights are here. Null if they are not on the disk any more. Throws
+    /// SpillError, or why the update failed.
     const std::byte* begin();
-    std::byte* memory() const noexcept { return memory_->data(); }
+    /// As many bytes as were asked for, from begin() on; of what is read, which begin() returns, the first ones.
+    std::byte* memory();
 
    private:
     friend class WeightLoans;
@@ -43,6 +45,7 @@ class WeightLoans final : public std::enable_shared_from_this<WeightLoans> {
     bool expected_ = false;  // has memory, and has not begun
     ArenaRegionPtr memory_;
     TicketPtr ticket_;
+    std::shared_ptr<const std::byte> updated_;
   };
 
   /// `regions`: of memory; kAhead more than there are fills between their begin() and their end at any time. The disk

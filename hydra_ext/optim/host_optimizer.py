@@ -287,11 +287,12 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         and any kind of master. Load the weights first: a master counts where it rounds to the weight that is there.
 
         Raises:
-            InvalidOptimizer: the state belongs to a rule that is not this optimizer's. Nothing was changed.
+            InvalidOptimizer: the state is that of a rule that is not this optimizer's, or of parameters of other
+                shapes. Nothing was changed.
         """
         self._sync()
         # The last one to be called: what it is given is what will be loaded.
-        handle = self.register_load_state_dict_pre_hook(_shield)
+        handle = self.register_load_state_dict_pre_hook(lambda _, given: _shield(self, given))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -334,14 +335,18 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
 
 def _fitted(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor itself where it lies as the parameter does."""
-    if value.shape != parameter.shape:
-        raise InvalidOptimizer(f"state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+    _expect_shape(value, parameter)
     if value.dtype == dtype and value.device.type == "cpu" and value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=dtype, device="cpu").copy_(value)
 
 
-def _shield(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDict:
+def _expect_shape(value: Tensor, parameter: Tensor) -> None:
+    if value.shape != parameter.shape:
+        raise InvalidOptimizer(f"state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+
+
+def _shield(optimizer: HostOptimizer, state_dict: StateDict) -> StateDict:
     owner = type(optimizer).__name__
     foreign = {*checks.WITHOUT, "decoupled_weight_decay"}
     needed = set(optimizer.defaults) - foreign
@@ -353,8 +358,12 @@ def _shield(optimizer: torch.optim.Optimizer, state_dict: StateDict) -> StateDic
         checks.expect(not missing, f"the state to be loaded lacks {', '.join(missing)}: it is not that of an {owner}")
         groups.append({name: value for name, value in group.items() if name not in foreign})
         for number, parameter in zip(saved["params"], current["params"], strict=False):
+            entries = state_dict["state"].get(number)
             if parameter.is_meta:
-                _refuse_conversion(state_dict["state"].get(number), masters.kind_for(parameter, group["master"]))
+                _refuse_conversion(entries, masters.kind_for(parameter, group["master"]))
+            for name in (*optimizer._MOMENTS, masters.LOWER, masters.FULL):
+                if isinstance(entries, Mapping) and isinstance(entries.get(name), Tensor):
+                    _expect_shape(entries[name], parameter)
     groups += state_dict["param_groups"][len(groups) :]  # torch says that there are too many
     state = {key: _shielded(entries) for key, entries in state_dict["state"].items()}
     return {**state_dict, "param_groups": groups, "state": state}

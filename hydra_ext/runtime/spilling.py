@@ -3,7 +3,7 @@
 Of as many blocks as have to the optimizer's state goes, those first that an update reaches last; then gradients; then
 weights. An update reads what a block has there into working memory, ahead of the one before, and writes it behind; a
 block's gradients are written when backward has left it; weights are read each time the block is fetched to the device,
-the next ones while these are on their way. What an operation outside of all that has brought to the host goes back in
+unless its update has just made them, the next ones while these are on their way. What an operation outside of all that has brought to the host goes back in
 the next step.
 """
 

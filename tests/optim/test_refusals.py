@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from hydra_ext.errors import HydraError, InvalidOptimizer
 from hydra_ext.optim import SGD, Adam, AdamW
+from support.benches import assert_same
 from support.updates import parameter, update
 
 
@@ -99,11 +101,16 @@ def test_a_gradient_of_another_kind_is_refused(gradient: torch.Tensor, message: 
         update(AdamW([weights]), [(weights, gradient)])
 
 
-def test_state_of_another_shape_is_refused() -> None:
-    optimizer, other = AdamW([parameter((3,))]), AdamW([parameter((4,))])
-    for each in (optimizer, other):
-        weights = each.param_groups[0]["params"][0]
-        weights.grad = torch.ones_like(weights)
+def test_state_of_another_shape_is_refused_and_nothing_is_changed() -> None:
+    optimizer, other = AdamW([parameter((2,)), parameter((3,))]), AdamW([parameter((2,)), parameter((4,))], lr=0.5)
+    for each in (optimizer, other, other):
+        for weights in each.param_groups[0]["params"]:
+            weights.grad = torch.ones_like(weights)
         each.step()
+    before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(InvalidOptimizer, match=r"state of shape \(4,\) for a parameter of \(3,\)"):
         optimizer.load_state_dict(other.state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, entries in before["state"].items():
+        assert_same(list(entries.values()), list(after["state"][number].values()))

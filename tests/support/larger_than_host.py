@@ -41,7 +41,7 @@ class Outcome:
     losses: each to its last bit.
     sums: of each weight, and of its moments, after the last step.
     peak: bytes of host memory that the process had at most beyond what it had before there was a model.
-    read, written: bytes, of the disk, until the last update was done.
+    read, spared, written: bytes, of the disk, until the last update was done.
     loads: of blocks to the device.
     on_disk: bytes; of them weights.
     """
@@ -50,6 +50,7 @@ class Outcome:
     sums: list[str]
     peak: int = 0
     read: int = 0
+    spared: int = 0
     written: int = 0
     loads: int = 0
     on_disk: int = 0
@@ -155,10 +156,11 @@ def _from_disk(folder: Path) -> Outcome:
     _open.append(context)
     losses = _train(model, optimizer, WIDTH)
     run.core.finish_update()
-    read = run.core.disk_statistics.read_bytes
+    disk = run.core.disk_statistics
     seen = Outcome(losses, _sums(model, optimizer, run.core.read_from_disk))  # which waits for what is being written
     report = run.report()
-    seen.read, seen.written, seen.loads = read, report.disk_written_bytes, report.loads
+    seen.read, seen.spared = disk.read_bytes, disk.spared_bytes
+    seen.written, seen.loads = report.disk_written_bytes, report.loads
     seen.on_disk, seen.weights = report.disk_bytes, report.disk_weight_bytes
     return seen
 
