@@ -14,6 +14,8 @@ that most weights are read in forward and again in backward. Compute runs on one
 
     Forward and backward are those of the same step with all on the host, and a forward's bytes are its weights' and
     those of the update that it hides. No schedule undercuts the floor: an update begins when backward has ended.
+    Where the cores share memory, or a host's threads, with the disk, this moves less while they compute: so the mix is
+    measured once more beside steps with all on the host, as many as with all on the disk. That judges nothing.
 (c) A batch so large that compute takes three times what the disk does: how much longer does a step take than with all
     on the host? The goal is at most 5 %.
 
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,6 +225,7 @@ def disk_binds(bench: Bench, disk: Disk, folder: Path, rounds: int) -> None:
         mixes: tuple[list[float], list[float]] = [], []
         steps: tuple[list[Times], list[Times]] = [], []
         hosts: list[Times] = []
+        beside: list[float] = []
         waited = dict.fromkeys(WAITS, 0.0)
         for _ in range(rounds):
             reads.append(disk.seconds(Moved(half, 0)))
@@ -234,9 +238,15 @@ def disk_binds(bench: Bench, disk: Disk, folder: Path, rounds: int) -> None:
                 for name in WAITS:
                     waited[name] += getattr(after, name) - getattr(before, name)
             hosts.append(held.times())
+            beside.append(seconds_beside(held, disk, step, pace=steps[1][-1].step))
         check_equal(spilled, held)
         print(spilled.run.report())
-    print(f"(a) reads {speed(half, reads)}, writes {speed(half, writes)}, mix {speed(step.total, mixes[0] + mixes[1])}")
+    print(
+        f"(a) reads {speed(half, reads)}, writes {speed(half, writes)}, mix {speed(step.total, mixes[0] + mixes[1])}, "
+        f"beside compute {speed(step.total, beside)}"
+    )
+    of_that = statistics.median(bound / (a.step + b.step) * 2 for bound, a, b in zip(beside, *steps, strict=True))
+    print(f"(b) {of_that:.1%} of what the disk gives beside compute")
     every = 2 * rounds * (STEPS + 1)
     print("(b) seconds of a step: " + ", ".join(f"{name} {seconds / every:.3f}" for name, seconds in waited.items()))
     series = Series(
@@ -248,6 +258,19 @@ def disk_binds(bench: Bench, disk: Disk, folder: Path, rounds: int) -> None:
         }
     )
     judge_bound(series, amounts, hosts, [each.forward for each in steps[0] + steps[1]])
+
+
+def seconds_beside(held: Training, disk: Disk, amount: Moved, *, pace: float) -> float:
+    """Of the disk, for so many bytes, while a step is made every ``pace`` seconds."""
+    times = 3  # so that what is computed is spread as it is in steps
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(lambda: sum(disk.seconds(amount) for _ in range(times)))
+        while not moving.done():
+            begin = time.perf_counter()
+            held.step()
+            wait([moving], timeout=max(0.0, pace - (time.perf_counter() - begin)))
+    held.settle()
+    return moving.result() / times
 
 
 def speed(amount: int, seconds: list[float]) -> str:

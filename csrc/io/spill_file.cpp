@@ -19,6 +19,8 @@ namespace {
 
 constexpr int kMostInterruptions = 1000;  // of one transfer without progress
 
+constexpr Bytes divide_up(Bytes value, Bytes by) noexcept { return (value + by - 1) / by; }
+
 // Not in linux/magic.h of all kernels.
 constexpr unsigned kCifs = 0xff534d42U;
 constexpr unsigned kSmb2 = 0xfe534d42U;
@@ -106,7 +108,8 @@ std::int32_t SpillFile::reserve(Bytes bytes) {
   auto extent = std::make_unique<Extent>();
   extent->offset = reserved_;
   extent->bytes = rounded;
-  extent->pieces.resize(static_cast<std::size_t>((rounded + kPieceBytes - 1) / kPieceBytes));
+  extent->piece_bytes = round_up(divide_up(rounded, divide_up(rounded, kPieceBytes)), kDiskAlignment);
+  extent->pieces.resize(static_cast<std::size_t>(divide_up(rounded, extent->piece_bytes)));
   reserved_ += rounded;
   extents_.push_back(std::move(extent));
   return static_cast<std::int32_t>(extents_.size()) - 1;
@@ -139,11 +142,11 @@ Bytes SpillFile::reserved_bytes() const {
 SpillFile::Span SpillFile::span(std::int32_t extent, std::int64_t piece) const {
   const std::lock_guard lock(mutex_);
   Extent& found = *extents_.at(static_cast<std::size_t>(extent));
-  const Bytes begin = piece * kPieceBytes;
+  const Bytes begin = piece * found.piece_bytes;
   return {.piece = &found.pieces.at(static_cast<std::size_t>(piece)),
           .begin = begin,
           .offset = found.offset + begin,
-          .bytes = std::min(kPieceBytes, found.bytes - begin)};
+          .bytes = std::min(found.piece_bytes, found.bytes - begin)};
 }
 
 void SpillFile::transfer(const Span& span, const char* doing, const std::function<ssize_t(Bytes, Bytes)>& move) const {

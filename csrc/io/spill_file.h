@@ -1,7 +1,8 @@
 // Bytes that the host has no room for: extents of one unnamed file, in a folder that the user names.
 //
 // An extent has its place on the disk from the moment it is reserved, so that a full disk is noticed then. It is
-// written and read in pieces of kPieceBytes. The checksum of each piece is kept in memory: what is read is what was
+// written and read in pieces of at most kPieceBytes, as even as can be: a short one would take nearly as long as a long
+// one where the disk has others to serve. The checksum of each piece is kept in memory: what is read is what was
 // written last, or a SpillError; a write that never reached the disk is noticed like a damaged one. Where the file
 // system allows it transfers pass the system's cache by, which would hold everything a second time.
 //
@@ -43,7 +44,7 @@ class SpillFile {
   /// Of an extent, rounded up to kDiskAlignment.
   Bytes bytes(std::int32_t extent) const;
   std::int64_t pieces(std::int32_t extent) const;
-  /// Of a piece; only the last one is shorter than kPieceBytes.
+  /// Of a piece; the last one may be shorter than the others.
   Bytes piece_bytes(std::int32_t extent, std::int64_t piece) const;
 
   /// `data` is where the extent begins in memory, not the piece.
@@ -64,6 +65,7 @@ class SpillFile {
   struct Extent {
     Bytes offset = 0;
     Bytes bytes = 0;
+    Bytes piece_bytes = 0;
     std::vector<Piece> pieces;
   };
   /// What is to be moved: from where on in the file.

@@ -3,8 +3,8 @@
 Of as many blocks as have to the optimizer's state goes, those first that an update reaches last; then gradients; then
 weights. An update reads what a block has there into working memory, ahead of the one before, and writes it behind; a
 block's gradients are written when backward has left it; weights are read each time the block is fetched to the device,
-unless its update has just made them, the next ones while these are on their way. What an operation outside of all that has brought to the host goes back in
-the next step.
+the next ones while these are on their way, unless its update has just made them. What an operation outside of all that
+has brought to the host goes back in the next step.
 """
 
 from __future__ import annotations
@@ -170,14 +170,18 @@ def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: 
 _GRADIENTS_UNDER_WAY = 3  # those of one block come, those before wait for it, and those before are written
 
 
+def _parts(sizes: BlockSizes, kind: str) -> list[int]:
+    """What is worth a transfer, in bytes."""
+    return list(filter(_goes, (sizes.weights,) if kind == "weights" else getattr(sizes, kind)))
+
+
 def _moved(sizes: BlockSizes, kind: str) -> int:
     """Bytes that the host holds no longer."""
-    return sizes.weights if kind == "weights" else sum(filter(_goes, getattr(sizes, kind)))
+    return sum(_parts(sizes, kind))
 
 
 def _on_disk(sizes: BlockSizes, kind: str) -> int:
-    parts = (sizes.weights,) if kind == "weights" else filter(_goes, getattr(sizes, kind))
-    return sum(map(_rounded, parts))
+    return sum(map(_rounded, _parts(sizes, kind)))
 
 
 def _goes(size: int) -> bool:

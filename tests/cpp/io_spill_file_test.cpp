@@ -47,6 +47,29 @@ std::string message_of(const std::function<void()>& call) {
   return {};
 }
 
+TEST(SpillFile, CutsExtentsIntoPiecesAsEvenAsCanBe) {
+  const Folder folder;
+  SpillFile file(folder.path());
+  constexpr Bytes kMost = SpillFile::kPieceBytes;
+  for (const Bytes extra : {-2 * kDiskAlignment, -kDiskAlignment, Bytes{0}, kDiskAlignment, 3 * kDiskAlignment}) {
+    for (const Bytes many : {1, 2, 3, 5}) {
+      const Bytes bytes = many * kMost + extra;
+      const std::int32_t extent = file.reserve(bytes);
+      const std::int64_t pieces = file.pieces(extent);
+      EXPECT_EQ(pieces, many + (extra > 0 ? 1 : 0));
+      Bytes sum = 0;
+      for (std::int64_t piece = 0; piece < pieces; ++piece) {
+        const Bytes size = file.piece_bytes(extent, piece);
+        EXPECT_LE(size, kMost);
+        EXPECT_EQ(size % kDiskAlignment, 0);
+        EXPECT_GE(size, bytes / pieces - pieces * kDiskAlignment);
+        sum += size;
+      }
+      EXPECT_EQ(sum, bytes);
+    }
+  }
+}
+
 TEST(SpillFile, GivesBackWhatEachExtentWasGivenLast) {
   const Folder folder;
   SpillFile file(folder.path());

@@ -234,7 +234,7 @@ TEST(DiskLane, AnErrorTravelsInItsTicketAndTheLaneGoesOn) {
     whole->wait();
     EXPECT_EQ(files.count(FileOperation::kWrite), nth + 3);  // what comes after a failed piece is left out
     EXPECT_EQ(lane.statistics(DiskDirection::kWrite).failures, 1);
-    EXPECT_EQ(lane.statistics(DiskDirection::kWrite).bytes, (nth - 1) * SpillFile::kPieceBytes + kBytes);
+    EXPECT_EQ(lane.statistics(DiskDirection::kWrite).bytes, (nth - 1) * file.piece_bytes(extent, 0) + kBytes);
     lane.submit(job(DiskDirection::kWrite, extent, bytes))->wait();
     lane.submit(job(DiskDirection::kRead, extent, found))->wait();
     EXPECT_TRUE(found == bytes);

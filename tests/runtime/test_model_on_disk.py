@@ -96,6 +96,35 @@ def run_plan(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return choose(sizes(model, optimizer), budget_for(model, optimizer, weights=DEPTH), fills=FILLS)
 
 
+def test_blocks_too_small_for_a_transfer_keep_their_weights_on_the_host(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Sequential, optim.AdamW]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))])
+        return model, optim.AdamW(model.parameters(), lr=1e-2)
+
+    (plain, theirs), (model, ours) = make(), make()
+
+    def within(budget: int) -> hydra_ext.offload:
+        return hydra_ext.offload(
+            model,
+            ours,
+            budget=DEVICE_BUDGET,
+            host_budget=budget,
+            spill_dir=tmp_path,
+            blocks=list(model.children()),
+            device=SimulatedDevice(),
+            checks=Checks(poison_hosts=True),
+        )
+
+    with pytest.raises(hydra_ext.errors.HostBudgetTooSmall) as caught:
+        within(1).__enter__()
+    expected = train(plain, theirs)
+    with within(caught.value.smallest_budget) as run:
+        assert_same(expected, train(model, ours))
+        assert run.report().disk_weight_bytes == 8 * ON_DISK
+    assert_same(state(plain, theirs), state(model, ours))
+
+
 def test_a_device_too_small_for_the_model_fetches_each_block_from_the_disk_in_each_pass(tmp_path: Path) -> None:
     plain, theirs, model, ours = pair()
     expected = train(plain, theirs)
