@@ -133,6 +133,18 @@ def differences(optimizer: torch.optim.Optimizer, names: Mapping[int, str], save
     return lines
 
 
+_SWITCHES = {
+    "amsgrad",
+    "capturable",
+    "decoupled_weight_decay",
+    "differentiable",
+    "foreach",
+    "fused",
+    "maximize",
+    "nesterov",
+}
+
+
 def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
     """
     Args:
@@ -150,6 +162,9 @@ def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
         options = decode(group.get("options"), fetch) if isinstance(group, dict) else None
         if not isinstance(options, dict) or not _are_names(group.get("params")) or "params" in options:
             raise BadValue("a group of the optimizer's has no parameters or no options")
+        for name in sorted(_SWITCHES & options.keys()):
+            if not isinstance(options[name], (bool, type(None))):
+                raise BadValue(f"{name}= of a group of the optimizer's is a {type(options[name]).__name__}")
     members = {name for group in groups for name in group["params"]}
     if not state.keys() <= members or not all(isinstance(decode(each, fetch), dict) for each in state.values()):
         raise BadValue("the optimizer's state is not of its parameters")

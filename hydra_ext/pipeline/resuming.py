@@ -259,7 +259,7 @@ class Restored:
         engine, own, read = self._engine, self._holdings.own, self._read
         with loading.half_done():
             for schedule in self._schedules:
-                helper_state.restore(schedule, self._content["schedule"], lambda name: read("training", name))
+                helper_state.restore(schedule, self._content.get("schedule"), lambda name: read("training", name))
             loading.put_model(self._reader, self._holdings.named)
             for name, stored in self._buffers.items():
                 model_state.put(own[name], read("training", stored))

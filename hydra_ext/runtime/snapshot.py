@@ -234,7 +234,7 @@ class Return:
         reader, training = self._reader, self._training
         with loading.half_done():
             for name, helper in training.helpers.items():
-                helper_state.restore(helper, self._content[name], lambda tensor: reader.read("training", tensor))
+                helper_state.restore(helper, self._content.get(name), lambda tensor: reader.read("training", tensor))
             with _moving_on(training) as put:
                 loading.put_model(reader, self._tensors, put=put)
             for named, stored in self._buffers:

@@ -153,6 +153,24 @@ def test_a_changed_checkpoint_is_refused_or_right(target: Target, seed: int) -> 
     attack(target, seed)
 
 
+# What the long one has found.
+
+
+def test_a_manifest_without_a_schedule_is_that_of_a_training_without(target: Target) -> None:
+    body = copy.deepcopy(target.body)
+    assert body["content"].pop("schedule") is None
+    target.write({"manifest.json": damaged.signed(body)})
+    assert target.load()
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable"])
+def test_a_switch_that_is_a_tensor_is_refused(target: Target, option: str) -> None:
+    body = copy.deepcopy(target.body)
+    body["content"]["optimizer"]["groups"][0]["options"][option] = {"$": "tensor", "name": "0.weight/exp_avg"}
+    target.write({"manifest.json": damaged.signed(body)})
+    assert not target.load()
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()
