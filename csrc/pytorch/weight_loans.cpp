@@ -53,8 +53,8 @@ const std::byte* WeightLoans::Loan::begin() {
     loans.read_ahead_locked();
   }
   if (!ahead) {
-    // Only now, when nothing is waited for any more but the lane. A more urgent fill may still come in between, and wait
-    // for an update that wants memory: it finds some, since one fill alone can have been overtaken.
+    // Only now, when nothing is waited for any more but the lane. A more urgent fill may still come in between, and
+    // wait for an update that wants memory: it finds some, since one fill alone can have been overtaken.
     updated_ = loans.disk_.updated_weights(block_);
     if (!updated_) {
       memory();
