@@ -140,7 +140,7 @@ class Stepper:
     """
 
     def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
-        self._owner_there_is = weakref.ref(owner)  # which has this, and would be kept by it
+        self._owner_reference = weakref.ref(owner)  # which has this, and would be kept by it
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._buffers = ModelBuffers(owner.model)
@@ -151,7 +151,7 @@ class Stepper:
     @property
     def _owner(self) -> StepOwner:
         """Itself, and no proxy: it is compared with the engine's participants."""
-        owner = self._owner_there_is()
+        owner = self._owner_reference()
         if owner is None:
             raise StateError("the run whose steps these are is no more")
         return owner
