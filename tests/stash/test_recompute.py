@@ -110,12 +110,17 @@ def test_inside_offload(family: Family, rounds: bool) -> None:
     expected, plain = offloaded(family, None, budget=2**26, rounds=rounds)
     found, ample = offloaded(family, recomputed_blocks(hydra_ext.Offload()), budget=2**26, rounds=rounds)
     assert_same(found, expected)
+    # What was there beside weights at the fullest moment; how much of the gradients and activations on their way to the
+    # host was among it is another figure in each run, so that the first share of the weights may still hold them all.
     held = ample.peak_activations_bytes + ample.peak_workspace_bytes + ample.peak_gradients_bytes
-    budget = held + ample.parameter_bytes // 2
-    found, small = offloaded(family, recomputed_blocks(hydra_ext.Offload()), budget=budget, rounds=rounds)
-    assert_same(found, expected)
-    assert small.evictions > 0
-    assert small.peak_bytes <= budget
+    for share in (2, 4, 8):
+        budget = held + ample.parameter_bytes // share
+        found, small = offloaded(family, recomputed_blocks(hydra_ext.Offload()), budget=budget, rounds=rounds)
+        assert_same(found, expected)
+        assert small.peak_bytes <= budget
+        if small.evictions > 0:
+            break
+    assert small.evictions > 0, "the budget is not what it is taken for"
     for report in (ample, small):
         assert report.activations is not None
         assert report.activations.recomputed == 2 * STEPS * CALLS[family.name]
