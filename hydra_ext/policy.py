@@ -15,26 +15,29 @@ _MOST = 2**63 - 1  # what the engine counts in
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, *, named: str = "budget") -> int:
     """Bytes of a size: a whole number of bytes, or a text such as ``"8GiB"``, ``"512 MiB"``, ``"1.5GB"``.
+
+    Args:
+        named: the option that it was given as.
 
     Raises:
         InvalidBudget: not a positive size.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise InvalidBudget(
-            f"budget={size!r} is a {type(size).__name__}: give bytes as an int or a text such as '8GiB'"
+            f"{named}={size!r} is a {type(size).__name__}: give bytes as an int or a text such as '8GiB'"
         )
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise InvalidBudget(f"budget={size!r} is no size: write a number and a unit, such as '8GiB' or '512MB'")
+            raise InvalidBudget(f"{named}={size!r} is no size: write a number and a unit, such as '8GiB' or '512MB'")
         size = int(Fraction(match.group(1)) * unit)
     if size <= 0:
-        raise InvalidBudget(f"budget={size!r} leaves no memory: give a positive number of bytes")
+        raise InvalidBudget(f"{named}={size!r} leaves no memory: give a positive number of bytes")
     if size > _MOST:
-        raise InvalidBudget(f"budget={size!r} is more than can be counted: give at most {_MOST} bytes")
+        raise InvalidBudget(f"{named}={size!r} is more than can be counted: give at most {_MOST} bytes")
     return size
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hydra_ext.checkpoint.optimizer_state import kind
 from hydra_ext.checkpoint.values import BadValue, Encoder, decode
+from hydra_ext.errors import UnsupportedState
 
 
 class Stateful(Protocol):
@@ -22,11 +23,14 @@ def capture(helper: Stateful | None, name: str, encoder: Encoder) -> dict[str, A
     """As JSON has it; None for one that is not there.
 
     Raises:
-        UnsupportedState: something of it cannot be given back.
+        UnsupportedState: something of it cannot be given back, or it is no dict.
     """
     if helper is None:
         return None
-    return {"class": kind(helper), "state": encoder.encode(helper.state_dict(), name)}
+    state = helper.state_dict()
+    if not isinstance(state, dict):
+        raise UnsupportedState(f"{name}=: state_dict() of {kind(helper)} gives a {type(state).__name__}, and no dict")
+    return {"class": kind(helper), "state": encoder.encode(state, name)}
 
 
 def check(saved: Any, name: str, fetch: Callable[[str], Tensor]) -> None:

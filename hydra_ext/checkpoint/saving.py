@@ -151,6 +151,12 @@ def unfinished(
         _make_folders(path, files)
         with closing(files, files.open_folder(path)) as descriptor:
             folder = Folder(path, files, descriptor)
+            if manifests.NAME in files.names(descriptor):
+                raise SaveFailed(  # whoever looks for checkpoints in there would find that one, and no other
+                    f"no checkpoint could be saved in {path}: with its {manifests.NAME} it is a checkpoint itself. "
+                    "Give the folder that checkpoints are to lie in",
+                    path=path,
+                )
             with folder.locked():
                 before = folder.scan()
                 _discard(folder, [each.name for each in before if each.manifest is None and each.error is None])

@@ -69,9 +69,9 @@ def why_not(value: object, place: str, depth: int = 0) -> str:
     if type(value) is list:
         return next(filter(None, (why_not(each, f"{place}[{i}]", depth + 1) for i, each in enumerate(value))), "")
     if type(value) is dict:
-        strange = next((key for key in value if type(key) is not str or not _is_text(key)), None)
-        if strange is not None:
-            return f"{place} has the key {strange!r}, which is no text"
+        strange = [key for key in value if type(key) is not str or not _is_text(key)]
+        if strange:
+            return f"{place} has the key {strange[0]!r}, which is no text"
         return next(filter(None, (why_not(each, f"{place}[{key!r}]", depth + 1) for key, each in value.items())), "")
     return f"{place} is a {type(value).__name__}"
 

@@ -173,10 +173,11 @@ class Resumable(ABC):
     ) -> None:
         """From now on SIGTERM ends the process between two steps, behind a :meth:`save`.
 
-        The step under way is finished. The save comes as the next forward or ``run.step`` begins, or the context ends,
-        so that whatever follows ``optimizer.step()`` in the loop belongs to it. Then the handler that was there before
-        is called; if there was none, ``SystemExit(143)`` is raised. A second SIGTERM goes to that handler at once. A
-        signal to one rank is one to all.
+        The step under way is finished. The save comes as the next forward with gradients or ``run.step`` begins, or the
+        context ends, so that whatever follows ``optimizer.step()`` in the loop, evaluation included, belongs to it. Of
+        random states those are saved that ``optimizer.step()`` left: what is drawn behind it is drawn again, as the
+        next batch is. Then the handler that was there before is called; if there was none, ``SystemExit(143)`` is
+        raised. A second SIGTERM goes to that handler at once. A signal to one rank is one to all.
 
         Args:
             folder, schedule, scaler, keep: as for :meth:`save`.
@@ -205,7 +206,7 @@ class Resumable(ABC):
         self._termination = Termination(note, saved, self.replicas)
 
     def _step_begins(self) -> None:
-        """Perhaps: it is called by every forward that might be its first."""
+        """Perhaps: it is called by every forward that might be its first, which one without gradients is not."""
         if self._termination is not None and not (self.meter.inside or self.core.window_open):
             self._termination.step_begins()
 

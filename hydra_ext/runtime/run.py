@@ -348,7 +348,8 @@ class Run(Resumable):
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
-        self._step_begins()
+        if torch.is_grad_enabled():
+            self._step_begins()
         token = _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True

@@ -67,7 +67,7 @@ class HostLimit:
             raise SpillError(
                 f"spill_dir '{path}' cannot be made: {error}; name a folder that this process may write to"
             ) from error
-        most, asked = memory_limit(), parse_bytes(budget)
+        most, asked = memory_limit(), parse_bytes(budget, named="host_budget")
         if most is not None and asked > most:
             logger.warning(
                 "host_budget=%d is more than the %s that this process may have: the latter counts, and leaves nothing "

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +12,13 @@ import torch
 from torch import nn
 
 import hydra_ext
-from hydra_ext.checkpoint import manifest
-from hydra_ext.checkpoint.files import Files
 from hydra_ext.errors import (
     CheckpointMismatch,
-    CheckpointsInUse,
     InvalidArgument,
-    SaveFailed,
     StateError,
     UnsupportedState,
 )
-from support import damaged
-from support.checkpoints import Job, differences, offloaded
-
-
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-
-
-@pytest.fixture
-def run() -> Iterator[hydra_ext.Run]:
-    model = small()
-    with hydra_ext.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), budget="1MiB") as run:
-        yield run
-
-
-def backward(run: hydra_ext.Run) -> None:
-    run.model(torch.randn(3, 2)).sum().backward()
-
+from support.checkpoints import Job, backward, differences, offloaded, small
 
 # ---- the caller's own -----------------------------------------------------------------------------------------------
 
@@ -55,6 +32,7 @@ HERSELF.append(HERSELF)
         ((1, 2), "extra is a tuple"),
         ({"a": [1, {2}]}, r"extra\['a'\]\[1\] is a set"),
         ({1: 2}, "extra has the key 1"),
+        ({"a": {None: 2}}, r"extra\['a'\] has the key None"),
         (float("nan"), "extra is nan"),
         ({"loss": torch.tensor(1.0)}, r"extra\['loss'\] is a Tensor"),
         ([numpy.float64(1)], r"extra\[0\] is a float64"),
@@ -80,6 +58,23 @@ def test_extra_that_does(run: hydra_ext.Run, tmp_path: Path) -> None:
 def test_keep_is_a_number(run: hydra_ext.Run, keep: Any, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="keep="):
         run.save(tmp_path, keep=keep)
+
+
+class Several:
+    """Two schedules in one, as users write it."""
+
+    def state_dict(self) -> Any:
+        return [{"last_epoch": 1}, {"last_epoch": 2}]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise AssertionError("nothing could be saved")
+
+
+@pytest.mark.parametrize("name", ["schedule", "scaler"])
+def test_state_that_is_no_dict(run: hydra_ext.Run, name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedState, match=rf"{name}=: state_dict\(\) of .*Several gives a list"):
+        run.save(tmp_path / "ckpt", **{name: Several()})
+    assert not (tmp_path / "ckpt").exists()
 
 
 # ---- moments --------------------------------------------------------------------------------------------------------
@@ -282,113 +277,3 @@ def test_another_optimizer_gets_the_list_of_differences(tmp_path: Path) -> None:
     with hydra_ext.offload(model, budget="8MiB") as run, pytest.raises(CheckpointMismatch) as caught:
         run.load(tmp_path, schedule=made.schedule)
     assert caught.value.differences == ("there was an optimizer, and there is none now",)
-
-
-# ---- folders --------------------------------------------------------------------------------------------------------
-
-
-def test_a_disk_without_room_is_noticed_before_anything_is_written(run: hydra_ext.Run, tmp_path: Path) -> None:
-    class Full(Files):
-        def free_bytes(self, folder: int) -> int:
-            return 100
-
-    run.save(tmp_path)
-    run._files = Full()
-    with pytest.raises(SaveFailed, match="100 bytes are free") as caught:
-        run.save(tmp_path)
-    assert (caught.value.path, caught.value.free_bytes) == (tmp_path, 100)
-    assert caught.value.needed_bytes > 40
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
-
-
-def test_what_nobody_could_read_is_not_saved(
-    run: hydra_ext.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = run.save(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "LONGEST", (first / "manifest.json").stat().st_size - 1)
-        with pytest.raises(SaveFailed, match="is longer than"):
-            run.save(tmp_path, extra="more")
-    damaged.top(serial=2**63 - 1)(first)
-    with pytest.raises(SaveFailed, match="serial is no number"):
-        run.save(tmp_path)
-    assert list(tmp_path.iterdir()) == [first]
-
-
-def test_the_folder_around_may_be_closed_to_us(run: hydra_ext.Run, tmp_path: Path) -> None:
-    class Closed(Files):
-        def open_folder(self, path: Path) -> int:
-            if path == tmp_path:
-                raise PermissionError("closed")
-            return super().open_folder(path)
-
-    (tmp_path / "ckpt").mkdir()
-    run._files = Closed()
-    run.save(tmp_path / "ckpt")
-    with pytest.raises(SaveFailed, match="closed"):
-        run.save(tmp_path / "new")
-
-
-def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_path: Path) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    class Slow(Files):
-        def lock(self, folder: int) -> bool:
-            locked = super().lock(folder)
-            entered.set()
-            leave.wait(60)
-            return locked
-
-    other = small()
-    with hydra_ext.offload(other, budget="1MiB") as second:
-        second._files = Slow()
-        thread = threading.Thread(target=second.save, args=(tmp_path,))
-        thread.start()
-        assert entered.wait(60)
-        with pytest.raises(CheckpointsInUse, match="somebody else is saving"):
-            run.save(tmp_path)
-        leave.set()
-        thread.join()
-    run.save(tmp_path)
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_what_is_not_ours_stays(run: hydra_ext.Run, tmp_path: Path) -> None:
-    foreign = tmp_path / "step-00000007"
-    foreign.mkdir()
-    (foreign / "model.safetensors").write_text("somebody's")
-    (tmp_path / "step-00000008").symlink_to(foreign)
-    (tmp_path / "notes.txt").write_text("mine")
-    (tmp_path / "step-00000009").mkdir()  # empty
-    first = run.save(tmp_path, keep=1)
-    (first / "notes.txt").write_text("mine")
-    (first / "deep").mkdir()
-    (first / "deep" / "model.safetensors").write_text("mine")
-    run.save(tmp_path, keep=1)
-    run.save(tmp_path, keep=1)
-    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.name != "manifest.json"}
-    assert left == {
-        "notes.txt",
-        "step-00000000",
-        "step-00000000/deep",
-        "step-00000000/deep/model.safetensors",
-        "step-00000000/notes.txt",
-        "step-00000000-3",
-        "step-00000000-3/model.safetensors",
-        "step-00000007",
-        "step-00000007/model.safetensors",
-        "step-00000008",
-    }
-
-
-def test_an_earlier_step_that_is_saved_later_is_the_newest(run: hydra_ext.Run, tmp_path: Path) -> None:
-    for _ in range(3):
-        backward(run)
-        run.optimizer.step()
-        run.save(tmp_path, keep=5)
-    run.load(tmp_path / "step-00000001")
-    assert run.steps == 1
-    again = run.save(tmp_path, keep=2)
-    assert again.name == "step-00000001-2"
-    assert run.load(tmp_path).path == again
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001-2", "step-00000003"]

@@ -102,6 +102,43 @@ def test_a_whole_step_at_once_is_finished_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def test_evaluation_behind_the_step_belongs_to_it(tmp_path: Path) -> None:
+    """As does what follows that: here the schedule."""
+    job = Job("images", "adamw", "cosine")
+
+    def steps(made: Made, count: int) -> list[Any]:
+        seen = []
+        for _ in range(count):
+            loss = made.loss()
+            loss.backward()
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+            made.model.eval()
+            with torch.no_grad():
+                seen += [loss.detach(), made.model(torch.ones(2, 3, 8, 8))]
+            made.model.train()
+            made.schedule.step()
+        return seen
+
+    plain = job.make(0)
+    expected = [steps(plain, STEPS), plain.state()]
+    made, seen = job.make(0), []
+
+    def work(_run: hydra_ext.Run) -> None:
+        seen.extend(steps(made, 2))
+        terminate()
+        steps(made, 2)
+
+    with pytest.raises(SystemExit):
+        train(made, tmp_path, work, schedule=made.schedule)
+    again = job.make(1)
+    with offloaded(again) as run:
+        assert run.load(tmp_path, schedule=again.schedule).step == 3
+        found = [steps(again, STEPS - 3), again.state()]
+    assert not differences(found, [expected[0][6:], expected[1]])
+    assert not differences(seen, expected[0][:4])
+
+
 def test_with_a_scaler_it_waits_for_its_update(tmp_path: Path) -> None:
     made = Job("images", "adamw", "none").make(0)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)

@@ -205,6 +205,15 @@ def manifest_of(checkpoint: Path) -> Any:
     return json.loads((checkpoint / "manifest.json").read_text())["checkpoint"]
 
 
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def backward(run: hydra_ext.Run) -> None:
+    """Of a :func:`small` model."""
+    run.model(torch.randn(3, 2)).sum().backward()
+
+
 class Small:
     """A run that is a function of its steps, so that a checkpoint's step says what has to be in it."""
 
