@@ -62,7 +62,7 @@ def test_a_budget_beyond_it_is_cut_and_that_is_told(
     caplog.clear()
     assert HostLimit.of(4096, tmp_path) == HostLimit(4096, tmp_path)
     assert not caplog.text
-    with pytest.raises(hydra_ext.errors.InvalidBudget):
+    with pytest.raises(hydra_ext.errors.InvalidBudget, match="host_budget="):
         HostLimit.of("much", tmp_path)
 
 
