@@ -15,13 +15,30 @@ from typing import Any
 import torch
 
 from hydra_ext.checkpoint import strict_json
-from hydra_ext.construction.weight_files import DTYPES
 
 LONGEST = 100_000_000  # bytes; what safetensors itself reads
 _MOST_DIMENSIONS = 64  # of a tensor of torch's
 _LENGTH = struct.Struct("<Q")
 _METADATA = {"format": "pt"}  # without it, some loaders refuse the file
 
+DTYPES = {  # as safetensors names them
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 

@@ -157,6 +157,17 @@ def parse(data: bytes | bytearray) -> Manifest:
         raise BadManifest(str(error)) from error
 
 
+def is_foreign(data: bytes | bytearray) -> bool:
+    """Whether this is something else of the same name, as other programs write it. Ours hardly becomes that by damage:
+    cut off it is no JSON any more, and where one key is altered the other is not.
+    """
+    try:
+        body = strict_json.read(data)
+    except strict_json.NotStrict:
+        return False
+    return not (isinstance(body, dict) and (checksum.NAME in body or isinstance(body.get("checkpoint"), dict)))
+
+
 def _manifest(body: Any) -> Manifest:
     body = _table(body, "the manifest")
     if type(body.get("version")) is not int or body["version"] != VERSION:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hydra_ext.checkpoint import checksum, header
 from hydra_ext.checkpoint.files import Files, closing, is_regular, read_all
+from hydra_ext.checkpoint.header import DTYPES
 from hydra_ext.checkpoint.manifest import Manifest, TensorRecord
 from hydra_ext.checkpoint.tensors import bytes_of, empty
-from hydra_ext.construction.weight_files import DTYPES
 from hydra_ext.errors import CheckpointError
 
 _PIECE = 4 * 2**20  # bytes that are read at once to be summed

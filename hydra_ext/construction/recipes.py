@@ -55,7 +55,8 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
             and changes nothing outside. What it captures must not change afterwards, and no other thread may draw from
             the global generators meanwhile (:class:`~hydra_ext.errors.BuildDiffers` says so).
         weights: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and
-            its shards, that parameters are filled from; persistent buffers are read at once.
+            its shards, that parameters are filled from; persistent buffers are read at once. In a checkpoint's folder
+            every tensor is compared with its checksum in the manifest while it is read.
 
     Returns:
         The model. Values that the constructor takes from parameters (buffers, branches, attributes, other parameters)
@@ -65,7 +66,8 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
         InvalidArgument: ``build`` cannot be called.
         UnsupportedModel: lazy parameters; parameters on another device; some that were there before; two of them in
             the same memory; something else that shares a parameter's memory.
-        WeightsError: what is in ``weights`` is not what the model has.
+        WeightsError: what is in ``weights`` is not what the model has, is damaged, or has two names of one parameter
+            with different numbers.
     """
     if not callable(build):
         raise InvalidArgument(
@@ -106,7 +108,8 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
         ModelChanged: a parameter has another shape or dtype than the one that was built. Nothing was filled.
         BuildDiffers: the constructor made something else than before. Nothing was filled.
         UnsupportedModel: a parameter has hooks already, or is part of a graph.
-        WeightsError: a file cannot be read any more, or is not what it was. Nothing was filled.
+        WeightsError: a file cannot be read any more, is not what it was, or its bytes are not those that a checkpoint
+            was written with. Nothing was filled.
     """
     recipe = _recipe_of(model)
     target = _device(device)

@@ -12,34 +12,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from hydra_ext.checkpoint.header import DTYPES
+from hydra_ext.construction.vouched import Vouched
 from hydra_ext.errors import WeightsError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-DTYPES = {  # as safetensors names them
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 # A file's pages count as the process's memory while it is mapped.
 _MAPPED_BYTES = 64 * 2**20
 
 
 class WeightFiles:
-    """A model's tensors by name, in one file or in shards with an index.
+    """A model's tensors by name, in one file or in shards with an index. Where a checkpoint's manifest is beside them,
+    they have to be as it says.
 
     Args:
         path: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
@@ -51,9 +36,11 @@ class WeightFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file_of: dict[str, Path] = {}
+        self._vouched = Vouched(self.path)
         for file, promised in self._files().items():
             with _opened(file) as opened:
                 there = set(opened.keys())
+                self._vouched.check_header(file, opened)
             if promised is not None and promised - there:
                 raise WeightsError(
                     f"{file} has no tensor {min(promised - there)}, which {self.path / _INDEX} says is in it",
@@ -65,13 +52,15 @@ class WeightFiles:
     def find(self, model: nn.Module) -> dict[str, str]:
         """For every name of a parameter or persistent buffer, the tensor's name in the files.
 
-        Tied parameters may be there under any of their names.
+        Tied parameters may be there under any of their names, and under several if the bytes are the same.
 
         Raises:
-            WeightsError: a tensor is missing, is there and not in the model, or has another shape or dtype.
+            WeightsError: a tensor is missing, is there and not in the model, has another shape or dtype, or is there
+                under two names with different bytes.
         """
         found: dict[str, str] = {}
-        for names, _ in _wanted(model):
+        wanted = _wanted(model)
+        for names, _ in wanted:
             stored = next((name for name in names if name in self._file_of), None)
             if stored is None:
                 raise WeightsError(
@@ -90,20 +79,30 @@ class WeightFiles:
                 file=self._file_of[name],
                 tensor=name,
             )
-        self.check({found[names[0]]: tensor for names, tensor in _wanted(model)})
+        self.check({name: tensor for names, tensor in wanted for name in names if name in self._file_of})
+        for names, tensor in wanted:
+            for name in names:
+                if name in self._file_of and name != found[name]:
+                    self._compare(found[name], name, tensor)
         return found
 
     def read(self, stored: Mapping[str, Tensor]) -> None:
         """Copies tensors of the files into the ones given for their names, a part of the files mapped at a time.
 
         Raises:
-            WeightsError: as :meth:`check`. Some tensors may have been written to.
+            WeightsError: as :meth:`check`, or bytes are not those that a checkpoint's manifest says were written. The
+                tensors may have been written to, and are not to be used.
         """
         for file, names in self._by_file(stored).items():
+            sums: dict[str, str] = {}
             for batch in _batches(names, stored):
                 with _opened(file) as opened, torch.no_grad():
                     for name, rows in batch:
-                        stored[name][rows].copy_(_part(opened, file, name, stored[name])[rows])
+                        part = _part(opened, file, name, stored[name])[rows]
+                        stored[name][rows].copy_(part)
+                        self._vouched.follow(sums, name, part)
+                        del part  # or the file stays mapped
+            self._vouched.check_sums(file, sums)
 
     def check(self, stored: Mapping[str, Tensor]) -> None:
         """Reads the headers of the files that these tensors are in.
@@ -118,6 +117,27 @@ class WeightFiles:
             with _opened(file) as opened:
                 for name in names:
                     _part(opened, file, name, stored[name])
+
+    def _compare(self, name: str, other: str, tensor: Tensor) -> None:
+        """Two tensors of the files that are one in the model, a part of each mapped at a time.
+
+        Raises:
+            WeightsError: they differ.
+        """
+        file, other_file = self._file_of[name], self._file_of[other]
+        for rows, _ in _pieces(tensor, _MAPPED_BYTES // 2):
+            with _opened(file) as opened, _opened(other_file) as other_opened:
+                part = _part(opened, file, name, tensor)[rows]
+                other_part = _part(other_opened, other_file, other, tensor)[rows]
+                same = torch.equal(_bits(part), _bits(other_part))
+                del part, other_part
+            if not same:
+                raise WeightsError(
+                    f"{self.path} has different numbers for {name} and {other}, which are one tensor in the model: "
+                    "build the model without tying them, or give it a file that has one of them",
+                    file=other_file,
+                    tensor=other,
+                )
 
     def _by_file(self, names: Iterable[str]) -> dict[Path, list[str]]:
         by_file: dict[Path, list[str]] = {}
@@ -182,7 +202,7 @@ def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[t
     batch: list[tuple[str, Any]] = []
     size = 0
     for name in names:
-        for rows, nbytes in _pieces(tensors[name]):
+        for rows, nbytes in _pieces(tensors[name], _MAPPED_BYTES):
             if batch and size + nbytes > _MAPPED_BYTES:
                 yield batch
                 batch, size = [], 0
@@ -192,15 +212,22 @@ def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[t
         yield batch
 
 
-def _pieces(tensor: Tensor) -> Iterator[tuple[Any, int]]:
-    if tensor.nbytes <= _MAPPED_BYTES:
+def _pieces(tensor: Tensor, most: int) -> Iterator[tuple[Any, int]]:
+    """Rows of at most so many bytes, or one larger row, in their order."""
+    if tensor.nbytes <= most:
         yield ..., tensor.nbytes
         return
     row = tensor.nbytes // len(tensor)
-    rows = max(1, _MAPPED_BYTES // row)
+    rows = max(1, most // row)
     for begin in range(0, len(tensor), rows):
         end = min(begin + rows, len(tensor))
         yield slice(begin, end), (end - begin) * row
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A NaN equals no NaN, but its bytes do."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.reshape(-1).view(torch.uint8)
 
 
 def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:

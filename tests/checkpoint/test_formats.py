@@ -15,8 +15,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.checkpoint import writer
-from hydra_ext.checkpoint.header import CODES
-from hydra_ext.construction.weight_files import DTYPES
+from hydra_ext.checkpoint.header import CODES, DTYPES
 from hydra_ext.errors import CheckpointError, CheckpointMismatch
 from support.checkpoints import Job, differences, manifest_of, offloaded
 

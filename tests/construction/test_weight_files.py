@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hydra_ext.construction import fill, materialize
+from hydra_ext.construction import fill, materialize, weight_files
 from hydra_ext.errors import WeightsError
 from support.constructors import CONSTRUCTORS, gpt2, resnet, vit
 
@@ -112,6 +112,39 @@ def test_tied_weights_may_be_stored_under_any_name(tmp_path: Path) -> None:
     fill(model, ["transformer.wte.weight"])
     assert torch.equal(model.lm_head.weight, tensors["lm_head.weight"])
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.parametrize("most", [weight_files._MAPPED_BYTES, 600])
+def test_tied_weights_under_two_names_have_to_be_the_same_bytes(
+    most: int, written: Callable[[dict[str, Tensor]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_MAPPED_BYTES", most)
+    tensors = stored(gpt2())
+    tensors["transformer.wte.weight"][0, 0] = torch.nan
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    model = materialize(gpt2, weights=written(tensors))
+    fill(model)
+    assert torch.equal(_bits(model.lm_head.weight), _bits(tensors["lm_head.weight"]))
+    tensors["transformer.wte.weight"][-1, -1] = 0.0
+    for other in (-0.0, 1.0, torch.nan):
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+        tensors["lm_head.weight"][-1, -1] = other
+        with pytest.raises(WeightsError, match=r"lm_head\.weight.*transformer\.wte\.weight|wte.*lm_head") as caught:
+            materialize(gpt2, weights=written(tensors))
+        assert caught.value.tensor in ("lm_head.weight", "transformer.wte.weight")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.int32)
+
+
+def test_a_tied_weight_of_another_shape_is_refused_under_either_name(tmp_path: Path) -> None:
+    tensors = stored(gpt2())
+    tensors["lm_head.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="shape") as caught:
+        materialize(gpt2, weights=tmp_path)
+    assert caught.value.tensor == "lm_head.weight"
 
 
 def test_filled_parameters_do_not_live_in_the_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.cli import main
-from support.pipeline_checkpoints import SAVED, check, load_and_go_on, plain, save_and_go_on
+from support.checkpoints import manifest_of
+from support.pipeline_checkpoints import SAVED, check, load_and_go_on, plain, read_as_weights, save_and_go_on
 from support.plain_models import OPTIMIZERS, Case
 from support.ranks import run_ranks
 
@@ -47,6 +49,27 @@ def test_other_programs_read_the_weights(saved: Path) -> None:
     assert theirs.lm_head.weight is theirs.transformer.wte.weight
     assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.state_dict().items())
     assert main.run(["verify", str(saved / "0")]) == 0
+
+
+def test_the_stages_of_a_model_without_memory_are_read_from_it_and_what_is_damaged_is_not(
+    saved: Path, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    for copy in (checkpoint, tmp_path / "whole"):
+        shutil.copytree(saved / "0" / f"step-0000000{SAVED}", copy)
+    damaged, on_rank_0 = "transformer.h.2.ln_1.weight", "transformer.h.1.ln_1.weight"
+    whole = run_ranks(read_as_weights, TIED, checkpoint, folder=tmp_path)
+    assert [why for why, _ in whole] == ["", ""]
+    assert on_rank_0 in whole[0][1]
+    assert damaged in whole[1][1]
+    record = manifest_of(checkpoint)["tensors"]["model"][damaged]
+    data = bytearray((checkpoint / record["file"]).read_bytes())
+    data[record["bytes"][1] - 1] ^= 1
+    (checkpoint / record["file"]).write_bytes(data)
+    ranks = run_ranks(read_as_weights, TIED, checkpoint, folder=tmp_path)
+    assert ranks[1][0].startswith(f"WeightsError: {checkpoint / record['file']}: {damaged}: ")
+    assert ranks[0][0] != ""
+    assert damaged not in ranks[0][1] + ranks[1][1]
 
 
 def offloaded_run(saves: Path | None, loads: Path | None) -> list[torch.Tensor]:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import hydra_ext
+from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from support.plain_models import OPTIMIZERS, SEED, Case, Whole
 
@@ -149,6 +151,28 @@ def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> list[str
         pipe.save(target, schedule=schedules)
     logging.getLogger("hydra_ext").removeHandler(heard)
     return [record.getMessage() for record in heard.buffer]
+
+
+def read_as_weights(rank: int, case: Case, checkpoint: Path) -> tuple[str, list[str]]:
+    """Why the pipeline could not be made, and which parameters have numbers; wrong ones are an error."""
+    model = hydra_ext.materialize(case.subject.build, weights=checkpoint).train()
+    expected = case.subject.make()
+    hydra_ext.load_model(checkpoint.with_name("whole"), expected)
+    why = ""
+    try:
+        with pipeline_of(case, model) as pipe:
+            prepare(pipe, case, model)
+    except HydraError as error:
+        why = f"{type(error).__name__}: {error}"
+    theirs = dict(expected.named_parameters())
+    there = {name: each for name, each in model.named_parameters() if not each.is_meta and holds_its_own(each)}
+    assert all(torch.equal(each, theirs[name]) for name, each in there.items())
+    return why, list(there)
+
+
+def holds_its_own(tensor: Tensor) -> bool:
+    """What stands in for another stage's parameters repeats one element."""
+    return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 
 def same(found: Any, expected: Any) -> bool:
