@@ -17,10 +17,13 @@ namespace {
 /// When a node fails, torch leaves what else was ready in its thread's queue, and with it that part of the graph, until
 /// the thread's next backward drops it. Of the rest of the budget a next one may not even have its forward run, so this
 /// is the next one: of nothing. The interpreter's lock is held, and the failed backward is over.
-void drop_failed_backward() {
+void drop_failed_backward() noexcept {
   const py::gil_scoped_release released;
-  torch::autograd::Engine::get_default_engine().execute({}, {}, /*keep_graph=*/false, /*create_graph=*/false,
-                                                        /*accumulate_grad=*/true);
+  try {
+    torch::autograd::Engine::get_default_engine().execute({}, {}, /*keep_graph=*/false, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  } catch (const std::exception&) {  // torch runs none in a forked child, say: the error on its way says more
+  }
 }
 
 void append(std::string& list, const char* separator, const std::string& item) {
