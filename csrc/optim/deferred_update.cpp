@@ -22,6 +22,16 @@ DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPo
   thread_ = std::thread([this] { run(); });
 }
 
+std::shared_ptr<DeferredUpdate> DeferredUpdate::begin(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool,
+                                                      float scale, double bytes_per_second, ActivityLog* log) {
+  auto update = std::make_unique<DeferredUpdate>(std::move(parts), std::move(pool), scale, bytes_per_second, log);
+  return {update.release(), [](DeferredUpdate* const begun) {
+            if (begun->home_.here()) {
+              delete begun;
+            }
+          }};
+}
+
 DeferredUpdate::~DeferredUpdate() {
   if (thread_.joinable()) {
     thread_.join();
@@ -114,6 +124,7 @@ const DeferredUpdate::Entry* DeferredUpdate::find_locked(std::int32_t block) con
 }
 
 double DeferredUpdate::wait(std::int32_t block) {
+  home_.expect_here();
   std::unique_lock lock(mutex_);
   const Entry* const entry = find_locked(block);
   if (entry == nullptr || entry->state == State::kDone) {
@@ -129,6 +140,7 @@ double DeferredUpdate::wait(std::int32_t block) {
 }
 
 double DeferredUpdate::wait_all() {
+  home_.expect_here();
   const auto all_ended = [this] { return std::all_of(entries_.begin(), entries_.end(), &DeferredUpdate::has_ended); };
   std::unique_lock lock(mutex_);
   const auto start = std::chrono::steady_clock::now();
@@ -141,17 +153,26 @@ double DeferredUpdate::wait_all() {
 }
 
 bool DeferredUpdate::finished(std::int32_t block) const {
+  if (!home_.here()) {
+    return false;
+  }
   const std::lock_guard lock(mutex_);
   const Entry* const entry = find_locked(block);
   return entry == nullptr || entry->state == State::kDone;
 }
 
 double DeferredUpdate::seconds() const {
+  if (!home_.here()) {
+    return 0.0;
+  }
   const std::lock_guard lock(mutex_);
   return seconds_;
 }
 
 std::int64_t DeferredUpdate::bytes() const {
+  if (!home_.here()) {
+    return 0;
+  }
   const std::lock_guard lock(mutex_);
   return bytes_;
 }

@@ -7,7 +7,9 @@
 // Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished,
 // or what is borrowed for a block until it is given back. If that fails, so has the update: neither that block nor any
 // that had not begun is updated, and whoever waits for one of them is told why.
-// Threads: wait() and finished() from anywhere, without the interpreter lock.
+// Threads: wait() and finished() from anywhere, without the interpreter lock. A forked child has not the thread, and
+// perhaps memory that the thread was writing: there waiting throws StateError, no block is finished, and nothing is
+// destroyed.
 #pragma once
 
 #include <condition_variable>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "csrc/base/activity.h"
+#include "csrc/base/process.h"
 #include "csrc/optim/step_plan.h"
 
 namespace hydra {
@@ -48,18 +51,21 @@ class DeferredUpdate {
   /// `log` may be null, and has to outlive the update.
   DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale, double bytes_per_second = 0.0,
                  ActivityLog* log = nullptr);
+  /// As the constructor; left as it is where a forked child would destroy it.
+  static std::shared_ptr<DeferredUpdate> begin(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale,
+                                               double bytes_per_second, ActivityLog* log);
   /// Blocks until all is done.
   ~DeferredUpdate();
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
   /// Blocks until the block is updated, or never will be, which it throws. Returns at once for a block that has no part
-  /// in it. Seconds it blocked.
+  /// in it, but in a forked child. Seconds it blocked.
   double wait(std::int32_t block);
   double wait_all();
   /// Whether the block is updated.
   bool finished(std::int32_t block) const;
-  /// Time spent on updates so far, and bytes that they have read and written.
+  /// Time spent on updates so far, and bytes that they have read and written; 0 in a forked child.
   double seconds() const;
   std::int64_t bytes() const;
 
@@ -80,6 +86,7 @@ class DeferredUpdate {
   Entry* next_locked();
   const Entry* find_locked(std::int32_t block) const;
 
+  const HomeProcess home_;
   std::shared_ptr<ThreadPool> pool_;
   float scale_;
   double bytes_per_second_;

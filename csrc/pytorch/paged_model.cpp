@@ -145,10 +145,12 @@ void PagedModel::close() {
     bring_home();
   } catch (...) {  // re-raised at the end
     lost = std::current_exception();
-    abandon_update();
     homes_.abandon();
-    if (disk_) {
-      disk_->abandon();
+    if (home_.here()) {  // a forked child does not know what of it is updated
+      abandon_update();
+      if (disk_) {
+        disk_->abandon();
+      }
     }
   }
   service_.reset();  // before the pager: it must not be asked for room any more

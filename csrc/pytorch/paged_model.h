@@ -283,7 +283,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void store_gradients_of(std::int32_t block);
   /// Blocks to whose parameters somebody has given other bytes have the rest on the host, too.
   void review_disk();
-  /// Gives back the room on the disk, threads and memory; what was counted stays known.
+  /// Throws StateError in a forked child, if there is a disk: nobody is there to read it.
+  void expect_disk_here() const;
+  /// Gives back the room on the disk, threads and memory; what was counted stays known. Nothing in a forked child.
   void close_disk() noexcept;
   void expect_unmoved_hosts() const;
   /// Gradients that somebody assigned to faces by hand go where the others go.
@@ -318,8 +320,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::unique_ptr<AccumulatingSink> sink_;
   GradientGathering gathering_;
   DeviceHomes homes_;
+  const HomeProcess home_;
   std::unique_ptr<DiskHomes> disk_;
-  DiskStatistics disk_used_;  // once it is closed
+  DiskStatistics disk_used_;  // once it is closed, and in a forked child
   std::shared_ptr<WeightLoans> loans_;
   std::shared_ptr<HostBuffers> gradient_buffers_;
   Bytes gradient_backlog_ = 0;

@@ -59,7 +59,7 @@ void PagedModel::open_disk(const std::string& folder, const std::vector<Bytes>& 
 }
 
 DiskStatistics PagedModel::disk_statistics() const {
-  if (!disk_) {
+  if (!disk_ || !home_.here()) {
     return disk_used_;
   }
   DiskStatistics statistics = disk_->statistics();
@@ -68,7 +68,18 @@ DiskStatistics PagedModel::disk_statistics() const {
   return statistics;
 }
 
+void PagedModel::expect_disk_here() const {
+  if (disk_) {
+    home_.expect_here();
+  }
+}
+
 void PagedModel::close_disk() noexcept {
+  if (!home_.here()) {
+    // Other threads may have been at it when the child was forked, and none of them is here to come to an end.
+    static_cast<void>(disk_.release());
+    return;
+  }
   disk_used_ = disk_statistics();
   for (BlockBacking* backing : backings_) {
     backing->goes_to_disk(nullptr);

@@ -39,8 +39,8 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   }
   trainable_stale_ = true;
   ++deferred_updates_;
-  update_ = std::make_shared<DeferredUpdate>(std::move(parts), std::move(pool), scale,
-                                             backend_->host_memory_bytes_per_second(), &backend_->activity());
+  update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale, backend_->host_memory_bytes_per_second(),
+                                  &backend_->activity());
   for (const auto& [block, tensors] : withheld_) {
     backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
   }
@@ -94,6 +94,7 @@ void PagedModel::give_back_locked(std::int32_t block) noexcept {
 }
 
 void PagedModel::finish_update(std::int32_t block) {
+  expect_disk_here();
   std::shared_ptr<DeferredUpdate> update;
   {
     const std::lock_guard lock(update_mutex_);
@@ -108,6 +109,7 @@ void PagedModel::finish_update(std::int32_t block) {
 }
 
 void PagedModel::finish_update() {
+  expect_disk_here();
   std::shared_ptr<DeferredUpdate> update;
   {
     const std::lock_guard lock(update_mutex_);

@@ -1,5 +1,7 @@
 // The edges of a window: what is checked, brought up to date and swapped when it opens, and brought home when it
 // closes.
+#include <torch/csrc/autograd/engine.h>
+
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/gil.h"
@@ -11,6 +13,18 @@ namespace py = pybind11;
 namespace hydra {
 
 namespace {
+
+/// When a node fails, torch leaves what else was ready in its thread's queue, and with it that part of the graph, until
+/// the thread's next backward drops it. Of the rest of the budget a next one may not even have its forward run, so this
+/// is the next one: of nothing. The interpreter's lock is held, and the failed backward is over.
+void drop_failed_backward() noexcept {
+  const py::gil_scoped_release released;
+  try {
+    torch::autograd::Engine::get_default_engine().execute({}, {}, /*keep_graph=*/false, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  } catch (const std::exception&) {  // torch runs none in a forked child, say: the error on its way says more
+  }
+}
 
 void append(std::string& list, const char* separator, const std::string& item) {
   list += (list.empty() || item.empty() ? "" : separator) + item;
@@ -53,6 +67,7 @@ void PagedModel::enter(WindowToken& token, PassKind kind) {
 }
 
 void PagedModel::open_window(PassKind kind) {
+  expect_disk_here();
   const std::string changes = window_.changes();
   HYDRA_EXPECT(changes.empty(), ModelChanged,
                "the model changed inside its offload context: " + changes +
@@ -316,6 +331,9 @@ void Windows::exit(bool failed) {
     } catch (...) {  // re-raised below
       error = error ? error : std::current_exception();
     }
+  }
+  if (failed) {
+    drop_failed_backward();
   }
   if (error) {
     std::rethrow_exception(error);

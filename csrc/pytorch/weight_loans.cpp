@@ -77,6 +77,9 @@ std::byte* WeightLoans::Loan::memory() {
 }
 
 WeightLoans::Loan::~Loan() {
+  if (!loans_->home_.here()) {
+    return;
+  }
   memory_.reset();  // back before others look for some, unless it is being read into
   const std::lock_guard lock(loans_->mutex_);
   std::erase(loans_->waiting_, this);

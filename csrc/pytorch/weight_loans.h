@@ -62,6 +62,7 @@ class WeightLoans final : public std::enable_shared_from_this<WeightLoans> {
  private:
   void read_ahead_locked() noexcept;
 
+  const HomeProcess home_;
   DiskHomes& disk_;
   std::shared_ptr<WorkingMemory> memory_;
   mutable std::mutex mutex_;

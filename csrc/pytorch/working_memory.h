@@ -9,6 +9,7 @@
 #include <mutex>
 #include <vector>
 
+#include "csrc/base/process.h"
 #include "csrc/pytorch/arena_region.h"
 
 namespace hydra {
@@ -29,6 +30,7 @@ class WorkingMemory final : public std::enable_shared_from_this<WorkingMemory> {
  private:
   ArenaRegionPtr take_idle_locked(Bytes bytes);
 
+  const HomeProcess home_;
   std::shared_ptr<HostArena> arena_;
   const int most_;
   mutable std::mutex mutex_;

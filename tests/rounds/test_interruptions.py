@@ -274,3 +274,21 @@ def test_an_error_keeps_no_activations_once_it_is_forgotten(recompute: bool) -> 
                 assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_error_of_a_parameters_hook_keeps_no_activations(layer: int, recompute: bool) -> None:
+    """torch keeps what was ready to run beside it until its thread runs another backward."""
+    with an_offloaded_model() as (run, model):
+        gc.disable()
+        try:
+            for parameter in model.layers[layer].parameters():
+                handle = parameter.register_hook(lambda _: stop())
+                with contextlib.suppress(Stop):
+                    run.step(BATCHES[: PLAN.m], lambda b: loss(model, b), round_size=PLAN.m, recompute=recompute)
+                handle.remove()
+                assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        finally:
+            gc.enable()
+        assert_trains_on(run, model, round_size=PLAN.m, recompute=recompute)

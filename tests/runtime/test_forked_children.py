@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import nn
 
 import hydra_ext
 from support.benches import ROOMY, assert_same
+from support.native import BATCHES, state
+from support.on_disk import DEPTH, DEVICE_BUDGET, budget_for, pair
 from support.outcomes import POISONED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -91,21 +94,78 @@ class context_entered:  # noqa: N801 - as contextlib's
         self._context.__exit__(*error)
 
 
-def test_a_forked_child_ends_by_itself_with_the_context_open() -> None:
-    """The whole interpreter is taken down there, and every object of ours with it."""
-    code = """
+UNDER_WAY = """    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("step", "code"), [("", 7), (UNDER_WAY, 1)], ids=["at rest", "a step under way"])
+def test_a_forked_child_ends_by_itself_with_the_context_open(step: str, code: int) -> None:
+    """The whole interpreter is taken down there, and every object of ours with it; 1 is an error's."""
+    program = f"""
 import os, signal, sys, torch, hydra_ext
 model = torch.nn.Linear(4, 4)
-with hydra_ext.offload(model, budget="1MiB") as run:
+optimizer = hydra_ext.optim.AdamW(model.parameters())
+slow = hydra_ext.SimulatedDevice(host_memory_bytes_per_second=560)
+with hydra_ext.offload(model, optimizer, budget="1MiB", device=slow) as run:
     model(torch.ones(1, 4)).sum().backward()
-    child = os.fork()
+{step}    child = os.fork()
     if child == 0:
         signal.alarm(60)
         sys.exit(7)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
-    assert (result.stdout, result.returncode) == ("7\n", 0), result.stderr
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (result.stdout, result.returncode) == (f"{code}\n", 0), result.stderr
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(BATCHES[0]).sum().backward()
+    optimizer.step()
+
+
+def uses_of(run: hydra_ext.Run, model: nn.Module, optimizer: Any, folder: Path) -> dict[str, Callable[[], Any]]:
+    """What waits for a step under way, each in another manner."""
+    return {
+        "sync": run.sync,
+        "an operation": lambda: [parameter.sum() for parameter in model.parameters()],
+        "state_dict": model.state_dict,
+        "the optimizer's state_dict": optimizer.state_dict,
+        "forward": lambda: model(BATCHES[0]),
+        "step": optimizer.step,
+        "run.step": lambda: run.step([BATCHES[0]], lambda batch: model(batch).sum()),
+        "save": lambda: run.save(folder / "of a child"),
+        "load": lambda: run.load(folder / "checkpoint"),
+        "leaving": run.close,
+    }
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_forked_child_that_uses_the_model_while_a_step_is_under_way_is_told_too(
+    on_disk: bool, tmp_path: Path
+) -> None:
+    plain, theirs, model, ours = pair()
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    limits: dict[str, Any] = {"budget": DEVICE_BUDGET}
+    if on_disk:
+        limits |= {"host_budget": budget_for(model, ours, weights=DEPTH), "spill_dir": tmp_path}
+    slow = hydra_ext.SimulatedDevice(host_memory_bytes_per_second=5 * 28 * numbers)  # a fifth of a second for each step
+    with hydra_ext.offload(model, ours, device=slow, checks=POISONED, **limits) as run:
+        step(model, ours)
+        run.save(tmp_path / "checkpoint")
+        for name, use in uses_of(run, model, ours, tmp_path).items():
+            step(model, ours)
+            said = said_by_child(use)
+            assert said.startswith("StateError: this offloaded model belongs to process"), f"{name}: {said}"
+        assert "gave" in said_by_child(run.report)
+        assert not (tmp_path / "of a child").exists()
+        run.load(tmp_path / "checkpoint")
+        step(model, ours)
+    step(plain, theirs)
+    step(plain, theirs)
+    assert_same(state(plain, theirs), state(model, ours))
 
 
 def test_a_forked_child_may_offload_a_model_of_its_own() -> None:

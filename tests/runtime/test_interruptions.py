@@ -19,7 +19,7 @@ from hydra_ext import _C, optim
 from support.benches import ROOMY, Bench, Outcome, assert_same, tight_budget
 from support.footprint import footprint, process_footprint
 from support.window_cases import train
-from support.window_cases_interrupted import Stop, before_call, during_backward
+from support.window_cases_interrupted import Stop, before_call, during_backward, raising
 from support.window_subjects import language_loss, tiny_gpt2
 
 POISONED = hydra_ext.Checks(poison_hosts=True)
@@ -144,6 +144,29 @@ def test_a_run_goes_with_its_last_name_and_its_memory_with_it(tmp_path: Path) ->
         assert [each() for each in a_step_within_both_budgets(tmp_path)] == [None] * 4
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_of_a_backward_that_a_parameters_hook_ended_nothing_is_kept(name: str, register: str) -> None:
+    """torch keeps what was ready to run, here the graph below the layer, until its thread runs another backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+    rows = torch.ones(4, 64)
+    with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
+        handle = getattr(model[3][0].get_parameter(name), register)(raising(Stop))
+        loss = model(rows).sum()
+        with pytest.raises(Stop):
+            loss.backward()
+        handle.remove()
+        del loss
+        model.zero_grad()
+        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        model(rows).sum().backward()
+        found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(rows).sum().backward()
+    assert_same([parameter.grad for parameter in model.parameters()], found)
 
 
 # ---- what users keep ------------------------------------------------------------------------------------------------
