@@ -145,12 +145,13 @@ void PagedModel::close() {
     bring_home();
   } catch (...) {  // re-raised at the end
     lost = std::current_exception();
+    const bool here = home_.here();  // a forked child does not know what is updated, nor has it the threads
+    if (here) {
+      abandon_update();  // before the memory that it may be working on goes
+    }
     homes_.abandon();
-    if (home_.here()) {  // a forked child does not know what of it is updated
-      abandon_update();
-      if (disk_) {
-        disk_->abandon();
-      }
+    if (here && disk_) {
+      disk_->abandon();
     }
   }
   service_.reset();  // before the pager: it must not be asked for room any more
