@@ -133,6 +133,8 @@ def differences(optimizer: torch.optim.Optimizer, names: Mapping[int, str], save
     return lines
 
 
+# Options of torch's optimizers that only a bool, or None, can be: a tensor would be noticed by the optimizer's next
+# step, or by its load_state_dict(), when weights have been put already.
 _SWITCHES = {
     "amsgrad",
     "capturable",
