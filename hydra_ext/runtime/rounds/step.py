@@ -19,9 +19,10 @@ from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.buffers import ModelBuffers
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
-from hydra_ext.runtime.rounds.isolation import Surroundings, generators
+from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.recompute import Recomputation
 from hydra_ext.runtime.updates import Updates
+from hydra_ext.state.randomness import generators
 
 logger = logging.getLogger(__name__)
 
