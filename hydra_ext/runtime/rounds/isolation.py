@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.state.randomness import TorchRandomness, generators
+from hydra_ext.state.randomness import HostRandomness, TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 
 _ABSENT: Any = object()
@@ -59,6 +59,31 @@ class Surroundings:
     def seed(self, seed: int) -> None:
         """As after ``torch.manual_seed(seed)``."""
         self._random.seed(seed)
+
+
+class DrawOrder:
+    """Whether the microbatches of a round draw from Python's and numpy's generators in the order of a loop.
+
+    These generators are one for the process, and no microbatch has one of its own: in a loop the second goes on where
+    the first has stopped. In a round that is so only if none draws after a later one has.
+
+    Attributes:
+        turns: how many of them have drawn.
+        conflict: whether the order was another one.
+    """
+
+    def __init__(self) -> None:
+        self._host = HostRandomness()
+        self._latest = 0
+        self.turns = 0
+        self.conflict = False
+
+    def end_turn(self, index: int) -> None:
+        if self._host.moved:
+            self._host.note()
+            self.turns += 1
+            self.conflict = self.conflict or index < self._latest
+            self._latest = max(index, self._latest)
 
 
 class Attributes:
