@@ -161,10 +161,15 @@ def added_to(digest: _C.SavedDigest) -> Iterator[None]:
         return
     pack, unpack = hooks
 
+    @not_traced
     def added(tensor: Tensor) -> Any:
-        return pack(tensor) if digest.add(tensor) else _Kept(tensor)
+        return pack(tensor) if digest.add(tensor) else _Kept(tensor.detach())
 
-    with saved_tensors_hooks(added, lambda packed: packed.tensor if type(packed) is _Kept else unpack(packed)):
+    @not_traced
+    def unpacked(packed: Any) -> Tensor:
+        return packed.tensor if type(packed) is _Kept else unpack(packed)  # type: ignore[no-any-return]
+
+    with saved_tensors_hooks(added, unpacked):
         yield
 
 

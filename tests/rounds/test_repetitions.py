@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext import UnsupportedModel
+from hydra_ext.errors import UnsupportedModel
 from support.deviating import (
     DEPTH,
     WIDTH,
@@ -75,7 +75,7 @@ def test_a_permuted_output_is_permuted_as_it_was(rounds: bool) -> None:
 
 @WAYS
 def test_equal_experts_are_chosen_as_they_were(rounds: bool) -> None:
-    assert_is_the_loop(lambda: Experts(np.random.randint), seed=1, rounds=rounds)
+    assert_is_the_loop(lambda: Experts(lambda count: int(np.random.randint(count))), seed=1, rounds=rounds)
 
 
 @pytest.mark.parametrize("recompute", [True, False, None])
@@ -88,7 +88,7 @@ def test_microbatches_draw_in_the_order_of_a_loop(
         make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute
     )
     # Known from the first round, if that is one of a single microbatch.
-    alone_from_the_start = round_size is None
+    alone_from_the_start = round_size is None or recompute is None
     assert report.refusals == (0 if alone_from_the_start else 1)
     assert report.fallbacks == 18 - (1 if alone_from_the_start else 0)
 
@@ -97,20 +97,22 @@ def test_what_only_fn_draws_refuses_no_round() -> None:
     torch.manual_seed(0)
     model = Net(lambda: nn.Linear(WIDTH, WIDTH))
     twin = copy.deepcopy(model)
-    steps = batches(3, 3)
+    steps = batches(1, 3)
 
     def noisy(model: nn.Module, x: Tensor) -> Tensor:
         return loss(model, x + random.random() + np.random.randn())
 
     seed_hosts(3)
-    expected = [(noisy(twin, x) / 3).backward() or noisy_state for x in steps[0] for noisy_state in [host_states()]]
+    for x in steps[0]:
+        (noisy(twin, x) / 3).backward()
+    ended = host_states()
     seed_hosts(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
         found: list[Tensor] = []
         optimizer.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in model.parameters()))
         run.step(steps[0], lambda x: noisy(model, x), round_size=3, recompute=True)
-        assert host_states() == expected[-1]
+        assert host_states() == ended
         report = run.report()
     assert (report.rounds, report.refusals, report.fallbacks) == (1, 0, 0)
     assert all(torch.equal(mine, p.grad) for mine, p in zip(found, twin.parameters(), strict=True))
@@ -187,6 +189,7 @@ def test_a_permutation_or_an_exchanged_parameter_is_seen(rounds: bool, block: st
     model = Net(HiddenShuffle if block == "permuted" else lambda: Experts(choices_of(0)))
     twin = copy.deepcopy(model)
     steps = batches(1, 1)
+    steps[0][0].requires_grad_()  # else the first block's gradients need none of its weights
     for each in model.blocks:
         note_what_is_taken(each, taken)
     if not rounds:
