@@ -5,6 +5,7 @@
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/paged_model.h"
+#include "csrc/pytorch/saved_digest.h"
 
 namespace py = pybind11;
 
@@ -29,6 +30,16 @@ void bind_tensors(py::module_& module) {
   module.def(
       "suspend_charging", [] { exchange_thread_charge({}); },
       "Nothing the calling thread allocates is charged from here on, until it enters a window.");
+  const py::call_guard<py::gil_scoped_release> released;
+  py::class_<SavedDigest>(module, "SavedDigest", "What a call saved for backward, or gave, in a few bytes.")
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("parameters"))
+      .def("fresh", &SavedDigest::fresh, "With the same parameters, and nothing added.")
+      .def("add", &SavedDigest::add, py::arg("tensor"), released,
+           "False, and nothing is added, if the tensor cannot be compared.")
+      .def_property_readonly("count", &SavedDigest::count)
+      .def("equals", &SavedDigest::equals, py::arg("other"), released, "Whether the same was added in the same order.");
+  module.def("reduced_by_place", &reduced_by_place, py::arg("tensor"), released,
+             "One number that depends on every number of the tensor and its place, as it is found on GPUs.");
 }
 
 }  // namespace hydra

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
-from hydra_ext.activations.repeatable import Fingerprint, RepeatableCall, fingerprint
+from hydra_ext.activations.repeatable import Deviation, RepeatableCall
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.tracing import not_traced
 
+CALLS_IN_FULL = 3  # of a module: what they give is compared, too
 _SLOT = "_compiled_call_impl"
 _lock = threading.Lock()  # around what stands there
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
@@ -52,7 +54,7 @@ class RecomputedModule:
 
     Attributes:
         replaced: what stood there.
-        checked: whether a second call has been seen to give what the first gave.
+        deviated: whether a second call has been seen to differ from the first; then it is not made again any more.
     """
 
     def __init__(self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count) -> None:
@@ -60,7 +62,8 @@ class RecomputedModule:
         self.module = module
         self.again = again
         self.replaced: Callable[..., Any] | None = None
-        self.checked = False
+        self.deviated = False
+        self._calls = 0
         self._whole = whole
 
     def install(self) -> None:
@@ -84,15 +87,15 @@ class RecomputedModule:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and self._saves_to_the_stash() and self._whole(self.module)):
+        recomputed = torch.is_grad_enabled() and self._saves_to_the_stash() and not self.deviated
+        if not (recomputed and self._whole(self.module)):
             return self.call(args, kwargs)
-        call = _CheckedCall(self, args, kwargs)
+        in_full = self._calls < CALLS_IN_FULL
+        self._calls += 1
+        call = _CheckedCall(self, args, kwargs, in_full=in_full)
         versions = [*_versions(call.tensors), *call.parameters]
         tensors = [*call.tensors, *_witness(self.module)]
-        checks = not self.checked
-        output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not checks)  # checked at its end
-        if checks:
-            call.result = fingerprint(output)
+        output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not in_full)  # checked at its end
         if any(_version(tensor) != version for tensor, version in versions):
             raise UnsupportedModel(
                 f"a {type(self.module).__name__} writes to its inputs, or to its parameters, so that it cannot be "
@@ -116,16 +119,17 @@ class _CheckedCall(RepeatableCall):
 
     Attributes:
         parameters: of the module, each with its version before the call.
-        result: of the first call, if the second is to be compared with it.
     """
 
-    def __init__(self, owner: RecomputedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__(owner.module, owner.call, args, kwargs, lambda tensor: _held(owner.core, tensor))
+    def __init__(
+        self, owner: RecomputedModule, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_full: bool
+    ) -> None:
+        hold = partial(_held, owner.core)
+        super().__init__(owner.module, owner.call, args, kwargs, in_full=in_full, hold=hold)
         self._owner = owner
-        self._given = len(self.tensors)
+        self._count = len(self.tensors)
         self._kind = type(owner.module).__name__
         self.parameters = _versions(owner.module.parameters())
-        self.result: Fingerprint | None = None
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
@@ -141,16 +145,15 @@ class _CheckedCall(RepeatableCall):
                 "its first call"
             )
         self._owner.again.add()
-        output = super().again(tensors[: self._given])
-        if self.result is not None:
-            if fingerprint(output) != self.result:
-                raise UnsupportedModel(
-                    f"a {self._kind} that hydra_ext.Recompute() was chosen for gives something else when it is called "
-                    "a second time: its forward changes, or reads, what is neither a buffer nor an attribute of its "
-                    "modules nor an argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
-                )
-            self._owner.checked = True
-        return output
+        return super().again(tensors[: self._count])
+
+    def deviation(self) -> Deviation:
+        self._owner.deviated = True
+        return Deviation(
+            f"a {self._kind} that hydra_ext.Recompute() was chosen for gives something else when it is called a second "
+            "time: its forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an "
+            "argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
+        )
 
 
 def _chain(call: Any) -> Iterator[Any]:

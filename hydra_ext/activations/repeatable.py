@@ -1,37 +1,56 @@
 """Calls of modules that can be made a second time as they were made first.
 
-What the first call changed is as it was when the second runs: the module's buffers and attributes, and the containers
-among the arguments (caches that a block appends to). What a module keeps elsewhere cannot be known.
+What the first call changed is as it was when the second runs: the module's buffers and attributes, the containers among
+the arguments (caches that a block appends to), and the random states of the process. What a module keeps elsewhere
+cannot be known, and so what a repetition saves is compared with what the call saved, each time.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import _StopRecomputationError
 
+from hydra_ext import _C
 from hydra_ext.activations.module_state import Hold, ModuleState
+from hydra_ext.errors import UnsupportedModel
+from hydra_ext.state.randomness import HostRandomness
 from hydra_ext.tracing import not_traced
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-Fingerprint = list[tuple[torch.Size, torch.dtype, int]]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def as_it_is(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
+class Deviation(UnsupportedModel):
+    """A second call has saved, or given, something else than the first."""
+
+
 class RepeatableCall:
-    """``call(args, kwargs)``, which is to be made with ``tensors``: whoever repeats it keeps them.
+    """``call(args, kwargs)``, which is to be made with ``tensors``: whatever repeats it keeps them.
+
+    A repetition begins with the random states of torch, Python and numpy that the call began with, and leaves them
+    where it found them; torch's are the checkpoint's to restore. What it saves for backward is compared with what the
+    call saved, each tensor with all its numbers at their places, before any of it is used: the gradients of a
+    checkpoint depend on nothing else of a repetition. The first three calls of a module are compared in full: what
+    they give, too, for which a repetition runs to its end.
+
+    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own) are kept, and not made again.
 
     Args:
         module: whose call it is.
+        in_full: whether what it gives is compared, too.
         hold: who keeps the tensors that the first call has changed on the module.
 
     Attributes:
@@ -39,14 +58,25 @@ class RepeatableCall:
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Hold = as_it_is
+        self,
+        module: nn.Module,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_full: bool,
+        hold: Hold = as_it_is,
     ) -> None:
         self._module = module
         self._call = call
+        self._in_full = in_full
         self._hold = hold
         self._arguments, self.tensors = without_tensors((args, kwargs))
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._state: ModuleState | None = None
+        self._random: HostRandomness | None = None
+        self._saved = _C.SavedDigest([])
+        self._given = self._saved
 
     @not_traced
     def __call__(self, *tensors: Tensor) -> Any:
@@ -55,7 +85,12 @@ class RepeatableCall:
         (args, kwargs), self._first = self._first, None
         self.tensors = []
         state = ModuleState(self._module)
-        output = self._call(args, kwargs)
+        self._random = HostRandomness()
+        self._saved = _C.SavedDigest([*self._module.parameters()])
+        with added_to(self._saved):
+            output = self._call(args, kwargs)
+        if self._in_full:
+            self._given = self._digest_of(output)
         state.drop_unchanged(self._hold)
         self._state = state
         return output
@@ -68,12 +103,74 @@ class RepeatableCall:
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
         """The second call, or a later one, with the same tensors: they have no graph there, and need gradients as
-        they did."""
-        if self._state is None:
+        they did.
+
+        Raises:
+            Deviation: it is not as the first one was.
+        """
+        if self._state is None or self._random is None:
             raise RuntimeError("a call is repeated that has not ended")
         args, kwargs = with_tensors(self._arguments, [_by_itself(tensor) for tensor in tensors])
-        with self._state.in_place():
-            return self._call(args, kwargs)
+        saved = self._saved.fresh()
+        now = HostRandomness()
+        self._random.restore()
+        try:
+            with self._state.in_place(), added_to(saved):
+                output = self._call(args, kwargs)
+        except _StopRecomputationError:  # all is there that was saved
+            self._compare(saved, self._saved)
+            raise
+        finally:
+            now.restore()
+        self._compare(saved, self._saved)
+        if self._in_full:
+            self._compare(self._digest_of(output), self._given)
+        return output
+
+    def _digest_of(self, output: Any) -> _C.SavedDigest:
+        digest = self._saved.fresh()
+        for tensor in tensors_in(output):
+            digest.add(tensor)
+        return digest
+
+    def _compare(self, now: _C.SavedDigest, first: _C.SavedDigest) -> None:
+        if not now.equals(first):
+            raise self.deviation()
+
+    def deviation(self) -> Deviation:
+        """What is raised where a repetition is not as the call was."""
+        return Deviation(
+            f"a {type(self._module).__name__} that is recomputed gives something else when it is called a second time: "
+            "its forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an argument"
+        )
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor that is not made again."""
+
+    tensor: Tensor
+
+
+@contextmanager
+def added_to(digest: _C.SavedDigest) -> Iterator[None]:
+    """What is saved for backward meanwhile is added to the digest before it goes where it would go."""
+    hooks = _saved_tensors_hooked(True)
+    if hooks is None or not torch.is_grad_enabled():
+        yield
+        return
+    pack, unpack = hooks
+
+    @not_traced
+    def added(tensor: Tensor) -> Any:
+        return pack(tensor) if digest.add(tensor) else _Kept(tensor.detach())
+
+    @not_traced
+    def unpacked(packed: Any) -> Tensor:
+        return packed.tensor if type(packed) is _Kept else unpack(packed)  # type: ignore[no-any-return]
+
+    with saved_tensors_hooks(added, unpacked):
+        yield
 
 
 def _by_itself(tensor: Tensor) -> Tensor:
@@ -103,19 +200,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             yield from tensors_in(getattr(value, item.name, None))
-
-
-def fingerprint(output: Any) -> Fingerprint:
-    """Of every tensor in a call's output that has numbers at hand: its shape, and the sum of its bits."""
-    found: Fingerprint = []
-    for tensor in tensors_in(output):
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-            continue
-        value = tensor.detach().resolve_conj().resolve_neg()
-        value = (torch.view_as_real(value) if value.is_complex() else value).contiguous()
-        bits = value.view(_INTEGERS[value.itemsize])
-        found.append((tensor.shape, tensor.dtype, int(bits.sum(dtype=torch.int64))))
-    return found
 
 
 @not_traced

@@ -161,7 +161,7 @@ def test_a_module_that_writes_to_what_it_is_given_is_refused(to_weight: bool) ->
         compare(model, lambda: model(X).sum(), "", calls=1)  # around it all is as it was
 
 
-def test_a_module_that_keeps_something_elsewhere_is_found_out() -> None:
+def test_a_module_that_keeps_something_elsewhere_is_found_out_and_kept_from_then_on() -> None:
     drawn = torch.Generator().manual_seed(5)
 
     class Drawing(nn.Module):
@@ -170,11 +170,16 @@ def test_a_module_that_keeps_something_elsewhere_is_found_out() -> None:
 
     model = nn.Sequential(nn.Linear(64, 64), Drawing())
     stash = recomputing(model, "1")
-    for _ in range(2):
-        with stash:
-            loss = model(X).sum()
-        with pytest.raises(UnsupportedModel, match=r"Drawing .* gives something else"):
-            loss.backward()
+    with stash:
+        loss = model(X).sum()
+    with pytest.raises(UnsupportedModel, match=r"Drawing .* gives something else"):
+        loss.backward()
+    model.zero_grad()
+    state = drawn.get_state()
+    expected = gradients(model, lambda: model(X).sum())
+    drawn.set_state(state)
+    assert_same(gradients(model, lambda: model(X).sum(), stash), expected)
+    assert stash.report().recomputed == 1
 
 
 def test_results_of_any_kind_are_compared() -> None:

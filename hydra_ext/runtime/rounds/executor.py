@@ -26,12 +26,16 @@ from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
-from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.isolation import Attributes, DrawOrder, Surroundings, replaced_functions
 from hydra_ext.runtime.rounds.recompute import Recomputation
 
 
 class Refused(Exception):
     """These microbatches cannot be run as a round and be equal to a loop. Nothing has been accumulated."""
+
+
+class DrawnOutOfOrder(Refused):
+    """These microbatches have drawn random numbers in another order than a loop: one at a time they do not."""
 
 
 class RoundOwner(engine.BackwardParticipant, Protocol):
@@ -61,6 +65,9 @@ class Round(Generic[Result]):
         seeds: of the random state that each begins with.
         take_root: takes what a microbatch's backward starts from out of what its work returned.
         recomputation: makes the sites' calls; without it activations are kept.
+
+    Attributes:
+        draws: from the generators that the microbatches share.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Round(Generic[Result]):
             Fiber(index, owner, self._context, self._attributes, work, recomputation)
             for index, work in enumerate(works)
         ]
+        self.draws = DrawOrder()
         self._stays: list[Stay[Result]] = []
         self._regions = [GraphExecGroup() for _ in works]
         self._staged = _C.StagedBackward()
@@ -97,6 +105,7 @@ class Round(Generic[Result]):
         """Runs every microbatch to its end. Returns what they returned.
 
         Raises:
+            DrawnOutOfOrder: a microbatch has drawn after a later one had.
             BaseException: what one of them raised; then all have been unwound.
         """
         self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
@@ -157,6 +166,8 @@ class Round(Generic[Result]):
             for fiber in group:
                 with self._turn_of(fiber, repetition=repetition):
                     fiber.go_on(blocks)
+                if self.draws.conflict:
+                    raise DrawnOutOfOrder("they draw from Python's or numpy's random numbers between blocks")
                 if fiber.ended and self._early and not repetition:
                     together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._added
                     self._early = together and self._run_last_piece(fiber)
@@ -175,6 +186,7 @@ class Round(Generic[Result]):
             yield
         finally:
             self._attributes.end_turn(fiber.index, keep=not repetition)
+            self.draws.end_turn(fiber.index)
             own.note()
 
     # ---- backward ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A site's call becomes a non-reentrant checkpoint of a call that can be made again. Not all that a module keeps can be
 seen; so the calls of one microbatch are repeated once, before the first backward that relies on them, and sites that do
-not give the same again keep their activations from then on.
+not give the same again keep their activations from then on. One that differs in a later backward raises there, before
+its gradients are computed, and is kept from then on, too.
 
 Only sites that hold no other site are recomputed, and not inside a user's checkpoint or hooks of his on saved tensors.
 """
@@ -10,20 +11,23 @@ Only sites that hold no other site are recomputed, and not inside a user's check
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
-from hydra_ext.activations.repeatable import Call, Fingerprint, RepeatableCall, fingerprint
+from hydra_ext.activations.recompute import CALLS_IN_FULL
+from hydra_ext.activations.repeatable import Call, Deviation, RepeatableCall
 from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.fibers import Fiber
-from hydra_ext.runtime.rounds.isolation import generators
+from hydra_ext.state.randomness import TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
@@ -40,8 +44,28 @@ class Repetition:
     call: RepeatableCall
     tensors: list[Tensor]
     context: _C.ThreadContext
-    random: list[Tensor]
-    result: Fingerprint
+    random: TorchRandomness
+
+
+class _SiteCall(RepeatableCall):
+    """One whose site is kept from the moment that a repetition differs."""
+
+    def __init__(
+        self, kept: set[int], number: int, site: Site, call: Call, args: Any, kwargs: Any, *, in_full: bool
+    ) -> None:
+        super().__init__(site.module, call, args, kwargs, in_full=in_full)
+        self._kept = kept
+        self._number = number
+        self._name = site.name
+
+    def deviation(self) -> Deviation:
+        self._kept.add(self._number)
+        return Deviation(
+            f"{self._name}, which run.step recomputes, gives something else when it is called a second time: its "
+            "forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an argument. No "
+            "wrong gradient was computed, but this step is not complete; from now on the block's activations are kept. "
+            "To keep all of them, give recompute=False"
+        )
 
 
 class Recomputation:
@@ -61,6 +85,7 @@ class Recomputation:
         }
         self._device = device
         self._noted: list[Repetition] = []
+        self._calls: Counter[int] = Counter()  # by site
         self.checked = False
         self.last_stay: int | None = None
 
@@ -70,15 +95,17 @@ class Recomputation:
         at_the_end = len(fiber.marks) == self.last_stay
         if number in self._kept or at_the_end or not torch.is_grad_enabled() or _hooked_by_others():
             return call(args, kwargs)
-        repeatable = RepeatableCall(site.module, call, args, kwargs)
         notes = not self.checked and fiber.index == 0
+        in_full = notes or self._calls[number] < CALLS_IN_FULL
+        self._calls[number] += 1
+        repeatable = _SiteCall(self._kept, number, site, call, args, kwargs, in_full=in_full)
         context = _C.ThreadContext() if notes else None
-        random = _C.random_states(generators(self._device)) if notes else []
+        random = TorchRandomness(generators(self._device)) if notes else None
         tensors = repeatable.tensors
         # The tensors say which devices' random states to keep, too.
-        output = checkpoint(repeatable, *tensors, use_reentrant=False)
-        if context is not None:
-            self._noted.append(Repetition(number, site, repeatable, tensors, context, random, fingerprint(output)))
+        output = checkpoint(repeatable, *tensors, use_reentrant=False, early_stop=not in_full)
+        if context is not None and random is not None:
+            self._noted.append(Repetition(number, site, repeatable, tensors, context, random))
         return output
 
     def repeat(self, fiber: Fiber[bool]) -> bool:
@@ -86,11 +113,11 @@ class Recomputation:
         different: set[str] = set()
         for noted in self._noted:
             noted.context.enter()
-            with fiber.inside(noted.number, noted.site), torch.no_grad():
-                for generator, state in zip(generators(self._device), noted.random, strict=True):
-                    generator.set_state(state)
-                if fingerprint(noted.call.again(noted.tensors)) != noted.result:
-                    self._kept.add(noted.number)
+            with fiber.inside(noted.number, noted.site), torch.enable_grad(), saved_tensors_hooks(_dropped, _dropped):
+                noted.random.restore()
+                try:
+                    noted.call.again(noted.tensors)
+                except Deviation:
                     different.add(noted.site.name)
         self.checked = True
         self._noted.clear()
@@ -103,6 +130,10 @@ class Recomputation:
     def forget(self) -> None:
         """The forward was not finished."""
         self._noted.clear()
+
+
+def _dropped(_tensor: Any) -> None:
+    """What a repetition without a backward saves."""
 
 
 def _hooked_by_others() -> bool:

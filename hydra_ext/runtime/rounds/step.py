@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -18,10 +18,11 @@ from hydra_ext.errors import StateError
 from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.buffers import ModelBuffers
 from hydra_ext.runtime.rounds.choice import Choice, Decision
-from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
-from hydra_ext.runtime.rounds.isolation import Surroundings, generators
+from hydra_ext.runtime.rounds.executor import DrawnOutOfOrder, Refused, Round, RoundOwner
+from hydra_ext.runtime.rounds.isolation import DrawOrder, Surroundings
 from hydra_ext.runtime.rounds.recompute import Recomputation
 from hydra_ext.runtime.updates import Updates
+from hydra_ext.state.randomness import HostRandomness, generators
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ class Stepper:
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._buffers = ModelBuffers(owner.model)
+        self._looped = False  # without rounds from now on
+        self._alone = False  # in rounds of one microbatch from now on
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
@@ -177,7 +180,9 @@ class Stepper:
         try:
             while len(outcomes) < len(works):
                 first = len(outcomes)
-                decision = self._choice.next(len(works) - first, size=round_size, recompute=recompute)
+                decision = self._choice.next(
+                    len(works) - first, size=1 if self._alone else round_size, recompute=recompute
+                )
                 last = first + decision.size
                 complete = LastGradients(sums, averaging) if last == len(works) else LastGradients()
                 outcomes += self._run(works[first:last], seeds[first:last], decision, complete)
@@ -199,20 +204,35 @@ class Stepper:
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
-        if self.refusals:
+        if self._looped:
             return self._one_at_a_time(works, seeds, last)
         self._buffers.note()
+        host = HostRandomness()
         try:
             outcomes = self._round(works, seeds, decision, last)
             while outcomes is None:  # some activations are to be kept
                 self._buffers.restore()
+                host.restore()
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
             self.refusals += 1
             logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
             self._buffers.restore()
-        return self._one_at_a_time(works, seeds, last)
+            host.restore()
+            self._alone = isinstance(refused, DrawnOutOfOrder)
+            self._looped = not self._alone
+        return self._one_at_a_time(works, seeds, last) if self._looped else self._each(works, seeds, decision, last)
+
+    def _each(
+        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
+    ) -> list[Outcome]:
+        """Each microbatch in a round of its own: as the loop, in no more memory than a round."""
+        outcomes: list[Outcome] = []
+        for work, seed in zip(works, seeds, strict=True):
+            complete = last if len(outcomes) == len(works) - 1 else LastGradients()
+            outcomes += self._run([work], [seed], replace(decision, size=1), complete)
+        return outcomes
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
@@ -234,7 +254,19 @@ class Stepper:
         peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
         self._choice.learn(decision, held=held, peak=peak)
         self.rounds += 1
+        self._learn_order(this.draws, alone=decision.size == 1)
         return outcomes
+
+    def _learn_order(self, draws: DrawOrder, *, alone: bool) -> None:
+        """After a round: whether larger ones draw their random numbers in another order than a loop."""
+        if self._alone:
+            self.fallbacks += 1
+        if draws.conflict:  # in the backward, where it was too late
+            logger.warning(
+                "the backward of this step has drawn from Python's or numpy's random numbers, in another order than a "
+                "loop would have; run.step runs one microbatch at a time from now on"
+            )
+        self._alone = self._alone or draws.conflict or (alone and draws.turns > 1)
 
     def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], last: LastGradients) -> list[Outcome]:
         outcomes: list[Outcome] = []

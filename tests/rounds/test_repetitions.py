@@ -1,0 +1,235 @@
+"""Blocks that are called again in backward, in rounds and by a stash: what they draw is drawn again, and what differs is
+kept or raises before a wrong gradient is there."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext.errors import UnsupportedModel
+from support.deviating import (
+    DEPTH,
+    WIDTH,
+    Deviating,
+    Experts,
+    HiddenShuffle,
+    LayerDrop,
+    Net,
+    Shuffle,
+    assert_equal,
+    batches,
+    host_states,
+    in_a_loop,
+    loss,
+    seed_hosts,
+    with_recompute,
+)
+
+WAYS = pytest.mark.parametrize("rounds", [True, False], ids=["rounds", "stash"])
+
+
+@pytest.fixture(autouse=True)
+def states() -> Iterator[None]:
+    before = random.getstate(), np.random.get_state()
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+
+
+def assert_is_the_loop(make: Callable[[], nn.Module], *, seed: int, microbatches: int = 1, **choices: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net(make)
+    twin = copy.deepcopy(model)
+    steps = batches(6, microbatches)
+    seed_hosts(seed)
+    expected = in_a_loop(twin, steps)
+    ended = host_states()
+    seed_hosts(seed)
+    found, report = with_recompute(model, steps, **choices)
+    assert len(found) == len(expected)
+    assert_equal(found, expected)
+    assert host_states() == ended
+    return report
+
+
+# ---- Python's and numpy's random numbers ----------------------------------------------------------------------------
+@WAYS
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_are_dropped_are_dropped_again(rounds: bool, seed: int) -> None:
+    assert_is_the_loop(lambda: LayerDrop(0.3 if seed == 0 else 0.02), seed=seed, rounds=rounds)
+
+
+@WAYS
+def test_a_permuted_output_is_permuted_as_it_was(rounds: bool) -> None:
+    assert_is_the_loop(Shuffle, seed=1, rounds=rounds)
+
+
+@WAYS
+def test_equal_experts_are_chosen_as_they_were(rounds: bool) -> None:
+    assert_is_the_loop(lambda: Experts(lambda count: int(np.random.randint(count))), seed=1, rounds=rounds)
+
+
+@pytest.mark.parametrize("recompute", [True, False, None])
+@pytest.mark.parametrize("round_size", [3, None])
+@pytest.mark.parametrize("make", [LayerDrop, Shuffle])
+def test_microbatches_draw_in_the_order_of_a_loop(
+    make: type[nn.Module], round_size: int | None, recompute: bool | None
+) -> None:
+    report = assert_is_the_loop(
+        make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute
+    )
+    # Known from the first round, if that is one of a single microbatch.
+    alone_from_the_start = round_size is None or recompute is None
+    assert report.refusals == (0 if alone_from_the_start else 1)
+    assert report.fallbacks == 18 - (1 if alone_from_the_start else 0)
+
+
+def test_what_only_fn_draws_refuses_no_round() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda: nn.Linear(WIDTH, WIDTH))
+    twin = copy.deepcopy(model)
+    steps = batches(1, 3)
+
+    def noisy(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x + random.random() + np.random.randn())
+
+    seed_hosts(3)
+    for x in steps[0]:
+        (noisy(twin, x) / 3).backward()
+    ended = host_states()
+    seed_hosts(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
+        found: list[Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in model.parameters()))
+        run.step(steps[0], lambda x: noisy(model, x), round_size=3, recompute=True)
+        assert host_states() == ended
+        report = run.report()
+    assert (report.rounds, report.refusals, report.fallbacks) == (1, 0, 0)
+    assert all(torch.equal(mine, p.grad) for mine, p in zip(found, twin.parameters(), strict=True))
+
+
+def test_a_backward_that_draws_is_told_of_and_draws_as_the_loop_from_then_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing can be undone there."""
+    torch.manual_seed(0)
+    model = Net(lambda: nn.Linear(WIDTH, WIDTH))
+    for block in model.blocks:
+        block.weight.register_hook(lambda gradient: gradient + random.random())
+    twin = copy.deepcopy(model)
+    for block in twin.blocks:
+        block.weight.register_hook(lambda gradient: gradient + random.random())
+    steps = batches(4, 3)
+    seed_hosts(3)
+    expected = in_a_loop(twin, steps)
+    seed_hosts(3)
+    found, report = with_recompute(model, steps, rounds=True, round_size=None, recompute=None)
+    assert_equal(found, expected)  # seen in the first round, of one microbatch
+    seed_hosts(3)
+    _, report = with_recompute(model, steps, rounds=True)
+    assert "the backward of this step has drawn" in caplog.text
+    assert report.fallbacks == 9
+
+
+# ---- what no state that is restored decides -------------------------------------------------------------------------
+@WAYS
+def test_a_block_that_deviates_late_is_caught(rounds: bool) -> None:
+    torch.manual_seed(0)
+    model = Net(lambda: Deviating(50))
+    twin = copy.deepcopy(model)
+    steps = batches(20, 1)
+    Deviating.calls = -10_000
+    expected = in_a_loop(twin, steps)
+    Deviating.calls = 0
+    found: list[Any] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in model.parameters()]))
+    activations = {"": hydra_ext.Offload(), "blocks.*": hydra_ext.Recompute()}
+    options = {"blocks": [*model.blocks]} if rounds else {"activations": activations}
+
+    def train(run: hydra_ext.Run) -> None:
+        for (x,) in steps:
+            if rounds:
+                run.step([x], lambda x: loss(model, x), recompute=True)
+            else:
+                loss(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", **options) as run:  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedModel, match="gives something else when it is called a second time"):
+            train(run)
+        assert 40 < Deviating.calls < 60
+        optimizer.zero_grad()
+        Deviating.calls = -10_000
+        whole = len(found)
+        train(run)  # what has deviated is kept
+    assert whole > 3
+    assert_equal(found[:whole], expected)
+
+
+def choices_of(start: int) -> Callable[[int], int]:
+    counter = itertools.count(start)
+    return lambda count: next(counter) % count
+
+
+@WAYS
+@pytest.mark.parametrize("block", ["permuted", "equal experts"])
+def test_a_permutation_or_an_exchanged_parameter_is_seen(rounds: bool, block: str) -> None:
+    torch.manual_seed(0)
+    taken: list[Any] = []
+    model = Net(HiddenShuffle if block == "permuted" else lambda: Experts(choices_of(0)))
+    twin = copy.deepcopy(model)
+    steps = batches(1, 1)
+    steps[0][0].requires_grad_()  # else the first block's gradients need none of its weights
+    for each in model.blocks:
+        note_what_is_taken(each, taken)
+    if not rounds:
+        with pytest.raises(UnsupportedModel, match="gives something else"):
+            with_recompute(model, steps, rounds=False)
+        return
+    found, report = with_recompute(model, steps, rounds=True)
+    for each, what in zip(twin.blocks, taken[-DEPTH:], strict=True):  # the last forward's
+        take(each, what)
+    assert_equal(found, in_a_loop(twin, steps))
+    assert report.refusals == 0
+
+
+def note_what_is_taken(block: Any, taken: list[Any]) -> None:
+    if isinstance(block, Experts):
+        draw = block.draw
+        block.draw = lambda count: taken.append(draw(count)) or taken[-1]
+    else:
+        order = block.order
+        block.order = lambda: taken.append(order()) or taken[-1]
+
+
+def take(block: Any, what: Any) -> None:
+    if isinstance(block, Experts):
+        block.draw = lambda _: what
+    else:
+        block.order = lambda: what
+
+
+# ---- tensors that cannot be compared --------------------------------------------------------------------------------
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("dense", torch.eye(WIDTH).roll(1, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sparse.mm(self.dense.to_sparse(), self.linear(x).t()).t())
+
+
+@WAYS
+def test_tensors_that_cannot_be_compared_are_kept(rounds: bool) -> None:
+    assert_is_the_loop(Sparse, seed=1, rounds=rounds)

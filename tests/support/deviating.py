@@ -1,0 +1,161 @@
+"""Blocks that are not the same when they are called again, and those that only seem so; trained beside plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext import Checks, SimulatedDevice
+
+WIDTH = 16
+DEPTH = 4
+CHECKS = Checks(poison_hosts=True)
+Gradients = list[Tensor | None]
+
+
+class Shuffle(nn.Module):
+    """Permutes its output: the same numbers at other places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def order(self) -> list[int]:
+        places = list(range(WIDTH))
+        random.shuffle(places)
+        return places
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))[:, self.order()]
+
+
+class HiddenShuffle(Shuffle):
+    """By a generator that stands nowhere on the module."""
+
+    drawn = random.Random(7)
+
+    def order(self) -> list[int]:
+        return HiddenShuffle.drawn.sample(range(WIDTH), WIDTH)
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, share: float = 0.02) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) if np.random.rand() > self.share else x
+
+
+class Experts(nn.Module):
+    """Of equal weights at first: which one is taken shows in no number."""
+
+    def __init__(self, draw: Callable[[int], int]) -> None:
+        super().__init__()
+        first = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([first, copy.deepcopy(first), copy.deepcopy(first)])
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.experts[self.draw(3)](x))
+
+
+class Deviating(nn.Module):
+    """From a call on that no look at the module could foresee."""
+
+    calls = 0  # of all modules
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.start = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        Deviating.calls += 1
+        return torch.tanh(self.linear(x * (1.0 if Deviating.calls < self.start else Deviating.calls)))
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(DEPTH))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def batches(steps: int, microbatches: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(4, WIDTH, generator=generator) for _ in range(microbatches)] for _ in range(steps)]
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def host_states() -> tuple[Any, str]:
+    return random.getstate(), repr(np.random.get_state())
+
+
+def seed_hosts(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def in_a_loop(model: nn.Module, steps: Sequence[Sequence[Tensor]]) -> list[Gradients]:
+    """Gradients of each step of plain PyTorch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for microbatches in steps:
+        for x in microbatches:
+            (loss(model, x) / len(microbatches)).backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def with_recompute(
+    model: nn.Module, steps: Sequence[Sequence[Tensor]], *, rounds: bool, **choices: Any
+) -> tuple[list[Gradients], hydra_ext.Report]:
+    """The same in rounds, or in a loop whose blocks are called again by the stash, beside what was offloaded."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: list[Gradients] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+    )
+    activations = {"": hydra_ext.Offload(), "blocks.*": hydra_ext.Recompute()}
+    with hydra_ext.offload(
+        model, optimizer, budget=2**20, device=SimulatedDevice(), checks=CHECKS,
+        blocks=[*model.blocks] if rounds else None, activations=None if rounds else activations,  # type: ignore
+    ) as run:  # fmt: skip
+        for microbatches in steps:
+            if rounds:
+                options = {"recompute": True, "round_size": len(microbatches), **choices}
+                run.step(microbatches, lambda x: loss(model, x), **options)  # type: ignore[arg-type]
+            else:
+                for x in microbatches:
+                    (loss(model, x) / len(microbatches)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        report = run.report()
+    return found, report
+
+
+def assert_equal(found: list[Gradients], expected: list[Gradients]) -> None:
+    """Every step that came to its end."""
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
+        for one, other in zip(mine, theirs, strict=True):
+            zeros = one is None or not one.any()
+            assert (zeros if other is None else one is not None and torch.equal(one, other)), f"in step {step}"
