@@ -914,6 +914,12 @@ class PagedModel:
         What was gathered on the device and is all there is of a block's gradients, or copies of what is at home there, by parameter.
         """
     def timeline(self) -> list[MemorySample]: ...
+    def unsettle_gradients(
+        self, block: typing.SupportsInt | typing.SupportsIndex, arrived: collections.abc.Sequence[bool]
+    ) -> None:
+        """
+        These have changed all the same: what was made of them since they were settled is undone.
+        """
     def update_at_home(
         self, update: BlockUpdate, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0
     ) -> None: ...
@@ -1027,6 +1033,10 @@ class StagedBackward:
     def last_turns(self, leaves: collections.abc.Sequence[torch.Tensor]) -> list[int]:
         """
         By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
+        """
+    def leaves(self) -> list[torch.Tensor]:
+        """
+        What the graphs accumulate into, once all are added.
         """
     def plan(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -210,7 +212,7 @@ class MnasNet(nn.Module):
                     nn.Conv2d(3 * a, b, 1, bias=False),
                     nn.BatchNorm2d(b, momentum=0.01),
                 )
-                for a, b in zip(widths, widths[1:], strict=False)
+                for a, b in itertools.pairwise(widths)
             )
         )
         self.head = nn.Sequential(_convolved(widths[-1], 160, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten())
