@@ -40,7 +40,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "_build_info", "_guard"),
     ("policy", "tracing"),
     ("_C",),
-    ("codec",),
+    ("codec", "state"),
     ("blocks",),
     ("profile", "plan"),
     ("schedule",),

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_ext.construction.operations import is_gone, storage_of, weak
-from hydra_ext.construction.surroundings import RandomState, Surroundings
+from hydra_ext.construction.surroundings import Surroundings
 from hydra_ext.construction.withholding import Missing, Withholding
 from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.state.randomness import RandomState
 
 _log = logging.getLogger(__name__)
 _building = threading.Lock()  # nn.Parameter is watched meanwhile, for the whole process
@@ -115,7 +116,7 @@ def _run_once(build: Callable[[], nn.Module], run: Withholding, own: frozenset[i
 
 
 def _finish(model: nn.Module, run: Withholding, own: frozenset[int]) -> Built | frozenset[int]:
-    end = RandomState.now()
+    end = RandomState(torch.device("cpu"))
     made = tuple((parameter.shape, parameter.dtype) for parameter in run.made)
     numbers = _numbers(model, run)
     results = [run.made[number] for number in set(numbers.values()) & own]

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RandomState:
-    """Of torch on the CPU, of Python's ``random`` and of numpy's global generator."""
-
-    torch_state: Tensor
-    python_state: Any
-    numpy_state: Any
-
-    @classmethod
-    def now(cls) -> RandomState:
-        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.torch_state)
-        random.setstate(self.python_state)
-        np.random.set_state(self.numpy_state)
+from hydra_ext.state.randomness import RandomState
 
 
 @dataclass(frozen=True)
@@ -41,7 +21,7 @@ class Surroundings:
 
     @classmethod
     def now(cls) -> Surroundings:
-        return cls(RandomState.now(), torch.get_default_dtype(), torch.is_grad_enabled())
+        return cls(RandomState(torch.device("cpu")), torch.get_default_dtype(), torch.is_grad_enabled())
 
     @contextmanager
     def restored(self) -> Iterator[None]:

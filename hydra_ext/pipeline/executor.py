@@ -19,7 +19,6 @@ from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.modes import Flags, Modes
-from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.pipeline.tally import Tally
 from hydra_ext.pipeline.tier import Tier
@@ -29,6 +28,7 @@ from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
+from hydra_ext.state.randomness import host_randomness_kept
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Executor:
         caller = Surroundings(self._device)
         start = time.perf_counter()
         try:
-            with other_randomness_kept():
+            with host_randomness_kept():
                 for action in actions:
                     if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
                         self._begin_updates()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydra_ext.pipeline.other_randomness import seed_other_randomness
+from hydra_ext.state.randomness import seed_host_randomness
 
 
 @dataclass(frozen=True)
@@ -116,4 +116,4 @@ def reseed(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-    seed_other_randomness(seed)
+    seed_host_randomness(seed)

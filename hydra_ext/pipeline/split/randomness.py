@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hydra_ext.pipeline.other_randomness import seed_other_randomness
 from hydra_ext.pipeline.stage_program import event_seed
-from hydra_ext.runtime.rounds.isolation import generators
+from hydra_ext.state.randomness import generators, seed_host_randomness
 
 
 class EventRandomness:
@@ -35,4 +34,4 @@ class EventRandomness:
     def _set(self, seed: int) -> None:
         for generator in self._generators:
             generator.manual_seed(seed)
-        seed_other_randomness(seed)
+        seed_host_randomness(seed)

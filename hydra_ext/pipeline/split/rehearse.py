@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.carried import (
     attribute_tensors,
@@ -38,6 +37,7 @@ from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
 from hydra_ext.pipeline.split.tensors import own_copy, tensors_of
 from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.state.randomness import host_randomness_kept
 
 
 def rehearse(
@@ -72,7 +72,7 @@ def rehearse(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that two events share would look like one event's
     try:
-        with other_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
+        with host_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
             state = PlainState(recorder, model, fn)

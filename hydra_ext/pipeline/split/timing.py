@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.other_randomness import other_randomness_kept
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.changes import ChangeWatch
 from hydra_ext.pipeline.split.generators import DrawnGenerators, DrawWatch
@@ -25,6 +24,7 @@ from hydra_ext.pipeline.split.restoring import unchanged_modules
 from hydra_ext.pipeline.split.stand_ins import device_of, present, with_stand_ins
 from hydra_ext.pipeline.split.tensors import out_of_graph, own_copy, tensors_of
 from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.state.randomness import host_randomness_kept
 
 
 def time_events(
@@ -54,7 +54,7 @@ def time_events(
         surroundings = Surroundings(device)
         try:
             with (
-                other_randomness_kept(),
+                host_randomness_kept(),
                 unchanged_modules(model),
                 with_stand_ins(model, device),
                 ChangeWatch(undo) as changes,

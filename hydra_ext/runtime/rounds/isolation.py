@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_ext import _C
 from hydra_ext.runtime.rounds import fibers
+from hydra_ext.state.randomness import TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 
 _ABSENT: Any = object()
@@ -36,39 +36,29 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
-def generators(device: torch.device) -> list[torch.Generator]:
-    """Those that a forward on ``device`` draws from."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    return [torch.default_generator, torch.cuda.default_generators[device.index]]
-
-
 class Surroundings:
-    """The switches and the random state, as they are now."""
+    """The switches and torch's random state, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = generators(device)
-        self.note()
+        self._random = TorchRandomness(generators(device))
+        self._note_switches()
 
     def note(self) -> None:
-        self._random = _C.random_states(self._generators)
+        self._random.note()
+        self._note_switches()
+
+    def _note_switches(self) -> None:
         self._switches = [read() for read, _ in _SWITCHES]
 
     def restore(self) -> None:
-        for generator, state in zip(self._generators, self._random, strict=True):
-            generator.set_state(state)
+        self._random.restore()
         for (read, write), value in zip(_SWITCHES, self._switches, strict=True):
             if read() != value:
                 write(value)
 
     def seed(self, seed: int) -> None:
         """As after ``torch.manual_seed(seed)``."""
-        before = _C.random_states(self._generators)
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        self._random = _C.random_states(self._generators)
-        for generator, state in zip(self._generators, before, strict=True):
-            generator.set_state(state)
+        self._random.seed(seed)
 
 
 class Attributes:

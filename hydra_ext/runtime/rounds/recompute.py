@@ -23,7 +23,7 @@ from hydra_ext.activations.repeatable import Call, Fingerprint, RepeatableCall, 
 from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.fibers import Fiber
-from hydra_ext.runtime.rounds.isolation import generators
+from hydra_ext.state.randomness import generators
 from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,12 @@ from hydra_ext.errors import StateError
 from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import Refused, Round, RoundOwner
-from hydra_ext.runtime.rounds.isolation import Surroundings, generators
+from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
 from hydra_ext.runtime.rounds.recompute import Recomputation
 from hydra_ext.runtime.rounds.undo import Undo, UndoOwner
 from hydra_ext.runtime.updates import Updates
+from hydra_ext.state.randomness import generators
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,10 @@ every step their time. Gradients from before the step are copied, where there ar
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, restore
 from hydra_ext.runtime.rounds.module_contents import ModuleContents
+from hydra_ext.state.randomness import HostRandomness
 
 
 class UndoOwner(engine.BackwardParticipant, Protocol):
@@ -35,25 +34,13 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
     spills: bool
 
 
-class Randomness:
-    """Python's and numpy's random states, as they are when this is made. Torch's each round restores by itself."""
-
-    def __init__(self) -> None:
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-
-
 @dataclass(frozen=True)
 class _Moment:
-    """Before a round."""
+    """Before a round. Torch's random states each round restores by itself."""
 
     buffers: Sequence[NotedBuffer]
     contents: ModuleContents
-    randomness: Randomness
+    randomness: HostRandomness
 
     def restore(self) -> None:
         restore(self.buffers)
@@ -149,7 +136,7 @@ class Undo:
 
     def round_begins(self, owner: UndoOwner) -> None:
         models = [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
-        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models), Randomness())
+        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models), HostRandomness())
         self._step = self._step or self._round
         self._backwards = owner.backwards
 
