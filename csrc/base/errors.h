@@ -21,9 +21,6 @@ class OutOfMemory : public Error {
   using Error::Error;
 };
 
-/// What Python's users see before such a message; tools that look for a batch size that fits ask for " out of memory.".
-inline constexpr const char* kOutOfMemory = "hydra_ext is out of memory. ";
-
 /// A copy between device and host failed, or was told to by a fault script.
 class TransferError : public Error {
  public:

@@ -5,6 +5,7 @@
 
 #include "csrc/base/activity.h"
 #include "csrc/base/errors.h"
+#include "csrc/base/out_of_memory.h"
 #include "csrc/bindings/bindings.h"
 
 namespace py = pybind11;

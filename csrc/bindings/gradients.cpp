@@ -42,8 +42,6 @@ void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<
            "there, by parameter.")
       .def("settle_gradients", &PagedModel::settle_gradients, Released(), py::arg("block"),
            "Nothing is to be added to the block's gradients in this window. Returns which of them have changed.")
-      .def("unsettle_gradients", &PagedModel::unsettle_gradients, Released(), py::arg("block"), py::arg("arrived"),
-           "These have changed all the same: what was made of them since they were settled is undone.")
       .def("return_gathered", &PagedModel::return_gathered, Released(), py::arg("block"), py::arg("index"),
            py::arg("gradient"))
       .def("moved_hosts", &PagedModel::moved_hosts)

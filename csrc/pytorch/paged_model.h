@@ -156,9 +156,6 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// of them backward has brought, wholly or in part, since they were last settled; the others are as they were.
   /// Blocks until those on their way are home.
   std::vector<bool> settle_gradients(std::int32_t block);
-  /// Undoes settle_gradients(), which has returned `arrived`, in a window that has closed since: these are to be settled
-  /// again. What was done to their bytes meanwhile is undone by the caller.
-  void unsettle_gradients(std::int32_t block, const std::vector<bool>& arrived);
   /// What take_gathered() gave has become this, which is the whole gradient from now on.
   void return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient);
   /// Names of parameters that somebody has written to since the window opened, or last was open; empty if none.

@@ -25,15 +25,6 @@ std::vector<bool> PagedModel::settle_gradients(std::int32_t block) {
   return arrived;
 }
 
-void PagedModel::unsettle_gradients(std::int32_t block, const std::vector<bool>& arrived) {
-  const auto& parameters = backings_[static_cast<std::size_t>(block)]->parameters();
-  for (std::size_t i = 0; i < arrived.size(); ++i) {
-    if (arrived[i]) {
-      parameters.at(i)->gradient_state = GradientState::kArrived;
-    }
-  }
-}
-
 void PagedModel::return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient) {
   HostParameter& parameter = *backings_[static_cast<std::size_t>(block)]->parameters().at(index);
   if (homes_.replace_gradient(parameter, gradient)) {

@@ -914,12 +914,6 @@ class PagedModel:
         What was gathered on the device and is all there is of a block's gradients, or copies of what is at home there, by parameter.
         """
     def timeline(self) -> list[MemorySample]: ...
-    def unsettle_gradients(
-        self, block: typing.SupportsInt | typing.SupportsIndex, arrived: collections.abc.Sequence[bool]
-    ) -> None:
-        """
-        These have changed all the same: what was made of them since they were settled is undone.
-        """
     def update_at_home(
         self, update: BlockUpdate, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0
     ) -> None: ...

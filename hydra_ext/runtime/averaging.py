@@ -97,6 +97,7 @@ class Averaging:
         self._core = core
         self._layout = layout
         self._place = place
+        self._arrived: dict[int, list[bool]] = {}  # by block: gradients that were settled, and undone since
         self._reset()
 
     def _reset(self) -> None:
@@ -104,7 +105,7 @@ class Averaging:
         self._agreed = False
         self._trained: list[list[tuple[int, nn.Parameter]]] = []  # by block
         self._left: list[int] = []  # blocks to be issued, the next one last
-        self._settled: list[tuple[int, list[bool]]] = []  # blocks issued, and which gradients backward had brought
+        self._settled: dict[int, list[bool]] = {}  # by block: which gradients backward had brought
         self._under_way: list[_UnderWay] = []
         self._finished: list[int] = []  # by block, the last turn that adds to its gradients
         self._seen = 0  # turns that were run when a block was last looked for
@@ -246,8 +247,7 @@ class Averaging:
 
     def begin_again(self) -> None:
         """As if nothing had been asked: what was done to gradients the caller has undone."""
-        for block, arrived in self._settled:
-            self._core.unsettle_gradients(block, arrived)
+        self._arrived.update(self._settled)
         self._reset()
 
     def _answer(self, mark: int) -> None:
@@ -273,7 +273,8 @@ class Averaging:
     def _issue(self, gathered: Sequence[Tensor | None]) -> None:
         block = self._left[-1]
         arrived = self._core.settle_gradients(block)
-        self._settled.append((block, arrived))
+        earlier = self._arrived.get(block, [False] * len(arrived))
+        arrived = self._settled[block] = [now or before for now, before in zip(arrived, earlier, strict=True)]
         shares = [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in self._trained[block]]
         self._begin(_UnderWay(block, shares))
 

@@ -94,7 +94,7 @@ SUBJECTS: dict[str, Subject] = {
             n_embd=96, n_layer=4, n_head=4, rotary_dim=16, bos_token_id=0, eos_token_id=0,
         ),
         _library("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _text, **_WIDE, **_TEXT, pad_token_id=0),
-        _library("stablelm", "StableLmForCausalLM", "StableLmConfig", _text, **_WIDE, **_TEXT),
+        _library("stablelm", "StableLmForCausalLM", "StableLmConfig", _text, **_WIDE, **_TEXT, num_key_value_heads=4),
         _library("granite", "GraniteForCausalLM", "GraniteConfig", _text, **_WIDE, **_TEXT),
         _library(
             "gpt_bigcode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", _text, vocab_size=VOCABULARY, n_positions=64,
@@ -115,7 +115,7 @@ SUBJECTS: dict[str, Subject] = {
         _library(
             "switch_transformers", "SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", _text,
             vocab_size=VOCABULARY, d_model=96, d_kv=24, d_ff=192, num_layers=4, num_decoder_layers=4, num_heads=4,
-            num_experts=4, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2,
+            num_experts=4, num_sparse_encoder_layers=2, num_sparse_decoder_layers=2, decoder_start_token_id=0,
         ),
         _library(
             "segformer", "SegformerForSemanticSegmentation", "SegformerConfig", _segmented, num_labels=6,
