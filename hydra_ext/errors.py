@@ -2,15 +2,29 @@
 
 One tree under :class:`HydraError`. Running out of device memory is not in it: it is ``torch.OutOfMemoryError``, as
 with plain PyTorch, with our explanation appended.
+
+That error and :class:`BudgetTooSmall` are RuntimeErrors with one argument that contains ``" out of memory."``: what
+tools that look for a batch size that fits ask for.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
 class HydraError(Exception):
     """Base of all errors of hydra_ext."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What an error carries beside its message goes with it to other processes."""
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(cls: type[HydraError], args: tuple[Any, ...]) -> HydraError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 class InvalidArgument(HydraError, TypeError, ValueError):
@@ -25,32 +39,42 @@ class InvalidDevice(HydraError, ValueError):
     """A device that is not there, or that this build of hydra_ext cannot use."""
 
 
-class BudgetTooSmall(HydraError, ValueError):
+class BudgetTooSmall(HydraError, ValueError, RuntimeError):
     """The budget cannot hold the largest block. Raised when wrapping, before anything is changed.
 
     Attributes:
         block: name of the largest block.
         block_bytes: device bytes it takes.
-        smallest_budget: the smallest budget, in bytes, that can be entered at all; activations come on top.
+        needed: the smallest budget, in bytes, that can be entered at all; activations come on top.
+        smallest_budget: the same.
     """
 
-    def __init__(self, message: str, *, block: str, block_bytes: int, smallest_budget: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, block: str = "", block_bytes: int = 0, needed: int = 0) -> None:
+        super().__init__(f"the device would run out of memory. {message}")
         self.block = block
         self.block_bytes = block_bytes
-        self.smallest_budget = smallest_budget
+        self.needed = needed
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.needed
 
 
 class HostBudgetTooSmall(HydraError, ValueError):
     """What has to stay on the host takes more than ``host_budget``. Nothing was changed.
 
     Attributes:
-        smallest_budget: the smallest one, in bytes, that would do.
+        needed: the smallest one, in bytes, that would do.
+        smallest_budget: the same.
     """
 
-    def __init__(self, message: str, *, smallest_budget: int) -> None:
+    def __init__(self, message: str, *, needed: int = 0) -> None:
         super().__init__(message)
-        self.smallest_budget = smallest_budget
+        self.needed = needed
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.needed
 
 
 class UnsupportedModel(HydraError, ValueError):

@@ -147,10 +147,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             raise BudgetTooSmall(
                 f"budget={self._budget} cannot hold the largest block '{name}' of {_C.human_bytes(size)}"
                 + (f" beside buffers of {_C.human_bytes(buffers)}" if buffers else "")
-                + f": give at least {smallest} bytes, and room for activations on top, or name smaller blocks=",
+                + f": give at least {smallest} bytes, and room for activations on top, or name smaller blocks=; what "
+                "activations take can leave the device (activations=) or be made again (recompute= in run.step), and "
+                "is less with fewer microbatches together (round_size=)",
                 block=name,
                 block_bytes=size,
-                smallest_budget=smallest,
+                needed=smallest,
             )
 
     def __enter__(self) -> Run:

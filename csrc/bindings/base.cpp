@@ -5,6 +5,7 @@
 
 #include "csrc/base/activity.h"
 #include "csrc/base/errors.h"
+#include "csrc/base/out_of_memory.h"
 #include "csrc/bindings/bindings.h"
 
 namespace py = pybind11;
@@ -23,7 +24,7 @@ void translate(std::exception_ptr error) {
       std::rethrow_exception(error);
     }
   } catch (const OutOfMemory& known) {
-    raise("torch", "OutOfMemoryError", known.what());
+    raise("torch", "OutOfMemoryError", (std::string(kOutOfMemory) + known.what()).c_str());
   } catch (const c10::OutOfMemoryError& known) {
     raise("torch", "OutOfMemoryError", known.what_without_backtrace());
   } catch (const TransferError& known) {

@@ -62,6 +62,7 @@ void bind_rounds(py::module_& module) {
       .def_property_readonly("refusal", &StagedBackward::refusal)
       .def_property_readonly("held", &StagedBackward::held)
       .def_property_readonly("nested", &StagedBackward::nested)
+      .def("leaves", &StagedBackward::leaves, "What the graphs accumulate into, once all are added.")
       .def("last_turns", &StagedBackward::last_turns, py::arg("leaves"),
            "By leaf, the last turn in which something is accumulated into it; -1 where nothing is.")
       .def(

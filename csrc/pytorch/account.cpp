@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "csrc/base/errors.h"
+#include "csrc/base/out_of_memory.h"
 
 namespace hydra {
 
@@ -31,7 +32,7 @@ void Account::charge(MemoryClass cls, Bytes bytes) {
     if (relieve && relieve()) {
       continue;
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "hydra_ext: out of device memory: ", human_bytes(bytes), " asked, ",
+    TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, human_bytes(bytes), " asked, ",
                      human_bytes(ledger_.in_use()), " of the budget of ", human_bytes(ledger_.limit()), " in use. ",
                      explain ? explain() : std::string());
   }

@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "csrc/base/errors.h"
+#include "csrc/base/out_of_memory.h"
 
 namespace py = pybind11;
 
@@ -26,7 +27,7 @@ void rethrow_for_torch(const std::string& explanation) {
   try {
     throw;
   } catch (const OutOfMemory& error) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "hydra_ext: ", error.what(), ". ", explanation);
+    TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, error.what(), ". ", explanation);
   } catch (const TransferError& error) {
     raise_python("TransferError", error.what());
   } catch (const PageFaultError& error) {

@@ -124,8 +124,9 @@ std::string PagedModel::explain() const {
          human_bytes(ledger.in_use(MemoryClass::kActivations)) + ", buffers " +
          human_bytes(ledger.in_use(MemoryClass::kBuffers)) + ", optimizer state " +
          human_bytes(ledger.in_use(MemoryClass::kOptimizer)) + "; in slots: " + pager_->describe_residents() +
-         ". Nothing more can be moved out. Raise the budget, shrink the batch, or checkpoint activations "
-         "(torch.utils.checkpoint).";
+         ". Nothing more can be moved out. Raise the budget; or let activations leave the device, or make them again "
+         "(activations=hydra_ext.Offload() or hydra_ext.Recompute(), recompute=True in run.step); or run fewer "
+         "microbatches together (round_size= in run.step), name smaller blocks=, or shrink the batch.";
 }
 
 Bytes PagedModel::foreign_bytes() const noexcept {

@@ -197,6 +197,20 @@ void StagedBackward::hold_leaves() {
   }
 }
 
+std::vector<at::Tensor> StagedBackward::leaves() const {
+  std::set<const Node*> known;
+  std::vector<at::Tensor> found;
+  for (const Graph& graph : graphs_) {
+    for (const auto& [leaf, places] : graph.leaves) {
+      const auto* node = dynamic_cast<const autograd::AccumulateGrad*>(leaf.first);
+      if (node != nullptr && known.insert(node).second) {
+        found.push_back(node->variable);
+      }
+    }
+  }
+  return found;
+}
+
 std::vector<std::int64_t> StagedBackward::last_turns(const std::vector<at::Tensor>& leaves) const {
   std::vector<std::int64_t> turns;
   for (const at::Tensor& leaf : leaves) {

@@ -1032,6 +1032,10 @@ class StagedBackward:
         """
         By leaf, the last turn in which something is accumulated into it; -1 where nothing is.
         """
+    def leaves(self) -> list[torch.Tensor]:
+        """
+        What the graphs accumulate into, once all are added.
+        """
     def plan(
         self,
         turns: collections.abc.Sequence[

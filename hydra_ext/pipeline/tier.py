@@ -174,5 +174,5 @@ def _check_budget(layout: Layout, root: nn.Module, budget: int) -> None:
             f"{_C.human_bytes(buffers)}: give at least {size + buffers} bytes, and room for activations on top",
             block=name,
             block_bytes=size,
-            smallest_budget=size + buffers,
+            needed=size + buffers,
         )

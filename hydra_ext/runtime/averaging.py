@@ -14,7 +14,8 @@ the same collectives, whatever its microbatches did:
 
 A block is issued once nothing more will be added to its gradients and those after it have been issued, and waited for
 one stay later, so that communication goes on behind the backward of the blocks before it. A rank that fails after the
-agreement goes on with zeros and says so in the marks; then every rank raises. One that fails after that has done a step
+agreement goes on with zeros and says so in the marks; then every rank raises, or, where that rank has run out of device
+memory and will try otherwise, every rank undoes the step and makes it again. One that fails after that has done a step
 less, which the next agreement finds.
 """
 
@@ -37,9 +38,13 @@ from hydra_ext.runtime.replicas import Reduction, Replicas
 logger = logging.getLogger(__name__)
 
 # Marks of a parameter; the greatest of all ranks' counts. From _FAILED on: the rank that failed.
-_NONE, _UNCHANGED, _ARRIVED, _UNFIT, _FAILED = range(5)
+_NONE, _UNCHANGED, _ARRIVED, _UNFIT, _AGAIN, _FAILED = range(6)
 
 IN_STEP, IN_BACKWARD = range(2)  # places where gradients are averaged
+
+
+class StepAgain(Exception):
+    """A rank has run out of memory in the step's last backward: every rank undoes the step, and makes it again."""
 
 
 @dataclass
@@ -68,6 +73,10 @@ class _UnderWay:
     shares: list[_Share]
     reductions: list[Reduction] = field(default_factory=list)
 
+    def mark(self, mark: int) -> None:
+        for share in self.shares:
+            share.mark = mark
+
     def issue(self, replicas: Replicas) -> None:
         """Whatever of it has not been issued."""
         if not self.reductions:
@@ -88,14 +97,20 @@ class Averaging:
         self._core = core
         self._layout = layout
         self._place = place
+        self._arrived: dict[int, list[bool]] = {}  # by block: gradients that were settled, and undone since
+        self._reset()
+
+    def _reset(self) -> None:
         self._agreement: Reduction | None = None
         self._agreed = False
         self._trained: list[list[tuple[int, nn.Parameter]]] = []  # by block
         self._left: list[int] = []  # blocks to be issued, the next one last
+        self._settled: dict[int, list[bool]] = {}  # by block: which gradients backward had brought
         self._under_way: list[_UnderWay] = []
         self._finished: list[int] = []  # by block, the last turn that adds to its gradients
         self._seen = 0  # turns that were run when a block was last looked for
         self._failed: int | None = None
+        self._again = False
         self._unfit: list[str] = []
 
     # ---- the agreement ----------------------------------------------------------------------------------------------
@@ -156,7 +171,8 @@ class Averaging:
         now, and issues the blocks that are finished."""
         with _C.Uncharged():
             self._wait(deliver=True)
-            while self._left and self._finished[self._left[-1]] < turns:
+            # The last one is kept back: until the backward has ended, this rank may have to say that it has failed.
+            while len(self._left) > 1 and self._finished[self._left[-1]] < turns:
                 gathered = self._gathered(self._left[-1])
                 on_its_way = not any(gradient is not None for gradient in gathered)
                 if on_its_way and self._finished[self._left[-1]] >= self._seen:
@@ -170,6 +186,7 @@ class Averaging:
 
         Raises:
             RankFailed: a rank has failed.
+            StepAgain: a rank makes the step again, and so all do: see :meth:`begin_again`.
             StateError: a gradient cannot be averaged, or a parameter was written to.
         """
         self.agree()
@@ -187,6 +204,8 @@ class Averaging:
             self._wait(deliver=True)
         if self._failed is not None:
             raise _failure_of(self._failed)
+        if self._again:
+            raise StepAgain
         if self._unfit:
             raise StateError(
                 f"the gradient of {', '.join(self._unfit)} is sparse, or has a graph of its own, on some rank, and "
@@ -202,25 +221,46 @@ class Averaging:
                     self._ask(failed=True)
                 if not self._agreed:
                     self._conclude()
-                for under_way in self._under_way:
-                    if not under_way.reductions:
-                        self._mark_failed(under_way)
-                    under_way.issue(self._replicas)
-                self._wait(deliver=False)
-                while self._left:
-                    zeros = [_Share(i, p, _NONE, _zeros_like(p)) for i, p in self._trained[self._left[-1]]]
-                    under_way = _UnderWay(self._left[-1], zeros)
-                    self._mark_failed(under_way)
-                    self._begin(under_way)
-                    self._wait(deliver=False)
+                self._answer(_FAILED + self._replicas.rank)
         except (RankFailed, ReplicasDiffer):
             pass  # which the others know as well
         except RuntimeError as error:  # of torch.distributed; another error is on its way already
             logger.warning("the other ranks could not be told of this rank's failure: %s", error)
 
-    def _mark_failed(self, under_way: _UnderWay) -> None:
-        for share in under_way.shares:
-            share.mark = _FAILED + self._replicas.rank
+    @torch.no_grad()
+    def ask_again(self) -> bool:
+        """This rank will make the step again: the others are told, get zeros, and will, too. False if it is too late
+        to tell them.
+
+        Raises:
+            RankFailed: another rank has failed meanwhile.
+        """
+        if not self._agreed:
+            return True  # none of them has gone on
+        if not self._left:
+            return False
+        with _C.Uncharged():
+            self._answer(_AGAIN)
+        if self._failed is not None:
+            raise _failure_of(self._failed)
+        return True
+
+    def begin_again(self) -> None:
+        """As if nothing had been asked: what was done to gradients the caller has undone."""
+        self._arrived.update(self._settled)
+        self._reset()
+
+    def _answer(self, mark: int) -> None:
+        """All blocks that have not been reduced, with this mark, and with zeros."""
+        for under_way in self._under_way:
+            if not under_way.reductions:
+                under_way.mark(mark)
+            under_way.issue(self._replicas)
+        self._wait(deliver=False)
+        while self._left:
+            zeros = [_Share(i, p, mark, _zeros_like(p)) for i, p in self._trained[self._left[-1]]]
+            self._begin(_UnderWay(self._left[-1], zeros))
+            self._wait(deliver=False)
 
     # ---- one block --------------------------------------------------------------------------------------------------
 
@@ -233,6 +273,8 @@ class Averaging:
     def _issue(self, gathered: Sequence[Tensor | None]) -> None:
         block = self._left[-1]
         arrived = self._core.settle_gradients(block)
+        earlier = self._arrived.get(block, [False] * len(arrived))
+        arrived = self._settled[block] = [now or before for now, before in zip(arrived, earlier, strict=True)]
         shares = [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in self._trained[block]]
         self._begin(_UnderWay(block, shares))
 
@@ -251,6 +293,8 @@ class Averaging:
                 self._replicas.wait(reduction)
                 if mark >= _FAILED:
                     self._failed = mark - _FAILED
+                elif mark == _AGAIN:
+                    self._again = True
                 elif mark == _UNFIT:
                     self._unfit.append(f"'{self._layout.blocks[under_way.block].parameters[share.index][0]}'")
                 elif mark == _ARRIVED and deliver:

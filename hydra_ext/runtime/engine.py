@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
@@ -20,10 +21,16 @@ from hydra_ext.runtime.replicas import Replicas
 
 
 class BackwardParticipant(Protocol):
-    """What the wrapper needs of a model's context."""
+    """What the wrapper needs of a model's context.
+
+    Attributes:
+        backwards: how many have begun that may sum into gradients.
+    """
 
     core: _C.PagedModel
+    model: nn.Module
     replicas: Replicas | None
+    backwards: int
 
     def backward_ended(self, *, accumulated: bool) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
@@ -53,6 +60,9 @@ class EngineWrapper:
         awaiting = self.reached_by(tensors)
         if not awaiting:
             return self._wrapped.run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs, *args, **kwargs)
+        accumulated = kwargs.get("accumulate_grad", True)
+        for participant in awaiting if accumulated else ():
+            participant.backwards += 1
         with windows_of(awaiting):  # made of C: no interrupt comes between entering and leaving
             wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
@@ -60,7 +70,7 @@ class EngineWrapper:
             )
             gradients = wanted.gradients(gradients) if gradients else gradients
         for participant in awaiting:
-            participant.backward_ended(accumulated=kwargs.get("accumulate_grad", True))
+            participant.backward_ended(accumulated=accumulated)
         return gradients
 
     def reached_by(self, roots: Any) -> list[BackwardParticipant]:
@@ -161,6 +171,12 @@ def leave(participant: BackwardParticipant) -> None:
         if not _installed.participants and _torch._execution_engine is _installed:
             _torch._execution_engine = _installed._wrapped
             _installed = None
+
+
+def participants() -> list[BackwardParticipant]:
+    """Those whose contexts are active."""
+    with _lock:
+        return [] if _installed is None else list(_installed.participants)
 
 
 def reached_by(roots: Sequence[torch.Tensor]) -> list[BackwardParticipant]:

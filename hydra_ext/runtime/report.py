@@ -52,6 +52,8 @@ class Report:
         rounds: groups of microbatches that ``run.step`` took through the blocks together.
         refusals: groups that could not be run so; from the first on microbatches are run one at a time.
         fallbacks: microbatches that ``run.step`` ran one at a time.
+        retries: rounds that ``run.step`` undid and tried again, for they ran out of device memory; ``fn`` was called
+            again for their microbatches.
         ranks: how many train copies of the model together.
         reduced_bytes: of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: it waited for the others meanwhile; a GPU's own waits are not seen.
@@ -100,6 +102,7 @@ class Report:
     rounds: int
     refusals: int
     fallbacks: int
+    retries: int
     ranks: int
     reduced_bytes: int
     waited_for_ranks_seconds: float
@@ -126,7 +129,8 @@ class Report:
         ]
         if self.rounds or self.fallbacks:
             lines.append(
-                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.fallbacks} microbatches one at a time"
+                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.retries} tried again for memory, "
+                f"{self.fallbacks} microbatches one at a time"
             )
         if self.homes:
             lines.append(
@@ -165,6 +169,7 @@ class StepCounts(Protocol):
     rounds: int
     refusals: int
     fallbacks: int
+    retries: int
 
 
 class HomeChoice(Protocol):
@@ -232,6 +237,7 @@ def make_report(
         rounds=steps.rounds,
         refusals=steps.refusals,
         fallbacks=steps.fallbacks,
+        retries=steps.retries,
         ranks=1 if replicas is None else replicas.size,
         reduced_bytes=0 if replicas is None else replicas.reduced_bytes,
         waited_for_ranks_seconds=0.0 if replicas is None else replicas.waited_seconds,

@@ -73,6 +73,7 @@ class Run(Resumable):
         self.core = core
         self.replicas = replicas
         self.version = 0
+        self.backwards, self.spills = 0, spilling is not None
         self._averages = True  # at the end of a backward
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
@@ -113,14 +114,14 @@ class Run(Resumable):
         ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
         microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
         per backward, however many microbatches there are. ``fn`` runs in threads that take turns; it must not wait
-        for another microbatch. What it does outside the model's blocks happens in another order than in the loop.
+        for another microbatch. What it does outside the model happens in another order than in the loop, and once more
+        where a round has run out of device memory: that is undone, and tried smaller, then with recomputation.
 
         Args:
             microbatches: whatever ``fn`` is to be called with.
             fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: gradients are clipped to this total norm.
-            round_size: microbatches that run together; all of them, or as many as the budget has room for, unless
-                given.
+            round_size: microbatches that run together, and then nothing else is tried; unless given, all that fit.
             recompute: make the activations inside blocks again in backward, instead of keeping them. Unless given,
                 they are kept if the budget has room. Forward hooks inside a block then run twice.
             reduction: "mean", or "sum", which leaves out the division.

@@ -143,7 +143,7 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
     raise HostBudgetTooSmall(
         f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
         f"{_C.human_bytes(smallest.total)} on the host: give as many, or name smaller blocks=",
-        smallest_budget=smallest.total,
+        needed=smallest.total,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from support.ranks import run_ranks
 from support.replicated import differences, train_together
-from support.replicated_failures import FAILING, errors_of, fail_and_go_on
+from support.replicated_failures import FAILING, errors_of, fail_and_go_on, run_out_and_go_on
 
 OTHER = "RankFailed: rank 1 has failed in this step"
 
@@ -24,6 +24,34 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_the_next_step_is_equal(
     assert second[0] == f"Broken: in the {fault}"
     if (fault, round_size) == ("forward", 2):
         assert not any(first[1] + second[1])  # nothing was accumulated
+    for (_, _, seen), plain in zip((first, second), expected, strict=True):
+        assert differences(seen["parameters"], plain["parameters"]) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "times", "sizes", "retries"),
+    [
+        ("forward", 1, (None, None), [0, 1]),  # before the ranks have met
+        ("backward", 1, (None, None), [1, 1]),
+        ("backward", 2, (2, None), [2, 2]),  # the other rank makes its rounds of two again
+    ],
+)
+def test_a_rank_that_runs_out_of_memory_makes_all_of_them_make_the_step_again(
+    fault: str, times: int, sizes: tuple[int | None, int | None], retries: list[int], tmp_path: Path
+) -> None:
+    expected = train_together(FAILING)
+    found = run_ranks(run_out_and_go_on, fault, times, sizes, folder=tmp_path)
+    for (error, _, seen), plain in zip(found, expected, strict=True):
+        assert error == ""
+        assert differences(seen["parameters"], plain["parameters"]) == []
+    assert [counted for _, counted, _ in found] == retries
+
+
+def test_a_rank_that_has_no_memory_for_any_round_is_an_error_on_all(tmp_path: Path) -> None:
+    expected = train_together(FAILING)
+    first, second = run_ranks(run_out_and_go_on, "backward", 3, (None, None), folder=tmp_path)
+    assert first[0].startswith(OTHER)
+    assert second[0].startswith("OutOfMemoryError: scripted: the device is out of memory. run.step tried rounds down")
     for (_, _, seen), plain in zip((first, second), expected, strict=True):
         assert differences(seen["parameters"], plain["parameters"]) == []
 

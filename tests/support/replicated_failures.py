@@ -77,6 +77,47 @@ def fail_and_go_on(rank: int, fault: str, round_size: int | None) -> tuple[str, 
     return error, left, recorder.seen
 
 
+class _RunningOut(torch.autograd.Function):
+    @staticmethod
+    def forward(_context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_context: Any, _gradient: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+
+
+def _run_out(fault: str, model: nn.Module, loss: Tensor) -> Tensor:
+    if fault == "forward":
+        raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+    return loss + 0 * _RunningOut.apply(model.transformer.wpe.weight.sum())
+
+
+def run_out_and_go_on(rank: int, fault: str, times: int, sizes: tuple[int | None, int | None]) -> tuple[str, int, Seen]:
+    """The second rank's device runs out of memory so often in the second step. Returns the error there, and the retries
+    that this rank has counted."""
+    model, optimizer = FAILING.make(rank)
+    recorder = Recorder(model, optimizer)
+    left, error = [times if rank == 1 else 0], ""
+
+    def change(model: nn.Module, loss: Tensor) -> Tensor:
+        if not left[0]:
+            return loss
+        left[0] -= 1
+        return _run_out(fault, model, loss)
+
+    with offloaded(model, optimizer) as run:
+        for step in range(FAILING.steps):
+            try:
+                step_with(run, model, rank, step, change if step == 1 else None, round_size=sizes[rank])
+            except Exception as raised:  # noqa: BLE001 - whatever it is, is compared
+                error = f"{type(raised).__name__}: {raised}"
+                optimizer.zero_grad()
+                step_with(run, model, rank, step)
+            recorder.step_ended()
+        return error, run.report().retries, recorder.seen
+
+
 def errors_of(rank: int, name: str) -> list[str]:
     """What a script's calls raise, in order; each may raise on some ranks only."""
     errors = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from hydra_ext.activations.module_state import may_have_changed
 
 
 @dataclass(frozen=True)
-class _Noted:
+class NotedBuffer:
     module: nn.Module
     name: str
     buffer: Tensor
@@ -21,28 +22,31 @@ class _Noted:
 
 
 class ModelBuffers:
-    """Copies on the host of all the buffers of a model; of large ones anew only if they have changed."""
+    """Copies on the host of all the buffers of models; of large ones anew only if they have changed."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._noted: list[_Noted] = []
+    def __init__(self) -> None:
+        self._latest: Sequence[NotedBuffer] = ()
 
-    def note(self) -> None:
+    def note(self, models: Sequence[nn.Module]) -> Sequence[NotedBuffer]:
+        """As they are now."""
         _C.suspend_charging()
-        known = {id(noted.buffer): noted for noted in self._noted}
-        self._noted = []
-        for module in self._model.modules():
+        known = {id(noted.buffer): noted for noted in self._latest}
+        found: list[NotedBuffer] = []
+        for module in (module for model in models for module in model.modules()):
             for name, buffer in module._buffers.items():
                 if buffer is None:
                     continue
                 old = known.get(id(buffer))
                 kept = old is not None and not may_have_changed(buffer, old.version)
                 value = old.value if old is not None and kept else buffer.detach().to("cpu", copy=True)
-                self._noted.append(_Noted(module, name, buffer, buffer._version, value))
+                found.append(NotedBuffer(module, name, buffer, buffer._version, value))
+        self._latest = found
+        return found
 
-    def restore(self) -> None:
-        with torch.no_grad():
-            for noted in self._noted:
-                noted.module._buffers[noted.name] = noted.buffer
-                if may_have_changed(noted.buffer, noted.version):
-                    noted.buffer.copy_(noted.value)
+
+@torch.no_grad()
+def restore(noted: Sequence[NotedBuffer]) -> None:
+    for one in noted:
+        one.module._buffers[one.name] = one.buffer
+        if may_have_changed(one.buffer, one.version):
+            one.buffer.copy_(one.value)

@@ -12,7 +12,7 @@ accumulates can be undone until all forwards have ended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol
@@ -42,7 +42,6 @@ class RoundOwner(engine.BackwardParticipant, Protocol):
     """The run that a round belongs to."""
 
     device: torch.device
-    model: nn.Module
 
     def forward_kind(self) -> _C.PassKind: ...
     def window(self, kind: _C.PassKind) -> _C.Windows: ...
@@ -191,10 +190,12 @@ class Round(Generic[Result]):
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, averaging: Averaging | None = None) -> None:
+    def backward(self, note_leaves: Callable[[Iterable[Tensor]], object], averaging: Averaging | None = None) -> None:
         """Runs the backward of every microbatch. The graphs are spent.
 
         Args:
+            note_leaves: told of the tensors whose gradients it will sum into, before it does; of this model's own not
+                all are named.
             averaging: of the gradients, which are complete with this backward.
 
         Raises:
@@ -220,6 +221,8 @@ class Round(Generic[Result]):
                 "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
                 "the loop in place of run.step, or offload that model with process_group=False"
             )
+        note_leaves(self._other_leaves())
+        self._owner.backwards += 1
         self._staged.plan([(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces])
         try:
             with engine.windows_of([self._owner, *self._others]):
@@ -228,6 +231,11 @@ class Round(Generic[Result]):
         finally:
             self._attributes.finish()
             self._caller.restore()
+
+    def _other_leaves(self) -> list[Tensor]:
+        """Those that are no parameter of the owner's model."""
+        leaves = [leaf for leaf in self._staged.leaves() if not _C.is_face(leaf)]
+        return leaves + [parameter for other in self._others for parameter in other.model.parameters()]
 
     def _add_graph(self, fiber: Fiber[Result]) -> None:
         root = self._take_root(fiber.result)  # type: ignore[arg-type]

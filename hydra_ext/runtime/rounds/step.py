@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +16,15 @@ from torch.utils._pytree import tree_map_only
 from hydra_ext import _C, optim
 from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError
-from hydra_ext.runtime.averaging import Averaging
-from hydra_ext.runtime.rounds.buffers import ModelBuffers
+from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import DrawnOutOfOrder, Refused, Round, RoundOwner
 from hydra_ext.runtime.rounds.isolation import DrawOrder, Surroundings
+from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
 from hydra_ext.runtime.rounds.recompute import Recomputation
+from hydra_ext.runtime.rounds.undo import Undo, UndoOwner
 from hydra_ext.runtime.updates import Updates
-from hydra_ext.state.randomness import HostRandomness, generators
+from hydra_ext.state.randomness import generators
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +123,17 @@ class LastGradients:
         if self.sums is not None:
             self.sums.expect_last_gradients()
 
+    def begin_again(self) -> None:
+        """They will be brought another time."""
+        if self.sums is not None:
+            self.sums.step_ended()
+        if self.averaging is not None:
+            self.averaging.begin_again()
 
-class StepOwner(RoundOwner, Protocol):
+
+class StepOwner(RoundOwner, UndoOwner, Protocol):
     """The run whose model is trained."""
 
-    optimizer: torch.optim.Optimizer | None
     updates: Updates | None
 
     def activation_bytes(self) -> int: ...
@@ -138,18 +146,20 @@ class Stepper:
         rounds: how many there were.
         refusals: rounds whose microbatches could not be run together.
         fallbacks: microbatches that were run one at a time instead.
+        retries: rounds that were undone, for they ran out of memory, and tried again.
     """
 
     def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
         self._owner_reference = weakref.ref(owner)  # which has this, and would be kept by it
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
-        self._buffers = ModelBuffers(owner.model)
+        self._undo = Undo()
         self._looped = False  # without rounds from now on
         self._alone = False  # in rounds of one microbatch from now on
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
+        self.retries = 0
 
     @property
     def _owner(self) -> StepOwner:
@@ -174,22 +184,14 @@ class Stepper:
         optimizer = self._owner.optimizer
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
-        outcomes: list[Outcome] = []
         updates = self._owner.updates if scaler is None else None  # else the scaler writes the gradients once more
-        sums = updates if max_norm is not None else None
+        last = LastGradients(updates if max_norm is not None else None, averaging)
+        self._undo.step_begins(self._owner, retries=round_size is None or averaging is not None)
         try:
-            while len(outcomes) < len(works):
-                first = len(outcomes)
-                decision = self._choice.next(
-                    len(works) - first, size=1 if self._alone else round_size, recompute=recompute
-                )
-                last = first + decision.size
-                complete = LastGradients(sums, averaging) if last == len(works) else LastGradients()
-                outcomes += self._run(works[first:last], seeds[first:last], decision, complete)
-            if averaging is not None:
-                averaging.complete()
+            outcomes = self._all(works, seeds, round_size, recompute, last)
             norm, skipped = self._update(optimizer, max_norm, scaler)
         finally:
+            self._undo.step_ended()
             if updates is not None:
                 updates.step_ended()
         losses = torch.stack([outcome.loss for outcome in outcomes])
@@ -201,25 +203,96 @@ class Stepper:
             skipped=skipped,
         )
 
+    def _all(
+        self,
+        works: Sequence[Work[Any]],
+        seeds: Sequence[int],
+        size: int | None,
+        recompute: bool | None,
+        last: LastGradients,
+    ) -> list[Outcome]:
+        """Forward and backward of every microbatch. What runs out of memory is undone and tried another way."""
+        outcomes: list[Outcome] = []
+        while True:
+            first = len(outcomes)
+            decision = self._choice.next(len(works) - first, size=1 if self._alone else size, recompute=recompute)
+            end = first + decision.size
+            failed = ""
+            try:
+                complete = last if end == len(works) else LastGradients()
+                outcomes += self._run(works[first:end], seeds[first:end], decision, complete)
+                if len(outcomes) < len(works):
+                    continue
+                if last.averaging is not None:
+                    last.averaging.complete()
+                return outcomes
+            except OUT_OF_MEMORY as error:
+                obstacle = self._why_not_again(decision, size, recompute, last.averaging)
+                if obstacle:
+                    raise told(error, obstacle) from error
+                failed = str(error).partition(" While running ")[0]
+            except StepAgain:
+                failed = "Another rank ran out of device memory"
+            # No frame of the round is left here, and with it nothing that it had on the device.
+            if self._take_back(len(works[first:end]), failed, last):
+                outcomes.clear()
+
+    def _why_not_again(
+        self, decision: Decision, size: int | None, recompute: bool | None, averaging: Averaging | None
+    ) -> str:
+        """Why a round that has run out of memory is not tried another way; empty if it is. Then all ranks know."""
+        if size is not None:
+            return f"round_size={size} was given, and so nothing else was tried."
+        if self._looped:
+            return "The microbatches were run one at a time."
+        if not self._choice.fail(decision, recompute=recompute):
+            kinds = {None: ", keeping activations and making them again", False: ", keeping activations"}
+            tried = kinds.get(recompute, ", making activations again")
+            return f"run.step tried rounds down to one microbatch{tried}."
+        whole = self._undo.moved_gradients(self._owner)
+        obstacle = self._undo.obstacle(whole=whole)
+        if obstacle:
+            return f"Nothing else was tried, as the step cannot be undone: {obstacle}."
+        if whole and averaging is not None and not averaging.ask_again():
+            return "Nothing else was tried: the other ranks have made the step."
+        return ""
+
+    def _take_back(self, size: int, failed: str, last: LastGradients) -> bool:
+        """Undoes a round of so many microbatches that has failed, or the whole step if gradients have moved: True."""
+        gc.collect()  # of what refers to itself, such as an exception by its frames
+        whole = self._undo.moved_gradients(self._owner)
+        if whole:
+            last.begin_again()
+        obstacle = self._undo.obstacle(whole=whole)
+        if obstacle:  # of this rank, where another one has asked
+            raise StateError(f"{failed}, and this one cannot make the step again: {obstacle}")
+        self._undo.undo(whole=whole)
+        if not self.retries:
+            logger.warning(
+                "run.step undoes a round of %d microbatches and tries it otherwise, calling fn for them again: what fn "
+                "does outside the model is done twice. report().retries counts such rounds from now on. %s",
+                size,
+                failed,
+            )
+        self.retries += 1
+        return whole
+
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
+        self._undo.round_begins(self._owner)
         if self._looped:
             return self._one_at_a_time(works, seeds, last)
-        self._buffers.note()
-        host = HostRandomness()
         try:
             outcomes = self._round(works, seeds, decision, last)
             while outcomes is None:  # some activations are to be kept
-                self._buffers.restore()
-                host.restore()
+                self._undo.undo(whole=False)
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
             self.refusals += 1
             logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
-            self._buffers.restore()
-            host.restore()
+            self._undo.undo(whole=False)
             self._alone = isinstance(refused, DrawnOutOfOrder)
             self._looped = not self._alone
         return self._one_at_a_time(works, seeds, last) if self._looped else self._each(works, seeds, decision, last)
@@ -247,7 +320,7 @@ class Stepper:
             if not this.repeats():
                 return None
             last.begin()
-            this.backward(last.averaging)
+            this.backward(self._undo.note_leaves, last.averaging)
         finally:
             owner.core.drop_early()
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)

@@ -1,0 +1,170 @@
+"""What a round, or a whole step, is undone to when the device has run out of memory.
+
+A round whose backward has not begun has left nothing in any gradient: it alone is undone. Else the step is, from its
+beginning: a sum of floating-point numbers cannot be taken apart, and copies of the sums before each round would cost
+every step their time. Gradients from before the step are copied, where there are any; those of the step are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.runtime import engine
+from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, restore
+from hydra_ext.runtime.rounds.module_contents import ModuleContents
+from hydra_ext.state.randomness import HostRandomness
+
+
+class UndoOwner(engine.BackwardParticipant, Protocol):
+    """The run whose steps are undone.
+
+    Attributes:
+        spills: whether gradients may be on the disk.
+    """
+
+    layout: Layout
+    optimizer: torch.optim.Optimizer | None
+    spills: bool
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Before a round. Torch's random states each round restores by itself."""
+
+    buffers: Sequence[NotedBuffer]
+    contents: ModuleContents
+    randomness: HostRandomness
+
+    def restore(self) -> None:
+        restore(self.buffers)
+        self.randomness.restore()
+        self.contents.restore()
+
+
+@dataclass(frozen=True)
+class _NotedGradient:
+    tensor: Tensor
+    gradient: Tensor | None
+    version: int = 0
+    copy: Tensor | None = None
+
+
+class Gradients:
+    """Of tensors, as they are before anything of a step has been added to them.
+
+    Attributes:
+        obstacle: why they could not be put back; empty when they can.
+    """
+
+    def __init__(self, owner: UndoOwner) -> None:
+        self._core = owner.core
+        self._spills = owner.spills
+        self._noted: dict[int, _NotedGradient] = {}
+        self._at_home: list[tuple[int, int, Tensor]] = []  # block, parameter, copy
+        self.obstacle = ""
+        for block in owner.core.settled_blocks:
+            self._note_home(block, [parameter for _, parameter in owner.layout.blocks[block].parameters])
+        self.note(owner.model.parameters())
+        groups = [] if owner.optimizer is None else owner.optimizer.param_groups
+        self.note(parameter for group in groups for parameter in group["params"])
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Those of them that are not known yet."""
+        for tensor in tensors:
+            if id(tensor) in self._noted:
+                continue
+            gradient = tensor.grad
+            noted = _NotedGradient(tensor, None) if gradient is None else self._copied(tensor, gradient)
+            self._noted[id(tensor)] = noted
+            if tensor._post_accumulate_grad_hooks:
+                self.obstacle = self.obstacle or (
+                    "hooks run when gradients have been accumulated, and what they did would be done twice"
+                )
+
+    def _copied(self, tensor: Tensor, gradient: Tensor) -> _NotedGradient:
+        if self._spills:
+            self.obstacle = self.obstacle or (
+                "there were gradients before the step, and host_budget= leaves no room for a copy of them"
+            )
+            return _NotedGradient(tensor, gradient, gradient._version)
+        with torch.no_grad(), _C.Uncharged():
+            return _NotedGradient(tensor, gradient, gradient._version, gradient.detach().clone())
+
+    def _note_home(self, block: int, parameters: Sequence[Tensor]) -> None:
+        """Its gradients stay at home: asked for their bytes, they would come to the host, and the block with them."""
+        if all(parameter.grad is None for parameter in parameters):
+            return
+        with torch.no_grad(), _C.Uncharged():
+            for index, gradient in enumerate(self._core.take_gathered(block)):
+                parameter = parameters[index]
+                if gradient is not None and parameter.grad is not None:
+                    self._noted[id(parameter)] = _NotedGradient(parameter, parameter.grad, parameter.grad._version)
+                    self._at_home.append((block, index, gradient.to("cpu")))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for noted in self._noted.values():
+            if noted.tensor.grad is not noted.gradient:
+                noted.tensor.grad = noted.gradient
+            if noted.gradient is not None and noted.copy is not None and noted.gradient._version != noted.version:
+                noted.gradient.copy_(noted.copy)
+        for block, index, copy in self._at_home:
+            self._core.return_gathered(block, index, copy)
+
+
+class Undo:
+    """What the rounds of one step are undone to."""
+
+    def __init__(self) -> None:
+        self._buffers = ModelBuffers()
+        self._round: _Moment | None = None
+        self._step: _Moment | None = None
+        self._gradients: Gradients | None = None
+        self._backwards = 0
+
+    def step_begins(self, owner: UndoOwner, *, retries: bool) -> None:
+        """``retries``: it may have to be undone once gradients have moved, too."""
+        self._step = None
+        self._gradients = Gradients(owner) if retries else None
+
+    def round_begins(self, owner: UndoOwner) -> None:
+        models = [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
+        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models), HostRandomness())
+        self._step = self._step or self._round
+        self._backwards = owner.backwards
+
+    def note_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """A backward is about to sum into the gradients of these."""
+        if self._gradients is not None:
+            self._gradients.note(tensors)
+
+    def step_ended(self) -> None:
+        """However it did."""
+        self._round = self._step = self._gradients = None
+
+    def moved_gradients(self, owner: UndoOwner) -> bool:
+        """Whether a backward has begun since the round did."""
+        return owner.backwards != self._backwards
+
+    def obstacle(self, *, whole: bool) -> str:
+        """Why the round, or the ``whole`` step, cannot be undone; empty when it can."""
+        moment = self._step if whole else self._round
+        if moment is None or (whole and self._gradients is None):
+            return "nothing of it was noted"
+        gradients = self._gradients.obstacle if whole and self._gradients is not None else ""
+        return gradients or moment.contents.obstacle()
+
+    def undo(self, *, whole: bool) -> None:
+        """The round, nothing of which is in any gradient, or the ``whole`` step."""
+        moment = self._step if whole else self._round
+        if moment is not None:
+            moment.restore()
+        if whole and self._gradients is not None:
+            self._gradients.restore()
