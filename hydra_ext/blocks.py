@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from hydra_ext.calls import is_compiled
 from hydra_ext.errors import UnsupportedModel
 
 # Containers whose own __call__ never runs: their parents call the elements, or read the parameters.
@@ -119,7 +120,7 @@ class _Finder:
             or sum(p.nbytes for p in parameters) <= self._largest
             or (
                 # Inside a compiled region no call is seen: everything it reads is pinned around it.
-                bool(name) and module._compiled_call_impl is not None
+                bool(name) and is_compiled(module)
             )
         )
         if whole and not isinstance(module, _CONTAINERS):

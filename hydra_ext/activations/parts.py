@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from hydra_ext.calls import is_compiled
+
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_LISTS, nn.Sequential)
 
@@ -18,8 +20,8 @@ def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _parts(name: str, module: nn.Module, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
     """``inside``: it is an element of a container, which is a part unless it has a list of layers itself."""
-    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
-        return  # the one takes no hooks, the other would be compiled with them
+    if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
+        return  # of the one no call is seen, and the other is one with what it is compiled with
     is_container = isinstance(module, _CONTAINERS)
     looked_for = _LISTS if inside else _CONTAINERS
     if is_container or any(isinstance(below, looked_for) for below in module.modules() if below is not module):

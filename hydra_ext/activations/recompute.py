@@ -3,15 +3,15 @@
 Such a module's call becomes a non-reentrant checkpoint: what is saved inside is forgotten, and made by a second call
 when backward first asks for it. The call's tensors are what the checkpoint saves, and so go to the stash around it.
 
-The module's call is wrapped through the attribute that ``nn.Module.__call__`` asks for first (the one that
-``Module.compile`` sets): hooks of its own belong to both calls, and pre-hooks that make weights make them again.
+The module's call has a stand-in: hooks of its own belong to both calls, and pre-hooks that make weights make them
+again.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
 from hydra_ext.activations.repeatable import Deviation, RepeatableCall
+from hydra_ext.calls import StandIn
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.tracing import not_traced
 
 CALLS_IN_FULL = 3  # of a module: what they give is compared, too
-_SLOT = "_compiled_call_impl"
-_lock = threading.Lock()  # around what stands there
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 Whole = Callable[[nn.Module], bool]
 
@@ -43,8 +42,8 @@ class Count:
             self.value += 1
 
 
-class RecomputedModule:
-    """Stands in for ``module._call_impl``, or for what stood there already.
+class RecomputedModule(StandIn):
+    """Stands in for a module's call.
 
     Args:
         core: the stash that what would be saved inside does not go to.
@@ -53,37 +52,16 @@ class RecomputedModule:
         again: counts the calls that are made a second time.
 
     Attributes:
-        replaced: what stood there.
         deviated: whether a second call has been seen to differ from the first; then it is not made again any more.
     """
 
     def __init__(self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count) -> None:
+        super().__init__(module)
         self.core = core
-        self.module = module
         self.again = again
-        self.replaced: Callable[..., Any] | None = None
         self.deviated = False
         self._calls = 0
         self._whole = whole
-
-    def install(self) -> None:
-        with _lock:
-            standing = self.module.__dict__.get(_SLOT)
-            if not any(call is self for call in _chain(standing)):
-                self.replaced = standing
-                setattr(self.module, _SLOT, self)
-
-    def remove(self) -> None:
-        """Undoes :meth:`install`, whoever has come since; below a call of another kind it stays, and does nothing."""
-        with _lock:
-            standing = self.module.__dict__.get(_SLOT)
-            if standing is self:
-                delattr(self.module, _SLOT)
-                if self.replaced is not None:
-                    setattr(self.module, _SLOT, self.replaced)
-            for call in _chain(standing):
-                if isinstance(call, RecomputedModule) and call.replaced is self:
-                    call.replaced = self.replaced
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +84,7 @@ class RecomputedModule:
 
     @not_traced
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (self.replaced or self.module._call_impl)(*args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def _saves_to_the_stash(self) -> bool:
         """And not to another checkpoint, to another stash or to hooks of the user's."""
@@ -154,13 +132,6 @@ class _CheckedCall(RepeatableCall):
             "time: its forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an "
             "argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
         )
-
-
-def _chain(call: Any) -> Iterator[Any]:
-    """A call that stands in for another, that one, and so on."""
-    while call is not None:
-        yield call
-        call = getattr(call, "replaced", None)
 
 
 def _held(core: _C.Stash, tensor: Tensor) -> Callable[[], Tensor]:

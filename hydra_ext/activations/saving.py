@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
@@ -21,8 +19,10 @@ from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
 from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
+from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
+from hydra_ext.tracing import not_traced
 
 
 class Saving:
@@ -72,12 +72,15 @@ class Saving:
         self._treatments = {
             module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
         }
-        self._handles: list[RemovableHandle] = []
         self._again = Count()
-        self._recomputed = [
-            RecomputedModule(core, module, whole, self._again)
-            for module, policy in policies.items()
-            if isinstance(policy, Recompute)
+        self._stand_ins: list[StandIn] = [  # the innermost first
+            *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(self._parts)),
+            *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
+            *(
+                RecomputedModule(core, module, whole, self._again)
+                for module, policy in policies.items()
+                if isinstance(policy, Recompute)
+            ),
         ]
         if optimizer is not None and self._layers:
             layers = list(self._layers.values())
@@ -89,26 +92,12 @@ class Saving:
         """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
-        for number, (_, module) in enumerate(self._parts):
-            self._hook(module, part=number)
-        for module, treatment in self._treatments.items():
-            self._hook(module, treatment=treatment)
-        for recomputed in self._recomputed:
-            recomputed.install()
-
-    def _hook(self, module: nn.Module, **scope: Any) -> None:
-        key = next(_keys)
-        self._handles += [
-            module.register_forward_pre_hook(partial(_begin, self._core, key, scope), prepend=True),
-            module.register_forward_hook(partial(_end, self._core, key), always_call=True),  # of one that raises, too
-        ]
+        for call in self._stand_ins:
+            call.install()
 
     def unhook(self) -> None:
-        for recomputed in reversed(self._recomputed):
-            recomputed.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for call in reversed(self._stand_ins):
+            call.remove()
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -161,12 +150,30 @@ def _step_begins(layers: Iterable[Layers]) -> None:
 _keys = itertools.count(1)  # of scopes; 0 is that of a whole stash
 
 
-# Of modules. In what torch.compile has made one graph of there are none: what that saves belongs to what is around it.
-def _begin(core: _C.Stash, key: int, scope: Mapping[str, Any], _module: nn.Module, _args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        core.begin_scope(key, **scope)
+class ScopedModule(StandIn):
+    """Stands in for a module's call: what is saved inside has a scope of its own.
 
+    Args:
+        core: the stash.
+        module: any.
+        scope: what the scope is of.
+    """
 
-def _end(core: _C.Stash, key: int, _module: nn.Module, _args: Any, _output: Any) -> None:
-    if not torch.compiler.is_compiling():
-        core.end_scope(key)
+    def __init__(self, core: _C.Stash, module: nn.Module, **scope: Any) -> None:
+        super().__init__(module)
+        self._core = core
+        self._key = next(_keys)
+        self._scope = scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # in what is made one graph of, what is saved belongs to what is around it
+            return self.inner(*args, **kwargs)
+        return self._visit(args, kwargs)
+
+    @not_traced
+    def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._core.begin_scope(self._key, **self._scope)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self._core.end_scope(self._key)

@@ -33,7 +33,7 @@ class Residents:
             return
         self._in = True
         for recurrent in _recurrent(self._model):
-            recurrent.__dict__["flatten_parameters"] = _leave_weights
+            recurrent.__dict__["flatten_parameters"] = _LeftWeights(recurrent)
         if self._device.type == "cpu":
             return
         moved: dict[int, torch.Tensor] = {}  # by the host buffer's identity: modules may share one
@@ -95,8 +95,20 @@ def _recurrent(model: nn.Module) -> Iterator[nn.RNNBase]:
     return (module for module in model.modules() if isinstance(module, nn.RNNBase))
 
 
-def _leave_weights() -> None:
-    """In place of a recurrent module's ``flatten_parameters``."""
+class _LeftWeights:
+    """In place of a recurrent module's ``flatten_parameters``; copies and pickles of the module have their own."""
+
+    def __init__(self, module: nn.RNNBase) -> None:
+        self._module = module
+
+    def __call__(self) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return getattr(memo.get(id(self._module), self._module), "flatten_parameters")  # noqa: B009 - of a copy's class
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, "flatten_parameters")
 
 
 def _state_on_host(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: dict[str, Any]) -> None:

@@ -1,9 +1,7 @@
 """Sites: what a module's call tells the engine, forward and backward.
 
-A site's call is wrapped through the instance attribute that ``nn.Module.__call__`` asks for first (the one that
-``Module.compile`` sets), so that the blocks are pinned before the first of the user's hooks and released after the
-last, on every way out, ``KeyboardInterrupt`` included. The class, the hooks and the state of the module stay as they
-are, and copies and pickles leave the attribute behind.
+A site's call has a stand-in (:mod:`hydra_ext.calls`), so that the blocks are pinned before the first of the user's
+hooks and released after the last, on every way out, ``KeyboardInterrupt`` included.
 
 Backward, a hook before the node that made a site's output announces the site: autograd runs nodes in the reverse order
 of their making, so that reaching one site means that the later ones are done. That hook holds no tensor and no node: it
@@ -12,7 +10,6 @@ would keep the graph alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +18,7 @@ from torch import nn
 from hydra_ext import _C
 from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.blocks import Site
+from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.tracing import not_traced
@@ -39,12 +37,11 @@ class SiteListener(Protocol):
     def forward_kind(self) -> _C.PassKind: ...
 
 
-class SiteCall:
-    """Stands in for ``module._call_impl``, or for the compiled one that was there."""
+class SiteCall(StandIn):
+    """Stands in for a site's call."""
 
     def __init__(self, listener: SiteListener, site: Site, number: int) -> None:
-        self.replaced = site.module.__dict__.get("_compiled_call_impl")
-        self._inner: Callable[..., Any] = self.replaced or site.module._call_impl
+        super().__init__(site.module)
         self._listener = listener
         self._site = site
         self._number = number
@@ -66,7 +63,7 @@ class SiteCall:
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
             core.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
-            output = self._inner(*args, **kwargs)
+            output = self.inner(*args, **kwargs)
             if torch.is_grad_enabled():
                 core.returns(visit, list(tensors_in(output)))
             failed = False
@@ -82,16 +79,14 @@ def install(listener: SiteListener, sites: list[Site]) -> None:
                 f"'{site.name}' is a {type(site.module).__name__}, whose __call__ does not run nn.Module's; "
                 "name the module around it in blocks="
             )
-        site.module._compiled_call_impl = SiteCall(listener, site, number)
+        SiteCall(listener, site, number).install()
 
 
 def remove(sites: list[Site]) -> None:
     for site in sites:
-        call = site.module.__dict__.get("_compiled_call_impl")
-        if isinstance(call, SiteCall):
-            del site.module._compiled_call_impl
-            if call.replaced is not None:
-                site.module._compiled_call_impl = call.replaced
+        for call in list(standing_in(site.module)):
+            if isinstance(call, SiteCall):
+                call.remove()
 
 
 def _calls_through(cls: type[nn.Module]) -> bool:

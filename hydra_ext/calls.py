@@ -1,0 +1,79 @@
+"""Stand-ins for a module's call, through the instance attribute that ``nn.Module.__call__`` asks for first.
+
+It is the one that ``Module.compile`` sets: a stand-in is around the user's hooks, on every way out. The class, the
+hooks and the state of the module stay as they are. ``nn.Module`` leaves the attribute out of copies and pickles; where
+a class copies its whole dictionary, as parametrized ones do, the copy gets what the stand-in has replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+_SLOT = "_compiled_call_impl"
+_lock = threading.Lock()  # around what stands there
+
+
+class StandIn:
+    """Called in place of ``module._call_impl``, or of what stood there already. Subclasses say how.
+
+    Attributes:
+        module: any.
+        replaced: what stood there; None for the module's own.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.replaced: Any = None
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        inner: Callable[..., Any] = self.replaced or self.module._call_impl
+        return inner
+
+    def install(self) -> None:
+        with _lock:
+            standing = self.module.__dict__.get(_SLOT)
+            if not any(call is self for call in _chain(standing)):
+                self.replaced = standing
+                setattr(self.module, _SLOT, self)
+
+    def remove(self) -> None:
+        """Undoes :meth:`install`, whoever has come since; below a call of another kind it stays, and does nothing."""
+        with _lock:
+            standing = self.module.__dict__.get(_SLOT)
+            if standing is self:
+                delattr(self.module, _SLOT)
+                if self.replaced is not None:
+                    setattr(self.module, _SLOT, self.replaced)
+            for call in _chain(standing):
+                if isinstance(call, StandIn) and call.replaced is self:
+                    call.replaced = self.replaced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.replaced, memo)
+
+    def __reduce__(self) -> Any:
+        return operator.getitem, ((self.replaced,), 0)  # needs nothing of ours to be read
+
+
+def standing_in(module: nn.Module) -> Iterator[Any]:
+    """What is called in place of ``module._call_impl``, what that calls in its turn, and so on."""
+    return _chain(module.__dict__.get(_SLOT))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``Module.compile`` was called, whatever stands in for the compiled call now."""
+    return any(not isinstance(call, StandIn) for call in standing_in(module))
+
+
+def _chain(call: Any) -> Iterator[Any]:
+    """A call that stands in for another, that one, and so on."""
+    while call is not None:
+        yield call
+        call = getattr(call, "replaced", None)
