@@ -1,15 +1,43 @@
 """Options of the test run, and what all of it shares."""
 
+import tempfile
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from support import small_disks
+from support import leftovers, small_disks
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """The order of sums is part of what is compared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files_are_ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In a folder of this process: what is left there was left by a test of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("temporary"))
+        patch.setattr(tempfile, "tempdir", folder)
+        patch.setenv("TMPDIR", folder)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _entering_is_noted() -> None:
+    leftovers.watch()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """What a test leaves behind is its error, and not that of the next one."""
+    before = leftovers.Now()
+    yield
+    left = leftovers.left_since(before)
+    if left:
+        pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -326,10 +326,10 @@ def test_contexts_over_shared_parts_may_follow_each_other(other_of: Callable[[nn
 
 def test_a_context_object_is_entered_once() -> None:
     context = hydra_ext.offload(nn.Linear(4, 4), budget=ROOMY)
-    with context, pytest.raises(StateError, match="entered before"):
-        context.__enter__()
-    with pytest.raises(StateError, match="entered before"):
-        context.__enter__()
+    with context, pytest.raises(StateError, match="entered before"), context:
+        pass
+    with pytest.raises(StateError, match="entered before"), context:
+        pass
     assert not engine.installed()
 
 
@@ -341,3 +341,17 @@ def test_a_model_can_be_offloaded_again_and_again() -> None:
         with hydra_ext.offload(model, budget=budget, checks=POISONED) as run:
             assert_same(expected, outcome(model, run, steps=1, first=first))
             assert run.report().evictions > 0
+
+
+def test_the_smallest_budget_counts_buffers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model.register_buffer("table", torch.zeros(5000))
+    with pytest.raises(BudgetTooSmall) as caught:
+        hydra_ext.offload(model, budget=1000)
+    error = caught.value
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert error.smallest_budget == error.block_bytes + buffers
+    with pytest.raises(BudgetTooSmall):
+        hydra_ext.offload(model, budget=error.smallest_budget - 1)
+    with hydra_ext.offload(model, budget=error.smallest_budget):
+        pass

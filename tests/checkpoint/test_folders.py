@@ -11,9 +11,10 @@ import pytest
 import hydra_ext
 from hydra_ext.checkpoint import manifest
 from hydra_ext.checkpoint.files import Files
-from hydra_ext.errors import CheckpointsInUse, SaveFailed
+from hydra_ext.errors import CheckpointError, CheckpointsInUse, SaveFailed
 from support import damaged
 from support.checkpoints import backward, small
+from support.leaving import beside
 
 
 def test_a_checkpoint_is_no_folder_of_checkpoints(run: hydra_ext.Run, tmp_path: Path) -> None:
@@ -82,13 +83,10 @@ def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_pa
     other = small()
     with hydra_ext.offload(other, budget="1MiB") as second:
         second._files = Slow()
-        thread = threading.Thread(target=second.save, args=(tmp_path,))
-        thread.start()
-        assert entered.wait(60)
-        with pytest.raises(CheckpointsInUse, match="somebody else is saving"):
-            run.save(tmp_path)
-        leave.set()
-        thread.join()
+        with beside(lambda: second.save(tmp_path), until=leave):
+            assert entered.wait(60)
+            with pytest.raises(CheckpointsInUse, match="somebody else is saving"):
+                run.save(tmp_path)
     run.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -132,3 +130,24 @@ def test_an_earlier_step_that_is_saved_later_is_the_newest(run: hydra_ext.Run, t
     assert again.name == "step-00000001-2"
     assert run.load(tmp_path).path == again
     assert sorted(os.listdir(tmp_path)) == ["step-00000001-2", "step-00000003"]
+
+
+@pytest.mark.parametrize("name", ["", "manifest.json", "model.safetensors"])
+def test_a_link_is_not_followed_to_a_checkpoint_or_to_a_part_of_one(
+    run: hydra_ext.Run, name: str, tmp_path: Path
+) -> None:
+    """Where it leads may be another user's, and something else by the time it is read."""
+    backward(run)
+    assert run.optimizer is not None
+    run.optimizer.step()
+    path = run.save(tmp_path / "ckpt")
+    linked, elsewhere = path / name if name else path, tmp_path / "elsewhere"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError):
+        run.load(tmp_path / "ckpt")
+    linked.unlink()
+    elsewhere.rename(linked)
+    loaded = run.load(tmp_path / "ckpt")
+    assert loaded is not None
+    assert loaded.path == path

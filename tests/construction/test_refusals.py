@@ -14,6 +14,7 @@ from torch import nn
 from hydra_ext import errors
 from hydra_ext.construction import fill, materialize
 from support.constructors import FromNumbers
+from support.leaving import beside
 
 PARAMETER_NEW = nn.Parameter.__dict__["__new__"]
 THERE_BEFORE = nn.Linear(2, 2)
@@ -234,18 +235,12 @@ def test_other_threads_make_their_parameters_undisturbed_and_wait_with_their_mod
         made.set()
         others.append(materialize(lambda: nn.LayerNorm(2)))
 
-    thread = threading.Thread(target=other)
-    thread.start()
     models: list[nn.Module] = []
-    main = threading.Thread(target=lambda: models.append(materialize(slow)))
-    main.start()
-    assert made.wait(60)
-    assert len(others) == 1
-    first, second = others[0]
-    assert first.weight.untyped_storage().nbytes() == second.weight.untyped_storage().nbytes() == 10000
-    go_on.set()
-    main.join()
-    thread.join()
+    with beside(other), beside(lambda: models.append(materialize(slow)), until=go_on):
+        assert made.wait(60)
+        assert len(others) == 1
+        first, second = others[0]
+        assert first.weight.untyped_storage().nbytes() == second.weight.untyped_storage().nbytes() == 10000
     fill(models[0])
     fill(others[1])
 

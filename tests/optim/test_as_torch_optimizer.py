@@ -307,3 +307,21 @@ def test_a_forked_child_steps_with_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     optimizer.step()
     assert same_bits(weights, twin)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_state_is_loaded_as_the_parameter_lies(name: str) -> None:
+    """Of a model in another memory format: the native loops go through memory in order."""
+    ours, _, options = PAIRS[name]
+    shape = (4, 3, 2, 2)
+    whole, first, second = (parameter(shape) for _ in range(3))
+    first.data = first.data.to(memory_format=torch.channels_last)
+    straight, before, after = (ours([each], **options) for each in (whole, first, second))
+    train(straight, range(4))
+    train(before, range(2))
+    assert not first.is_contiguous()
+    second.data.copy_(first)
+    after.load_state_dict(before.state_dict())
+    train(after, range(2, 4))
+    assert second.is_contiguous()
+    assert same_bits(second, whole)

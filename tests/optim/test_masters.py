@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ext.optim import SGD, AdamW
+from hydra_ext.optim import SGD, AdamW, masters
 from support.recurrences import half_up
 from support.updates import gradient_like, parameter, same_bits, update
 
@@ -144,3 +144,16 @@ def test_stochastic_rounding_repeats_itself() -> None:
             optimizer.step()
         runs.append([weights.detach(), *optimizer.state[weights].values()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rest", "kept"), [(-(2**15), True), (-1, True), (2**15 - 1, True), (2**15, False), (-(2**15) - 1, False)]
+)
+def test_the_lower_half_is_kept_where_the_number_rounds_to_the_weight(rest: int, kept: bool) -> None:
+    """Half-up: what lies half a unit above belongs to the next weight."""
+    weight = torch.tensor([1.0, -1.0], dtype=torch.bfloat16)
+    number = ((weight.view(torch.int16).to(torch.int32) << 16) + rest).view(torch.float32)
+    assert torch.equal(half_up(number) == weight, torch.tensor([kept, kept]))
+    lower = masters.lower_of(weight, number)
+    assert lower.tolist() == [rest if kept else 0] * 2
+    assert torch.equal(masters.merged(weight, lower), number if kept else weight.float())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from hydra_ext.errors import InvalidSchedule, StateError, UnsupportedModel
 from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.gradients import BatchGradients
 from hydra_ext.schedule import Schedule
 from support import pipelines
 from support.pipelines import Case
@@ -123,3 +125,10 @@ def test_an_update_that_is_skipped_at_the_end_is_warned_of(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, logger="hydra_ext"):
         pipe.close()
     assert "the update of batch 0 was skipped: its gradients' norm is nan" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("norm", "skipped"), [(None, False), (0.0, False), (1e30, False), (math.inf, True), (math.nan, True)]
+)
+def test_an_update_whose_norm_is_no_finite_number_is_skipped(norm: float | None, skipped: bool) -> None:
+    assert BatchGradients(0, [], max_norm=1.0, norm=norm).skipped == skipped

@@ -109,6 +109,9 @@ def test_one_rank_alone_writes_the_file_that_was_named(tmp_path: Path) -> None:
     with make(Case(stages=1)) as pipe:
         with pipe.trace(tmp_path / "empty.json"):
             pass
-        with pytest.raises(TraceFileError, match=r"no_folder.*give pipe.trace\(\) a path"):
-            pipe.trace(tmp_path / "no_folder" / "step.json").__enter__()
+        with (
+            pytest.raises(TraceFileError, match=r"no_folder.*give pipe.trace\(\) a path"),
+            pipe.trace(tmp_path / "no_folder" / "step.json"),
+        ):
+            pass
     assert read(tmp_path / "empty.json").rows["compute"] == []

@@ -111,3 +111,44 @@ def test_gradients_of_parameters_that_are_not_stepped_are_scaled_in_place() -> N
     gradients = [["none" if p.grad is None else p.grad for p in one.parameters()] for one in (plain, model)]
     assert_same(*gradients)
     assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_a_norm_that_is_infinite_skips_the_step_too() -> None:
+    """No gradient is NaN: scaled by one over infinity they would become it."""
+    model = stack()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    with hydra_ext.offload(model, optimizer, budget=budget(model)) as run:
+
+        def step() -> hydra_ext.StepOutput:
+            return run.step(list(BATCHES[0]), lambda batch: model(batch).pow(2).mean(), max_norm=1.0)
+
+        assert not step().skipped
+        before = state(model, optimizer)
+        handle = model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        out = step()
+        handle.remove()
+        assert out.skipped
+        assert out.grad_norm is not None
+        assert out.grad_norm.isposinf()
+        assert_same(before, state(model, optimizer))
+        assert not step().skipped
+
+
+def test_a_step_without_a_norm_is_not_scaled_by_the_norm_of_the_one_before() -> None:
+    plain, model = stack(), stack()
+    theirs, ours = (optim.SGD(each.parameters(), lr=1e-1) for each in (plain, model))
+    norms = (1e-3, None, None)
+    for batch, max_norm in zip(BATCHES[0], norms, strict=True):
+        plain(batch).pow(2).mean().backward()
+        if max_norm is not None:
+            optim.clip_grad_norm_(plain.parameters(), max_norm)
+        theirs.step()
+        theirs.zero_grad()
+    with hydra_ext.offload(model, ours, budget=budget(model), checks=Checks(poison_hosts=True)) as run:
+        for batch, max_norm in zip(BATCHES[0][:2], norms, strict=False):
+            run.step([batch], lambda one: model(one).pow(2).mean(), max_norm=max_norm)
+        model(BATCHES[0][2]).pow(2).mean().backward()
+        ours.step()
+        ours.zero_grad()
+        assert run.report().deferred_updates == 3
+    assert_same(state(plain, theirs), state(model, ours))

@@ -60,6 +60,9 @@ def test_a_budget_beyond_it_is_cut_and_that_is_told(
     assert limit.budget == 4096
     assert "host_budget=1048576 is more than the 4.00 KiB" in caplog.text
     caplog.clear()
+    assert HostLimit.of(4097, tmp_path) == HostLimit(4096, tmp_path)
+    assert "host_budget=4097 is more than the 4.00 KiB" in caplog.text
+    caplog.clear()
     assert HostLimit.of(4096, tmp_path) == HostLimit(4096, tmp_path)
     assert not caplog.text
     with pytest.raises(hydra_ext.errors.InvalidBudget, match="host_budget="):

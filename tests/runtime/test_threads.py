@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import threading
@@ -17,6 +18,7 @@ import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice
 from hydra_ext.errors import StateError
 from support.benches import ROOMY, Outcome, assert_same
+from support.leaving import beside
 
 WIDTH = 64
 BATCHES = torch.randn(6, 8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -46,7 +48,7 @@ def faces(model: nn.Module) -> int:
 
 
 class Elsewhere:
-    """A thread that stands inside the model's forward until it is let go."""
+    """A thread that stands inside the model's forward until it is let go, or the context is left."""
 
     def __init__(self, model: nn.Module, *, grad: bool = False) -> None:
         self._inside, self._go = threading.Event(), threading.Event()
@@ -75,6 +77,12 @@ class Elsewhere:
         self._handle.remove()
         return self._errors
 
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.let_go()
+
 
 # ---- threads that overlap -------------------------------------------------------------------------------------------
 
@@ -83,8 +91,7 @@ def test_an_optimizer_step_while_another_thread_is_inside_is_refused_before_it_w
     model = stack()
     optimizer = adam(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with hydra_ext.offload(model, optimizer, budget=ROOMY):
-        other = Elsewhere(model)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY), Elsewhere(model) as other:
         model(BATCHES[0]).sum().backward()
         with pytest.raises(StateError, match="under way, here or in another thread"):
             optimizer.step()
@@ -96,8 +103,7 @@ def test_an_optimizer_step_while_another_thread_is_inside_is_refused_before_it_w
 def test_a_write_while_another_thread_is_inside_is_an_error_for_both() -> None:
     model = stack()
     weight = model[0].weight
-    with hydra_ext.offload(model, budget=ROOMY):
-        other = Elsewhere(model)
+    with hydra_ext.offload(model, budget=ROOMY), Elsewhere(model) as other:
         with torch.no_grad():
             weight.mul_(2)
         with pytest.raises(StateError, match=r"wrote to '0.weight' while another thread was inside"):
@@ -111,23 +117,19 @@ def test_a_write_while_another_thread_is_inside_is_an_error_for_both() -> None:
 def test_leaving_the_context_waits_for_threads_inside() -> None:
     model = stack()
     context = hydra_ext.offload(model, budget=ROOMY)
-    context.__enter__()
-    other = Elsewhere(model)
-    leaver = threading.Thread(target=context.__exit__, args=(None, None, None))
-    leaver.start()
-    leaver.join(0.3)
-    assert leaver.is_alive()
-    assert other.let_go() == []
-    leaver.join()
-    assert faces(model) == 0
+    with context, Elsewhere(model) as other, beside(lambda: context.__exit__(None, None, None)) as leaver:
+        leaver.join(0.3)
+        assert leaver.is_alive()
+        assert other.let_go() == []
+        leaver.join()
+        assert faces(model) == 0
 
 
 def test_a_context_left_from_inside_its_own_forward_leaves_a_plain_model() -> None:
     model = stack()
     context = hydra_ext.offload(model, budget=ROOMY, checks=POISONED)
-    context.__enter__()
     model[1].register_forward_pre_hook(lambda *_: context.__exit__(None, None, None))
-    with torch.no_grad():
+    with context, torch.no_grad():
         assert torch.equal(model(BATCHES[0]), stack()(BATCHES[0]))
     assert faces(model) == 0
     assert_same([p.detach() for p in model.parameters()], [p.detach() for p in stack().parameters()])
@@ -168,12 +170,9 @@ def test_no_thread_is_charged_beyond_the_context() -> None:
         assert ended.wait(60)
         seen.append(_C.on_simulated_device(torch.zeros(10)))
 
-    thread = threading.Thread(target=work)
-    with hydra_ext.offload(model, budget=ROOMY):
-        thread.start()
+    with contextlib.ExitStack() as beyond, hydra_ext.offload(model, budget=ROOMY):
+        beyond.enter_context(beside(work, until=ended))
         assert done.wait(60)
-    ended.set()
-    thread.join()
     assert seen == [True, False]
 
 

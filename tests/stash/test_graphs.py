@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -101,15 +102,11 @@ def test_memory_lies_as_it_lay() -> None:
 def test_writing_to_what_was_saved_raises_as_without(later: bool) -> None:
     def message(inside: bool) -> str:
         x = torch.randn(64, 64, requires_grad=True)
-        stash = stashed()
-        if inside:
-            stash.__enter__()
-        y = x * 2
-        z = y.sin()
-        if later:
-            y.add_(1)
-        if inside:
-            stash.__exit__(None, None, None)
+        with stashed() if inside else nullcontext():
+            y = x * 2
+            z = y.sin()
+            if later:
+                y.add_(1)
         if not later:
             y.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
@@ -165,12 +162,9 @@ def test_double_backward() -> None:
     def penalty(stash: hydra_ext.stash | None) -> list[Tensor]:
         model = net()
         x = X.clone().requires_grad_()
-        if stash is not None:
-            stash.__enter__()
-        (gradient,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
-        loss = gradient.square().sum()
-        if stash is not None:
-            stash.__exit__(None, None, None)
+        with stash if stash is not None else nullcontext():
+            (gradient,) = torch.autograd.grad(model(x).square().sum(), [x], create_graph=True)
+            loss = gradient.square().sum()
         loss.backward()
         return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
 from support.footprint import footprint
+from support.leaving import beside
 from support.recomputed import X, compare, net, recomputing
 from support.stashed import assert_same, gradients
 
@@ -98,13 +99,12 @@ def test_stashes_on_two_threads_that_end_in_another_order() -> None:
             leave.wait()
 
     for _ in range(2):
-        thread = threading.Thread(target=stay_inside)
-        thread.start()
-        entered.wait()
-        with other:
-            leave.set()
-            thread.join()
-            assert_same(gradients(model, lambda: model(X).square().sum()), expected)
+        with beside(stay_inside, until=leave) as thread:
+            entered.wait()
+            with other:
+                leave.set()
+                thread.join()
+                assert_same(gradients(model, lambda: model(X).square().sum()), expected)
         assert footprint(model) == before
         entered.clear()
         leave.clear()

@@ -94,10 +94,10 @@ def _refusal(model: Any, optimizer: Any, folder: Path) -> str:
     import hydra_ext
 
     try:
-        _context(model, optimizer, folder).__enter__()
+        with _context(model, optimizer, folder):
+            return ""
     except hydra_ext.errors.SpillError as error:
         return str(error)
-    return ""
 
 
 def spilling(folder: Path) -> dict[str, Any]:
