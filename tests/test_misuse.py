@@ -69,6 +69,17 @@ def test_the_smallest_budget_that_a_refusal_names_can_be_entered_and_one_byte_le
         assert run.report().budget_bytes == smallest
 
 
+def test_buffers_count_in_the_smallest_budget() -> None:
+    model = tiny_gpt2()
+    with pytest.raises(BudgetTooSmall) as without:
+        hydra_ext.offload(model, budget=1000)
+    model.register_buffer("table", torch.zeros(1000))
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    with pytest.raises(BudgetTooSmall, match="beside buffers of") as caught:
+        hydra_ext.offload(model, budget=without.value.smallest_budget + 3999)
+    assert caught.value.smallest_budget == caught.value.block_bytes + buffers == without.value.smallest_budget + 4000
+
+
 def test_a_budget_below_the_activations_says_where_what_was_held_and_what_to_change() -> None:
     model = tiny_gpt2()
     budget = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5

@@ -11,7 +11,7 @@ import pytest
 import hydra_ext
 from hydra_ext.checkpoint import manifest
 from hydra_ext.checkpoint.files import Files
-from hydra_ext.errors import CheckpointsInUse, SaveFailed
+from hydra_ext.errors import CheckpointError, CheckpointsInUse, SaveFailed
 from support import damaged
 from support.checkpoints import backward, small
 
@@ -119,6 +119,15 @@ def test_what_is_not_ours_stays(run: hydra_ext.Run, tmp_path: Path) -> None:
         "step-00000007/model.safetensors",
         "step-00000008",
     }
+
+
+def test_a_step_that_is_a_link_is_not_followed(run: hydra_ext.Run, tmp_path: Path) -> None:
+    step = run.save(tmp_path / "run")
+    elsewhere = step.rename(tmp_path / "elsewhere")
+    step.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError):
+        run.load(tmp_path / "run")
+    assert run.load(elsewhere) is not None  # the caller's own path
 
 
 def test_an_earlier_step_that_is_saved_later_is_the_newest(run: hydra_ext.Run, tmp_path: Path) -> None:

@@ -307,3 +307,21 @@ def test_a_forked_child_steps_with_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
     optimizer.step()
     assert same_bits(weights, twin)
+
+
+def test_loaded_state_lies_as_the_parameter_does() -> None:
+    """Of a model in another memory format, say."""
+    formats = torch.channels_last, torch.contiguous_format
+    weights = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(2, 4, 3, 3, 3, generator=torch.Generator().manual_seed(1))
+    first, second = (nn.Parameter(weights.clone(memory_format=memory)) for memory in formats)
+    theirs, ours = AdamW([first], lr=1e-2), AdamW([second], lr=1e-2)
+    first.grad = gradients[0].clone(memory_format=torch.channels_last)
+    theirs.step()
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    second.data.copy_(first.data)
+    for weight, optimizer, memory in ((first, theirs, formats[0]), (second, ours, formats[1])):
+        weight.grad = gradients[1].clone(memory_format=memory)
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()
+    assert torch.equal(first, second)

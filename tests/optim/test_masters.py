@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_ext.optim import SGD, AdamW
+from hydra_ext.optim import SGD, AdamW, masters
 from support.recurrences import half_up
 from support.updates import gradient_like, parameter, same_bits, update
 
@@ -144,3 +144,12 @@ def test_stochastic_rounding_repeats_itself() -> None:
             optimizer.step()
         runs.append([weights.detach(), *optimizer.state[weights].values()])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rest", "kept"), [(-(2**15), -(2**15)), (2**15 - 1, 2**15 - 1), (2**15, 0), (-(2**15) - 1, 0)]
+)
+def test_a_lower_half_is_kept_where_the_number_rounds_to_the_weight(rest: int, kept: int) -> None:
+    weight = torch.tensor([1.0], dtype=torch.bfloat16)
+    bits = (weight.view(torch.int16).to(torch.int32) << 16) + rest
+    assert masters.lower_of(weight, bits.view(torch.float32)).item() == kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,38 @@ def test_a_norm_that_is_not_finite_skips_the_step_before_anything_is_touched(
                 assert all(parameter.grad is None for parameter in model.parameters())
                 assert_same(before, state(model, ours))
             run.step(list(batches), lambda batch: model(batch).pow(2).mean(), max_norm=1.0)
+    assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_an_infinite_norm_skips_as_one_that_is_no_number_does() -> None:
+    model = stack()
+    ours = optim.AdamW(model.parameters(), lr=1e-2)
+    before = state(model, ours)
+    with hydra_ext.offload(model, ours, budget=budget(model)) as run:
+        bias = next(iter(model[0].named_parameters()))[1]
+        bias.grad = torch.full_like(bias, math.inf)
+        out = run.step(list(BATCHES[0]), lambda batch: model(batch).pow(2).mean(), max_norm=1.0)
+        assert out.grad_norm is not None
+        assert out.grad_norm.item() == math.inf
+        assert out.skipped
+    assert_same(before, state(model, ours))
+
+
+@pytest.mark.parametrize("room", [0, 2**20], ids=["behind", "at home"])
+def test_a_steps_factor_is_no_other_steps(room: int) -> None:
+    plain, model = stack(), stack()
+    ours, theirs = optim.SGD(model.parameters(), lr=1e-2), optim.SGD(plain.parameters(), lr=1e-2)
+    for step, batch in enumerate(BATCHES[:, 0]):
+        plain(batch).pow(2).mean().backward()
+        if step % 2 == 0:
+            optim.clip_grad_norm_(plain.parameters(), 1e-3)
+        theirs.step()
+        theirs.zero_grad()
+    blocks = list(model.children())
+    with hydra_ext.offload(model, ours, budget=budget(model) + room, blocks=blocks) as run:
+        for step, batch in enumerate(BATCHES[:, 0]):
+            run.step([batch], lambda batch: model(batch).pow(2).mean(), max_norm=1e-3 if step % 2 == 0 else None)
+        assert bool(run.report().homes) == bool(room)
     assert_same(state(plain, theirs), state(model, ours))
 
 

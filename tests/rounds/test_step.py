@@ -120,6 +120,45 @@ def test_a_run_without_an_optimizer_makes_no_steps() -> None:
         run.step(GPT2.batches(1, 2), lambda b: GPT2.loss(model, b))
 
 
+class Remembering(nn.Module):
+    """Keeps what it saw last, and, if asked to, what the microbatch before it left between two calls of a block."""
+
+    def __init__(self, *, adds_up: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stack = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        self.adds_up = adds_up
+        self.rows = 0
+        self.level = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stack(x)
+        self.rows = len(x)
+        if self.adds_up:
+            self.level = 0.9 * self.level + float(y.detach().mean())
+            self.stack[0](x)
+            self.level = 0.5 * self.level + 1
+        return torch.dropout(y, 0.5, True) * (1 + self.level)
+
+
+@pytest.mark.parametrize("adds_up", [False, True], ids=["in rounds", "one at a time"])
+def test_a_step_leaves_what_the_last_microbatch_set_and_no_random_state_of_its_seeds(adds_up: bool) -> None:
+    batches = [torch.ones(rows, 32) for rows in (2, 4, 3)]
+    plain, model = Remembering(adds_up=adds_up), Remembering(adds_up=adds_up)
+    expected = []
+    for seed, batch in enumerate(batches):
+        torch.manual_seed(seed)
+        expected.append(plain(batch).pow(2).mean().detach())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY) as run:
+        before = torch.get_rng_state()
+        out = run.step(batches, lambda batch: model(batch).pow(2).mean(), seeds=range(3))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (run.report().fallbacks > 0) == adds_up
+    assert torch.equal(torch.stack(list(out.losses)), torch.stack(expected))
+    assert (model.rows, model.level) == (plain.rows, plain.level) == (3, plain.level)
+
+
 def test_losses_are_summed_when_asked_for() -> None:
     compare(GPT2.loss, Plan(m=3, reduction="sum", clip=True))
 

@@ -72,3 +72,13 @@ def test_a_slow_disk_is_told_of(seconds: float, told: bool, tmp_path: Path, capl
     spilling._warn_of_a_slow_disk(tmp_path, lambda: next(times))
     assert ("took 4.0 MiB/s when it was tried" in caplog.text) == told
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("asked", "given"), [(4095, 4095), (4096, 4096), (4097, 4096)])
+def test_the_first_byte_beyond_it_is_cut(
+    asked: int, given: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spilling, "memory_limit", lambda: 4096)
+    limit = HostLimit.of(asked, tmp_path)
+    assert limit is not None
+    assert limit.budget == given

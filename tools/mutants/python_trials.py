@@ -17,7 +17,7 @@ from mutants.trials import Ending, Trial
 
 _FIRST_TESTS = 12  # most mutants fall to the first few
 _FIRST_SECONDS = 20.0
-_MOST_SECONDS = 400.0  # of tests that execute the line; what survives meets the whole suite
+_MOST_SECONDS = 150.0  # of tests that execute the line; what survives meets the whole suite
 _SLOWER = 8.0  # a test may take so many times what it took, beside other work,
 _START_SECONDS = 120.0  # and so much besides
 _PART_SECONDS = 3600.0  # for a folder of tests
