@@ -16,9 +16,19 @@ class Equivalent:
     proof: str
 
 
-EQUIVALENTS: tuple[Equivalent, ...] = ()
+EQUIVALENTS: tuple[Equivalent, ...] = (
+    Equivalent(
+        file="hydra_ext/runtime/rounds/choice.py",
+        function="Choice._fitting",
+        change=(
+            "- return max(0, self._room - measured.passing) // max(1, measured.held)",
+            "+ return max(0, self._room - measured.passing) // max(0, measured.held)",
+        ),
+        proof="The loss of the first round is held and counted, and learn() keeps the most: `held` is never 0 here.",
+    ),
+)
 
 
 def proof_of(file: str, function: str, change: tuple[str, ...]) -> str | None:
-    found = [e.proof for e in EQUIVALENTS if (e.file, e.function, e.change) == (file, function, change)]
+    found = [known.proof for known in EQUIVALENTS if (known.file, known.function, known.change) == (file, function, change)]
     return found[0] if found else None
