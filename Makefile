@@ -40,8 +40,8 @@ CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDR
 # ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo test test-full pytest lint format ctest ctest-full asan tsan check-cuda no-nvcc gpu-test gpu-bench stubs \
-        stubs-check wheel-test other-key clean
+.PHONY: all help demo test test-full pytest lint format ctest ctest-full asan tsan check-cuda no-nvcc gpu-test gpu-bench mutants \
+        stubs stubs-check wheel-test other-key clean
 all: $(BUILD)/.built
 
 help:
@@ -50,6 +50,7 @@ help:
 	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, other-key and ctest-full; SHARD=2 runs one of them; WORKERS=$(WORKERS) tests at a time"
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
 	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
+	@echo "mutants     small faults in package and engine, which the tests are to find: hours; COUNT=200 SEED=1"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
 
 # ---- the environment ------------------------------------------------------------------------------------------------
@@ -71,6 +72,11 @@ $(VENV)/.deps: pyproject.toml tools/requirements.py
 $(VENV)/.deps-test: $(VENV)/.deps
 	$(PYTHON) tools/requirements.py test > $(VENV)/requirements-test.txt
 	$(PIP) -r $(VENV)/requirements-test.txt
+	@touch $@
+
+$(VENV)/.deps-mutants: $(VENV)/.deps-test
+	$(PYTHON) tools/requirements.py mutants > $(VENV)/requirements-mutants.txt
+	$(PIP) -r $(VENV)/requirements-mutants.txt
 	@touch $@
 
 $(VENV)/.deps-dev: $(VENV)/.deps
@@ -130,6 +136,12 @@ check-cuda: $(VENV)/.deps
 no-nvcc:
 	@echo "no nvcc here: the CUDA sources were not compiled"
 
+# Goes on where an earlier run was stopped, as long as sources and tests are the same. MUTANTS are further options.
+COUNT ?= 200
+SEED  ?= 1
+mutants: $(BUILD)/.built $(VENV)/.deps-mutants
+	cd tests && PYTHONPATH=$(CURDIR)/tools $(PYTHON) -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
+
 # ---- GPU: what is asked for here fails where there is none ----------------------------------------------------------
 gpu-test: $(BUILD)/.built $(VENV)/.deps-test
 	cd tests && $(PYTHON) ../tools/check_gpu.py
@@ -142,7 +154,7 @@ gpu-bench: $(BUILD)/.built
 	cd benchmarks && $(PYTHON) $(if $(CELL),gpu_step.py $(CELL),gpu.py)
 
 # ---- style, stubs, wheel --------------------------------------------------------------------------------------------
-lint: $(VENV)/.deps-dev
+lint: $(VENV)/.deps-dev $(VENV)/.deps-test
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $(CPP)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -117,6 +119,42 @@ def test_what_is_not_ours_stays(run: hydra_ext.Run, tmp_path: Path) -> None:
         "step-00000007/model.safetensors",
         "step-00000008",
     }
+
+
+def test_a_step_that_is_a_link_is_not_followed(run: hydra_ext.Run, tmp_path: Path) -> None:
+    step = run.save(tmp_path / "run")
+    elsewhere = step.rename(tmp_path / "elsewhere")
+    step.symlink_to(elsewhere)
+    with pytest.raises(CheckpointError):
+        run.load(tmp_path / "run")
+    assert run.load(elsewhere) is not None  # the caller's own path
+
+
+def test_a_manifest_that_cannot_be_closed_makes_no_checkpoint(run: hydra_ext.Run, tmp_path: Path) -> None:
+    class Failing(Files):
+        mark = -1
+        seen: ClassVar[list[str]] = []
+
+        def create(self, name: str, *, inside: int) -> int:
+            file = super().create(name, inside=inside)
+            self.mark = file if name == manifest.UNFINISHED else self.mark
+            return file
+
+        def close(self, file: int) -> None:
+            super().close(file)
+            if file == self.mark:
+                self.mark = -1
+                raise OSError(errno.EIO, "the disk is gone")
+
+        def rename(self, old: str, new: str, *, inside: int) -> None:
+            self.seen.append(new)
+            super().rename(old, new, inside=inside)
+
+    run._files = Failing()
+    with pytest.raises(SaveFailed, match="the disk is gone"):
+        run.save(tmp_path)
+    assert Failing.seen == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_earlier_step_that_is_saved_later_is_the_newest(run: hydra_ext.Run, tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Draws mutants, tries them, and says what became of them: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from mutants import drawing, engine_trials, reach, report, survivors, trials
+from mutants.packages import Packages, digest
+from mutants.python_trials import Judge, try_all
+from mutants.results import Results
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = (".py", ".cpp", ".h", ".cu")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="mutants", description="Small faults in the package, which tests are to find."
+    )
+    parser.add_argument("--count", type=int, default=200, help="of the Python package's mutants that are drawn")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2, help="runs of tests, or of the compiler, at a time")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="where results are kept")
+    parser.add_argument("--reach", type=Path, help="the map of an earlier run, used as it is (default: made anew)")
+    parser.add_argument("--report", type=Path, help="the Markdown to write (default: report.md in the folder)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("python", "engine", "suite"), default=["python", "engine", "suite"]
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="try these mutants alone")
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
+    folder: Path = chosen.folder.resolve()
+    sources = digest(path for name in ("hydra_ext", "csrc") for path in _files(name))
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    packages = Packages(ROOT, work)
+    traces: Path = chosen.reach or folder / f"reach-{sources}"
+    if chosen.reach is None:
+        reach.trace(ROOT, packages.plain, traces, workers=chosen.jobs)
+    lines = reach.Reach(traces)
+    results = Results(folder / "results.jsonl", sources=sources, suite=digest(_files("tests")))
+    mutants = drawing.draw(ROOT, chosen.seed, chosen.count)
+    print(f"seed {chosen.seed}: {len(mutants)} mutants of the Python package drawn", flush=True)
+    trials.import_once()
+    judge = Judge(ROOT, packages, work, lines)
+    only = set(chosen.only)
+    tried = [mutant for mutant in mutants if not only or mutant.key in only]
+    table = [mutation for mutation in engine_trials.MUTATIONS if not only or mutation.key in only]
+    if "python" in chosen.parts:
+        try_all(tried, results, judge, packages, lines, chosen.jobs)
+    engine = engine_trials.Engine(ROOT, folder / "engine", jobs=chosen.jobs)
+    if "engine" in chosen.parts:
+        engine_trials.try_engine(ROOT, table, results, judge, packages, engine)
+    if "suite" in chosen.parts:
+        survivors.meet_all(ROOT, tried, table, results, judge, packages, engine, chosen.jobs)
+    _write_report(chosen, folder, results, mutants)
+
+
+def _write_report(chosen: argparse.Namespace, folder: Path, results: Results, mutants: list[drawing.Mutant]) -> None:
+    path: Path = chosen.report or folder / "report.md"
+    python = [result for mutant in mutants if (result := results.get(mutant.key))]
+    engine = [result for mutation in engine_trials.MUTATIONS if (result := results.get(mutation.key))]
+    print(report.write(path, ROOT, seed=chosen.seed, python=python, engine=engine))
+    print(f"written to {path}")
+
+
+def _files(name: str) -> list[Path]:
+    return [path for path in (ROOT / name).rglob("*") if path.suffix in _SOURCES and path.name != "_build_info.py"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Builds the engine's mutations one after another in a copy of the tree, and tries each.
+
+C++ tests see what needs no torch, and come first: their build takes seconds. Only what they do not find is built into
+an extension, for the Python tests.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from mutants.engine_core import CORE
+from mutants.engine_mutation import EngineMutation
+from mutants.engine_torch import TORCH
+from mutants.packages import Packages
+from mutants.python_trials import Judge
+from mutants.results import Outcome, Result, Results
+
+MUTATIONS = (*CORE, *TORCH)
+_CPP_SECONDS = 300.0
+_FILE_SECONDS = 1800.0
+
+
+class Engine:
+    """A copy of the engine's sources with two builds: the C++ tests, and the extension."""
+
+    def __init__(self, root: Path, folder: Path, *, jobs: int) -> None:
+        self._tree = folder / "tree"
+        # Where `make` has them, in its own tree: what ccache knows of there is known here.
+        self._tests = self._tree / "build" / "make-core"
+        self._extension = self._tree / "build" / "make"
+        os.environ |= {"CCACHE_BASEDIR": str(self._tree), "CCACHE_NOHASHDIR": "1"}
+        self._jobs = str(jobs)
+        for name in ("csrc", "tests/cpp"):
+            _follow(root / name, self._tree / name)
+        shutil.copy2(root / "CMakeLists.txt", self._tree)
+
+    @contextmanager
+    def mutated(self, mutations: Sequence[EngineMutation]) -> Iterator[None]:
+        """Files are as they were afterwards, and newer than what was built of the mutations."""
+        before: dict[Path, str] = {}
+        try:
+            for mutation in mutations:
+                path = self._tree / mutation.file
+                text = path.read_text()
+                before.setdefault(path, text)
+                path.write_text(text.replace(mutation.before, mutation.after))
+            yield
+        finally:
+            for path, text in before.items():
+                path.write_text(text)
+
+    def build_tests(self) -> Path:
+        self._build(self._tests, "hydra_tests", "-DHYDRA_PYTHON=OFF", "-DHYDRA_TESTS=ON")
+        return self._tests / "hydra_tests"
+
+    def build_extension(self) -> Path:
+        python = f"-DPython_EXECUTABLE={sys.executable}"
+        self._build(self._extension, "_C", "-DHYDRA_PYTHON=ON", "-DHYDRA_TESTS=OFF", "-DHYDRA_CUDA=OFF", python)
+        return next(self._extension.glob("_C*.so"))
+
+    def _build(self, folder: Path, target: str, *options: str) -> None:
+        if not (folder / "build.ninja").exists():
+            werror = os.environ.get("HYDRA_WERROR", "OFF")
+            _run("cmake", "-S", self._tree, "-B", folder, "-G", "Ninja", f"-DHYDRA_WERROR={werror}", *options)
+        _run("cmake", "--build", folder, "--target", target, "-j", self._jobs)
+
+
+def _follow(source: Path, copy: Path) -> None:
+    """Only files that differ are written: the others are built already."""
+    there = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    for path in [path for path in copy.rglob("*") if path.is_file() and path.relative_to(copy) not in there]:
+        path.unlink()
+    for name in there:
+        text = (source / name).read_bytes()
+        if not (copy / name).exists() or (copy / name).read_bytes() != text:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(text)
+
+
+def _run(*words: str | Path) -> None:
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-30:])
+        raise RuntimeError(f"{' '.join(map(str, words))} ended with code {done.returncode}\n{tail}")
+
+
+def try_engine(
+    root: Path,
+    table: Sequence[EngineMutation],
+    results: Results,
+    judge: Judge,
+    packages: Packages,
+    engine: Engine,
+) -> None:
+    """Tries each of these mutations that has no result yet."""
+    faults = [fault for mutation in MUTATIONS if (fault := mutation.fault(root)) is not None]
+    if faults:
+        raise RuntimeError("the engine has changed under the table of its mutations:\n" + "\n".join(faults))
+    waiting = [mutation for mutation in table if results.get(mutation.key) is None]
+    for number, mutation in enumerate(waiting, 1):
+        with engine.mutated([mutation]):
+            killed, tests, seconds = _tried(mutation, judge, packages, engine)
+        outcome = Outcome.KILLED if killed else Outcome.SURVIVED
+        by, why = killed or ("", "")
+        results.add(engine_result(root, mutation, outcome, by, why, tests, seconds))
+        left = len(waiting) - number
+        print(f"{outcome.value:9} {mutation.place(root)} {by or mutation.breaks} ({left} left)", flush=True)
+
+
+def engine_result(
+    root: Path, mutation: EngineMutation, outcome: Outcome, by: str, why: str, tests: int, seconds: float
+) -> Result:
+    return Result(
+        key=mutation.key,
+        part="engine",
+        place=mutation.place(root),
+        function=mutation.breaks,
+        change=mutation.change,
+        outcome=outcome,
+        by=by,
+        why=why,
+        tests=tests,
+        seconds=round(seconds, 1),
+        sources="",
+        suite="",
+    )
+
+
+_Tried = tuple[tuple[str, str] | None, int, float]
+
+
+def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: Engine) -> _Tried:
+    """What killed it, and why; and how many files of tests were run in how many seconds."""
+    runs = 0
+    if mutation.cpp:
+        program = engine.build_tests()
+        for pattern in (mutation.cpp, "*"):
+            runs += 1
+            if found := _cpp_failure(program, pattern):
+                return found, runs, 0.0
+    extension = engine.build_extension()
+    package = packages.changed({f"hydra_ext/{extension.name}": extension})
+    seconds = 0.0
+    try:
+        for file in mutation.python:
+            runs += 1
+            ending = judge.run(package, [file], "--maxfail=3", limit=_FILE_SECONDS)
+            seconds += ending.seconds
+            for test, why in ending.failed.items():
+                if judge.confirmed(package, test, why):
+                    return (test, why), runs, seconds
+    finally:
+        shutil.rmtree(package)
+    return None, runs, seconds
+
+
+def _cpp_failure(program: Path, pattern: str) -> tuple[str, str] | None:
+    """A GoogleTest that fails, and how."""
+    words = [str(program), f"--gtest_filter={pattern}", "--gtest_brief=1", "--gtest_fail_fast"]
+    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = running.communicate(timeout=_CPP_SECONDS)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        running.communicate()
+        return pattern, "took longer than it may"
+    if running.returncode == 0:
+        return None
+    failed = [line.split("]", 1)[1].split("(")[0].strip() for line in output.splitlines() if "[  FAILED  ]" in line]
+    return (failed or [pattern])[0], f"ended with code {running.returncode}"

@@ -1,0 +1,58 @@
+"""Copies of the package in which some files are others."""
+
+from __future__ import annotations
+
+import compileall
+import hashlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+
+class Packages:
+    """Makes copies of the package, built extension included, below a folder."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self._folder = folder
+        self._made = 0
+        self.plain = folder / "plain"
+        shutil.rmtree(self.plain, ignore_errors=True)
+        shutil.copytree(root / "hydra_ext", self.plain / "hydra_ext", ignore=shutil.ignore_patterns("__pycache__"))
+        for path in _built():
+            shutil.copy2(path, self.plain / "hydra_ext")
+        compileall.compile_dir(self.plain, quiet=1)
+
+    def changed(self, files: Mapping[str, str | Path]) -> Path:
+        """A copy in which each of these files has another text, or is another file; named from the root."""
+        self._made += 1
+        copy = self._folder / f"copy-{os.getpid()}-{self._made}"
+        shutil.copytree(self.plain, copy, copy_function=os.link)
+        for name, content in files.items():
+            path = copy / name
+            path.unlink(missing_ok=True)
+            for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+                compiled.unlink()
+            if isinstance(content, Path):
+                shutil.copy2(content, path)
+            else:
+                path.write_text(content)
+        return copy
+
+
+def _built() -> list[Path]:
+    """What the build adds to the sources, where the package is installed."""
+    found = importlib.util.find_spec("hydra_ext")
+    if found is None or found.origin is None:
+        raise RuntimeError("hydra_ext is not installed: build it first")
+    folder = Path(found.origin).parent
+    return [next(folder.glob("_C*.so")), folder / "_build_info.py"]
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """Of the content of files."""
+    found = hashlib.sha256()
+    for path in sorted(paths):
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:16]

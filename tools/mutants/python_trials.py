@@ -1,0 +1,160 @@
+"""Tries mutants of the Python package against the tests that execute their lines."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants.drawing import Mutant
+from mutants.packages import Packages
+from mutants.reach import Reach
+from mutants.results import Outcome, Result, Results
+from mutants.trials import Ending, Trial
+
+_FIRST_TESTS = 12  # most mutants fall to the first few
+_FIRST_SECONDS = 20.0
+_MOST_SECONDS = 150.0  # of tests that execute the line; what survives meets the whole suite
+_SLOWER = 8.0  # a test may take so many times what it took, beside other work,
+_START_SECONDS = 120.0  # and so much besides
+_PART_SECONDS = 3600.0  # for a folder of tests
+_NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, where nothing is changed
+_OF_TIME = re.compile(r"time|second|deadline|hang|alive", re.IGNORECASE)
+
+
+class Judge:
+    """Runs tests against packages; a test counts that passes where nothing is changed."""
+
+    def __init__(self, root: Path, packages: Packages, folder: Path, suite: Reach) -> None:
+        self._root = root
+        self._packages = packages
+        self._folder = folder
+        self._suite = suite
+        self._sound: dict[str, bool] = {}
+
+    def start(self, package: Path, tests: list[str], *options: str, limit: float | None = None) -> Trial:
+        if limit is None:
+            known = self._suite.all
+            seconds = sum(known[name].seconds if name in known else 30.0 for name in tests)
+            limit = _START_SECONDS + _SLOWER * seconds
+        return Trial(package, tests, root=self._root, folder=self._folder, limit=limit, options=options)
+
+    def run(self, package: Path, tests: list[str], *options: str, limit: float | None = None) -> Ending:
+        return wait(self.start(package, tests, *options, limit=limit))
+
+    def run_suite(self, package: Path, workers: int) -> dict[str, str]:
+        """What fails of the whole suite, and why; folder by folder, each with a limit of its own."""
+        failed = dict[str, str]()
+        tests = self._root / "tests"
+        for part in sorted({path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}):
+            options = ("-n", str(workers), "--dist", "worksteal", *_NOT_OF_THE_PACKAGE)
+            failed |= self.run(package, [part], *options, limit=_PART_SECONDS).failed
+        return failed
+
+    def confirmed(self, package: Path, test: str, why: str) -> bool:
+        """Whether a failure is the change's: the test passes without it, and where it may be one of time alone, it
+        fails again with it."""
+        if "::" not in test:
+            return True  # the package or a test file cannot be imported
+        if test not in self._sound:
+            self._sound[test] = not self.run(self._packages.plain, [test]).failed
+        if not self._sound[test]:
+            return False
+        return not _OF_TIME.search(why) or bool(self.run(package, [test]).failed)
+
+
+def wait(trial: Trial) -> Ending:
+    while (found := trial.ending()) is None:
+        time.sleep(0.05)
+    return found
+
+
+@dataclass
+class _Case:
+    """A mutant that is being tried."""
+
+    mutant: Mutant
+    package: Path
+    batch: list[str]
+    left: list[list[str]]
+    trial: Trial
+    tried: int
+    seconds: float = 0.0
+
+
+def try_all(mutants: list[Mutant], results: Results, judge: Judge, packages: Packages, reach: Reach, jobs: int) -> None:
+    """Tries each mutant that has no result yet, so many at a time."""
+    waiting = [mutant for mutant in mutants if results.get(mutant.key) is None]
+    under_way: list[_Case] = []
+    while waiting or under_way:
+        while waiting and len(under_way) < jobs:
+            under_way.append(_begun(waiting.pop(0), judge, packages, reach))
+        time.sleep(0.05)
+        for case in list(under_way):
+            result = _advanced(case, judge)
+            if result is not None:
+                under_way.remove(case)
+                shutil.rmtree(case.package)
+                results.add(result)
+                left = len(waiting) + len(under_way)
+                print(f"{result.outcome.value:9} {result.place} {result.by or result.key} ({left} left)", flush=True)
+
+
+def _begun(mutant: Mutant, judge: Judge, packages: Packages, reach: Reach) -> _Case:
+    first, *left = list(_batches(mutant, reach))
+    package = packages.changed({mutant.file: mutant.text})
+    return _Case(mutant, package, first, left, judge.start(package, first, "-x"), tried=len(first))
+
+
+def _batches(mutant: Mutant, reach: Reach) -> Iterator[list[str]]:
+    batch, seconds, total, most = list[str](), 0.0, 0.0, _FIRST_SECONDS
+    for test in reach.tests(mutant):
+        if batch and (seconds + test.seconds > most or (most == _FIRST_SECONDS and len(batch) == _FIRST_TESTS)):
+            yield batch
+            batch, seconds, most = [], 0.0, _MOST_SECONDS / 2
+        if total + test.seconds > _MOST_SECONDS and total:
+            break
+        batch.append(test.name)
+        seconds, total = seconds + test.seconds, total + test.seconds
+    if batch:
+        yield batch
+
+
+def _advanced(case: _Case, judge: Judge) -> Result | None:
+    ending = case.trial.ending()
+    if ending is None:
+        return None
+    case.seconds += ending.seconds
+    for test, why in ending.failed.items():
+        if judge.confirmed(case.package, test, why):
+            return _result(case, Outcome.KILLED, test, why)
+        # -x stopped there: the rest of the batch is still to be run.
+        case.left.insert(0, [name for name in case.batch if name != test and name not in ending.passed])
+    case.left = [batch for batch in case.left if batch]
+    if not case.left:
+        return _result(case, Outcome.SURVIVED, "", "")
+    case.batch = case.left.pop(0)
+    case.tried += len(case.batch)
+    case.trial = judge.start(case.package, case.batch, "-x")
+    return None
+
+
+def _result(case: _Case, outcome: Outcome, by: str, why: str) -> Result:
+    mutant = case.mutant
+    return Result(
+        key=mutant.key,
+        part="python",
+        place=mutant.place,
+        function=mutant.function,
+        change=mutant.change,
+        outcome=outcome,
+        by=by,
+        why=why,
+        tests=case.tried,
+        seconds=round(case.seconds, 1),
+        sources="",
+        suite="",
+    )

@@ -1,0 +1,156 @@
+"""Runs tests against a copy of the package.
+
+A process that has imported what takes long, and nothing of the package, is forked for each run: on a busy machine the
+imports would take longer than the tests. Runs have a process group, a folder and a time limit of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mutants import outcomes
+
+_IMPORTED_ONCE = (
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "peft",
+)
+_MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end fails
+_OK, _FAILED, _NO_TESTS = 0, 1, 5
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run of tests ended: what failed, with a line of why, and what passed."""
+
+    failed: dict[str, str]
+    passed: tuple[str, ...]
+    seconds: float
+
+
+class Trial:
+    """One run of pytest, under way."""
+
+    def __init__(
+        self,
+        package: Path,
+        words: Sequence[str],
+        *,
+        root: Path,
+        folder: Path,
+        limit: float,
+        options: Sequence[str] = (),
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="trial-", dir=folder))
+        self._outcomes = self._folder / "outcomes"
+        self._began = time.monotonic()
+        self._deadline = self._began + limit
+        self._words = [word.removeprefix("tests/") for word in words]
+        self._options = list(options)
+        self._pid = os.fork()
+        if not self._pid:
+            self._run(package, root)
+
+    def ending(self) -> Ending | None:
+        """None while it runs."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        late = time.monotonic() > self._deadline
+        if not pid and not late:
+            return None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)  # its ranks too, if any are left
+        if not pid:
+            os.waitpid(self._pid, 0)
+        found = self._read("took longer than it may" if late else None, os.waitstatus_to_exitcode(status))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return found
+
+    def _read(self, why: str | None, code: int) -> Ending:
+        text = self._outcomes.read_text() if self._outcomes.exists() else ""
+        rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        failed = {row["test"]: row["why"] for row in reversed(rows) if row["outcome"] == "failed"}
+        seen = dict.fromkeys(row["test"] for row in rows if row["outcome"] == "passed")
+        if why is not None or (code not in (_OK, _FAILED, _NO_TESTS) and not failed):
+            running = [row["test"] for row in rows if row["outcome"] == "began"]
+            if running or why:
+                failed.setdefault(
+                    running[-1] if running else "(before the first test)", why or f"ended with code {code}"
+                )
+            else:
+                tail = "\n".join((self._folder / "log").read_text().splitlines()[-20:])
+                raise RuntimeError(f"pytest ended with code {code} and ran nothing: {self._words[:3]}\n{tail}")
+        passed = tuple(test for test in seen if test not in failed)
+        return Ending(failed, passed, time.monotonic() - self._began)
+
+    def _run(self, package: Path, root: Path) -> NoReturn:
+        """In the forked process."""
+        code = 3
+        try:
+            os.setsid()
+            resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
+            log = os.open(self._folder / "log", os.O_WRONLY | os.O_CREAT)
+            for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+                os.dup2(target, number)
+            (self._folder / "tmp").mkdir()
+            tools = Path(__file__).resolve().parents[1]
+            os.environ |= {
+                outcomes.FILE: str(self._outcomes),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": f"{package}{os.pathsep}{tools}",
+                "TMPDIR": str(self._folder / "tmp"),
+            }
+            tempfile.tempdir = None
+            sys.dont_write_bytecode = True
+            sys.path.insert(0, str(package))
+            os.chdir(root / "tests")
+            code = self._pytest()
+        finally:
+            error = sys.exc_info()[1]
+            if error is not None:
+                traceback.print_exception(error)
+            sys.stdout.flush()
+            os._exit(code)
+
+    def _pytest(self) -> int:
+        try:
+            importlib.import_module("hydra_ext")
+        except Exception as error:  # noqa: BLE001 - whatever a change of the package makes of its import
+            row = {"test": "import hydra_ext", "outcome": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
+            self._outcomes.write_text(json.dumps(row) + "\n")
+            return _FAILED
+        import pytest
+
+        fixed = [
+            "-q",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",  # plugins' packages are among what was imported
+            "-p",
+            "mutants.outcomes",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={self._folder / 'tmp' / 'base'}",
+        ]
+        return int(pytest.main([*fixed, *self._options, *self._words]))
+
+
+def import_once() -> None:
+    """To be called before the first trial."""
+    for name in _IMPORTED_ONCE:
+        importlib.import_module(name)
