@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from torch import nn
-
 import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
@@ -39,26 +37,27 @@ def device_of(kind: str, seed: int) -> SimulatedDevice:
     return SimulatedDevice(asynchronous=kind.endswith("asynchronous"), seed=seed, host_memory_bytes_per_second=speed)
 
 
-def budget_of(side: Side, kind: str, model: nn.Module) -> int:
+def budget_of(side: Side, kind: str, blocks: list[str] | None) -> int:
     if kind == "roomy":
         return 2**24
     try:
-        hydra_ext.offload(model, budget=1)
+        hydra_ext.offload(side.model, budget=1, blocks=blocks)
         smallest = 1
     except BudgetTooSmall as error:
         smallest = error.smallest_budget
-    # A block is at most a quarter of the budget, so that several are there at once.
     room = MODELS[side.program.model].room[side.program.wide]
-    return smallest + room * (1 if kind == "tight" else 3)
+    return 2 * smallest + (2**13 + 3 * room if kind == "tight" else 2**14 + 6 * room)
 
 
 def enter(side: Side, **how: Any) -> None:
     if not side.ours:
         return
+    blocks = [f"blocks.{index}" for index in range(len(side.model.blocks))] if how["named"] else None
     options: dict[str, Any] = {
-        "budget": budget_of(side, how["budget"], side.model),
+        "budget": budget_of(side, how["budget"], blocks),
         "device": device_of(how["device"], how["seed"]),
         "activations": activations_of(how["activations"]),
+        "blocks": blocks,
         "checks": Checks(poison_hosts=how["poison"]),
     }
     if how["spills"]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from support.lives.contexts import ACTIVATIONS
 from support.lives.program import Op, Program, op
-from support.lives.subjects import HOST_OPTIMIZERS, MODELS, OPTIMIZERS
+from support.lives.subjects import FP32_ONLY, HOST_OPTIMIZERS, MODELS, OPTIMIZERS
 
 LENGTH = (6, 16)
 Draw = Callable[[random.Random, Program], Op]
@@ -28,6 +28,7 @@ def _enter(r: random.Random, program: Program) -> Op:
         poison=r.random() < 0.7,
         activations=r.choice(["none", "none", "none", *ACTIVATIONS[1:]]),
         spills=native and program.wide and r.random() < 0.7,
+        named=r.random() < 0.2,
     )
 
 
@@ -89,6 +90,15 @@ def _freezes(r: random.Random, _: Program) -> Op:
     return op("freeze", which=r.randrange(20), trained=r.random() < 0.3)
 
 
+def _reforms(r: random.Random, _: Program) -> Op:
+    return op("reform", which=r.randrange(20), how=r.choice(["pruned", "weight norm", "doubled"]))
+
+
+def _scaled(r: random.Random, _: Program) -> Op:
+    whole = r.random() < 0.6
+    return op("scaled", data=_data(r), microbatches=r.choice([1, 2]), whole=whole, norm=r.choice([0.0, 0.1]))
+
+
 # How often each is drawn.
 _DRAWS: dict[Draw, int] = {
     _train: 16,
@@ -109,21 +119,32 @@ _DRAWS: dict[Draw, int] = {
     lambda r, _: op("rate", factor=r.choice([0.5, 2.0])): 2,
     lambda r, _: op("schedule", kind=r.choice(["exponential", "cosine", "steps"])): 2,
     _reloads: 4,
-    lambda r, _: op("keep_state"): 1,
-    lambda r, _: op("take_state"): 2,
-    lambda r, _: op("save"): 2,
-    lambda r, _: op("load"): 3,
+    lambda r, _: op("keep_state"): 2,
+    lambda r, _: op("save"): 3,
     lambda r, _: op("average", decay=0.75): 2,
     lambda r, _: op("averaged", data=_data(r)): 2,
     lambda r, _: op("copied", data=_data(r)): 1,
     _writes: 4,
     _shares: 4,
     lambda r, _: op("sync"): 1,
-    lambda r, _: op("reform", which=r.randrange(20), how=r.choice(["pruned", "weight norm", "doubled"])): 1,
+    _reforms: 1,
+    lambda r, _: op("part", which=r.randrange(20), data=_data(r), trains=r.random() < 0.5): 1,
+    lambda r, _: op("hooked", which=r.randrange(40), factor=r.choice([0.5, 2.0])): 1,
+    lambda r, _: op("scale_gradients", which=r.randrange(40), how=r.choice(["in place", "new", "none", "data"])): 2,
+    _scaled: 2,
+    lambda r, _: op("closed", data=_data(r)): 1,
+    lambda r, _: op("observed", data=_data(r), how=r.choice(["trace", "on_step"])): 1,
+    lambda r, _: op("checkpointed", how=r.choice(["no", "plain", "plain", "reentrant"])): 1,
+    lambda r, _: op("two_graphs", data=_data(r), how=r.choice(["retained", "in order", "turned"])): 2,
+    lambda r, _: op("twice_differentiated", data=_data(r)): 2,
     _enter: 4,
     lambda r, _: op("leave"): 2,
     lambda r, _: op("look"): 2,
 }
+
+
+# The second follows the first some time.
+_PAIRS = {"save": op("load"), "keep_state": op("take_state")}
 
 
 def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset()) -> Program:
@@ -136,13 +157,17 @@ def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset
         seed=r.randrange(100),
         ops=(),
         wide=r.random() < 0.25,
-        bf16=r.random() < 0.1 and optimizer not in ("NAdamW", "DelayCorrectedAdamW", "Muon"),
+        bf16=r.random() < 0.1 and optimizer not in FP32_ONLY,
         half=r.random() < 0.15,
         looks=r.random() < 0.4,
     )
-    before = [draw(r, program) for draw in r.choices([*_DRAWS], [*_DRAWS.values()], k=r.choice([0, 0, 1, 3]))]
+    before = [_reforms(r, program)] if r.random() < 0.15 else []
+    before += [draw(r, program) for draw in r.choices([*_DRAWS], [*_DRAWS.values()], k=r.choice([0, 0, 1, 3]))]
     draws = r.choices([*_DRAWS], [*_DRAWS.values()], k=r.randint(*LENGTH))
     inside = [_enter(r, program), _train(r, program), *(draw(r, program) for draw in draws)]
+    for first, second in _PAIRS.items():
+        for at in [at for at, step in enumerate(inside) if step.name == first]:
+            inside.insert(r.randint(at + 1, len(inside)), second)
     ops = tuple(step for step in (*before, *inside) if step.name == "enter" or not named(step) & without)
     program = program.with_ops(tuple(_simpler(step, without) for step in ops))
     return program if f"model={program.model}" not in without else replace(program, model="layered")
@@ -155,6 +180,6 @@ def named(step: Op) -> set[str]:
 
 def _simpler(step: Op, without: frozenset[str]) -> Op:
     """A context is entered all the same, in the simplest way."""
-    simplest = {"budget": "roomy", "device": "plain", "activations": "none", "spills": False, "poison": True}
+    simplest = {"budget": "roomy", "device": "plain", "activations": "none", "spills": False, "poison": True, "named": False}
     changed = {name: simplest[name] for name, value in step.arguments.items() if f"enter {name}={value}" in without}
     return op(step.name, **{**step.arguments, **changed}) if step.name == "enter" else step

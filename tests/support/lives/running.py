@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.errors import HydraError
-from support.lives import changes, contexts, training
+from support.lives import changes, contexts, training, variations
 from support.lives.program import Op, Program
 from support.lives.sides import Side, differences, same
 
@@ -35,6 +35,8 @@ OPERATIONS: dict[str, Make] = {
         *(changes.reload, changes.keep_state, changes.take_state, changes.save, changes.load),
         *(changes.average, changes.averaged, changes.copied),
         *(changes.write, changes.share, changes.sync, changes.reform, changes.enter, changes.leave),
+        *(variations.part, variations.hooked, variations.scale_gradients, variations.scaled, variations.closed),
+        *(variations.observed, variations.checkpointed, variations.two_graphs, variations.twice_differentiated),
         look,
     )
 }

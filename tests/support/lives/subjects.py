@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import optim
 
@@ -18,7 +19,18 @@ WORDS = 23
 NARROW, WIDE = 16, 72
 
 
-class Layered(nn.Module):
+class Body(nn.Module):
+    """Calls its blocks as they are, or through torch's checkpoints."""
+
+    again = "no"
+
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        if self.again == "no" or not x.requires_grad:
+            return block(x)
+        return checkpoint(block, x, use_reentrant=self.again == "reentrant")
+
+
+class Layered(Body):
     """Layers after each other, with or without what is drawn by Python's and numpy's random numbers."""
 
     def __init__(self, width: int, layers: int, *, drops: bool) -> None:
@@ -36,7 +48,7 @@ class Layered(nn.Module):
         for index, block in enumerate(self.blocks):
             if self.drops and self.training and (random.random() if index % 2 else np.random.rand()) < 0.25:
                 continue
-            x = x + block(x)
+            x = x + self.call(block, x)
         return self.head(x)
 
 
@@ -69,7 +81,7 @@ class Drawing(nn.Module):
         return self.layered(h[..., :8])
 
 
-class Pictures(nn.Module):
+class Pictures(Body):
     def __init__(self, width: int) -> None:
         super().__init__()
         channels = width // 4
@@ -83,11 +95,11 @@ class Pictures(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = x + block(x)
+            x = x + self.call(block, x)
         return self.head(F.max_pool2d(x, 2).mean((2, 3)))
 
 
-class Recurrent(nn.Module):
+class Recurrent(Body):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, width)
@@ -97,7 +109,7 @@ class Recurrent(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
         for block in self.blocks:
-            x = x + block(x)[0]
+            x = x + self.call(block, x)[0]
         return self.head(x)
 
 
@@ -144,7 +156,7 @@ class Attention(nn.Module):
         return x + self.dropout(self.less(self.more(x)))
 
 
-class Text(nn.Module):
+class Text(Body):
     """A small transformer; its head may be the embedding, and a buffer holds its places."""
 
     def __init__(self, width: int, *, tied: bool, dropout: float) -> None:
@@ -161,7 +173,7 @@ class Text(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words) + self.places(self.positions[: words.shape[1]])
         for block in self.blocks:
-            x = block(x)
+            x = self.call(block, x)
         return self.head(self.norm(x))
 
 
@@ -181,13 +193,13 @@ class Subject:
 
 
 MODELS: dict[str, Subject] = {
-    "layered": Subject(lambda width: Layered(width, 4, drops=False), "numbers", (2**14, 2**16)),
-    "pictures": Subject(Pictures, "pictures", (2**16, 2**18)),
-    "recurrent": Subject(Recurrent, "words", (2**15, 2**17)),
-    "experts": Subject(Experts, "numbers", (2**14, 2**16)),
-    "tied": Subject(lambda width: Text(width, tied=True, dropout=0.0), "words", (2**16, 2**18)),
-    "text": Subject(lambda width: Text(width, tied=False, dropout=0.1), "words", (2**16, 2**18)),
-    "drawing": Subject(Drawing, "numbers", (2**14, 2**16), draws=True),
+    "layered": Subject(lambda width: Layered(width, 4, drops=False), "numbers", (6_000, 40_000)),
+    "pictures": Subject(Pictures, "pictures", (48_000, 160_000)),
+    "recurrent": Subject(Recurrent, "words", (80_000, 710_000)),
+    "experts": Subject(Experts, "numbers", (6_000, 36_000)),
+    "tied": Subject(lambda width: Text(width, tied=True, dropout=0.0), "words", (45_000, 215_000)),
+    "text": Subject(lambda width: Text(width, tied=False, dropout=0.1), "words", (48_000, 230_000)),
+    "drawing": Subject(Drawing, "numbers", (8_000, 45_000), draws=True),
 }
 
 
@@ -207,12 +219,15 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: optim.SGD(parameters, lr=0.05, momentum=0.9),
     "Adam": lambda parameters: optim.Adam(parameters, lr=1e-2, weight_decay=0.01),
     "AdamW": lambda parameters: optim.AdamW(parameters, lr=1e-2),
+    "AdamW with moments in bf16": lambda parameters: optim.AdamW(parameters, lr=1e-2, moments=torch.bfloat16),
+    "AdamW with a master in fp32": lambda parameters: optim.AdamW(parameters, lr=1e-2, master="fp32"),
     "NAdamW": lambda parameters: optim.NAdamW(parameters, lr=1e-2),
     "DelayCorrectedAdamW": lambda parameters: optim.DelayCorrectedAdamW(parameters, lr=1e-2),
     "Muon": _muon,
 }
 # Native ones: their update runs behind the next forward, and only their state can go to the disk.
-HOST_OPTIMIZERS = ("SGD", "Adam", "AdamW")
+HOST_OPTIMIZERS = ("SGD", "Adam", "AdamW", "AdamW with moments in bf16", "AdamW with a master in fp32")
+FP32_ONLY = ("NAdamW", "DelayCorrectedAdamW", "Muon")
 
 
 def batch(model: str, seed: int) -> tuple[Tensor, Tensor]:
