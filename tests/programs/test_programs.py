@@ -37,9 +37,7 @@ def test_random_programs_are_those_of_plain_pytorch(first: int) -> None:
     assert tally.refused <= max(REFUSED * tally.programs, 4), tally.text()
 
 
-@settings(
-    max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False).map(program_of))
 def test_programs_that_are_made_simpler_by_hypothesis(program: Program) -> None:
     outcome = run(program)

@@ -30,7 +30,7 @@ def written(side: Side) -> None:
         side.run.refresh()
 
 
-# ---- what is trained, and how fast ------------------------------------------------------------------------------------
+# ---- what is trained, and how fast ----------------------------------------------------------------------------------
 
 
 def freeze(side: Side, *, which: int, trained: bool) -> Seen:
@@ -76,7 +76,7 @@ def schedule(side: Side, *, kind: str) -> Seen:
     return []
 
 
-# ---- states -----------------------------------------------------------------------------------------------------------
+# ---- states ---------------------------------------------------------------------------------------------------------
 
 
 def reload(side: Side, *, what: str, through: str) -> Seen:
@@ -131,7 +131,7 @@ def load(side: Side) -> Seen:
     return []
 
 
-# ---- averages and copies ----------------------------------------------------------------------------------------------
+# ---- averages and copies --------------------------------------------------------------------------------------------
 
 
 def average(side: Side, *, decay: float) -> Seen:
@@ -163,7 +163,7 @@ def copied(side: Side, *, data: int) -> Seen:
     return copied_says(copy.deepcopy(side.model), side, data)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def write(side: Side, *, which: int, how: str) -> Seen:
@@ -197,7 +197,9 @@ def share(side: Side, *, how: str, which: int) -> Seen:
             flat_gradients(parameters)
         elif how == "pair":
             first = side.parameter(which)
-            others = [p for p in parameters if p is not first and p.shape == first.shape and p.stride() == first.stride()]
+            others = [
+                p for p in parameters if p is not first and p.shape == first.shape and p.stride() == first.stride()
+            ]
             if not others:
                 return None
             first.data = others[which % len(others)].data
@@ -224,7 +226,7 @@ def sync(side: Side) -> Seen:
     return []
 
 
-# ---- forms of parameters, which a run has from its beginning ------------------------------------------------------------
+# ---- forms of parameters, which a run has from its beginning --------------------------------------------------------
 
 
 def reform(side: Side, *, which: int, how: str) -> Seen:

@@ -180,6 +180,17 @@ def named(step: Op) -> set[str]:
 
 def _simpler(step: Op, without: frozenset[str]) -> Op:
     """A context is entered all the same, in the simplest way."""
-    simplest = {"budget": "roomy", "device": "plain", "activations": "none", "spills": False, "poison": True, "named": False}
-    changed = {name: simplest[name] for name, value in step.arguments.items() if f"enter {name}={value}" in without}
+    simplest = {
+        "budget": "roomy",
+        "device": "plain",
+        "activations": "none",
+        "spills": False,
+        "poison": True,
+        "named": False,
+    }
+    changed = {
+        name: simplest[name]
+        for name, value in step.arguments.items()
+        if name in simplest and f"enter {name}={value}" in without
+    }
     return op(step.name, **{**step.arguments, **changed}) if step.name == "enter" else step

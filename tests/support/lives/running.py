@@ -93,7 +93,7 @@ def _both(step: Op, ours: Side, plain: Side, outcome: Outcome, *, whole: bool) -
         return _refused(step, error, ours, plain, outcome)
     except contexts.LeftBehind as error:
         return [str(error)]
-    except Exception as error:  # what plain PyTorch says decides about it
+    except Exception as error:  # noqa: BLE001 - what plain PyTorch says decides about it
         return _raised(step, error, ours, plain)
     with plain.alone():
         expected = make(plain, **step.arguments)
@@ -129,7 +129,7 @@ def _raised(step: Op, error: Exception, ours: Side, plain: Side) -> list[str]:
     try:
         with plain.alone():
             OPERATIONS[step.name](plain, **step.arguments)
-    except Exception as other:  # compared
+    except Exception as other:  # noqa: BLE001 - compared
         if type(other) is not type(error):
             return [f"{type(error).__name__}: {error}; {type(other).__name__}: {other} in plain PyTorch"]
         return differences(ours, plain)
