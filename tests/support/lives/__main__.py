@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import re
 import sys
 import time
 
@@ -19,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m support.lives", description=__doc__)
     parser.add_argument("--seeds", default="0:300", help="first:last, the last one left out")
     parser.add_argument("--without", default="", help="operations to leave out, such as 'rounds,share how=vector'")
+    parser.add_argument("--of", default="", help="only programs whose model or optimizer this expression finds")
     parser.add_argument("--shorten", action="store_true", help="print what fails as a script as short as it gets")
     parser.add_argument("--first", action="store_true", help="end at the first one that fails")
     options = parser.parse_args()
@@ -31,6 +33,8 @@ def main() -> int:
         faulthandler.dump_traceback_later(120, exit=True)
         print(f"\r{seed} ", end="", file=sys.stderr, flush=True)
         program = program_of(seed, without=without)
+        if not re.search(options.of, f"{program.model} {program.optimizer}"):
+            continue
         outcome = run(program)
         tally.count(seed, program, outcome)
         if outcome.wrong:

@@ -83,7 +83,7 @@ def seed_everything() -> None:
     np.random.seed(0)
 
 
-# ---- a rank -----------------------------------------------------------------------------------------------------------
+# ---- a rank ---------------------------------------------------------------------------------------------------------
 @dataclass
 class Rank:
     """What one rank has."""
@@ -197,7 +197,7 @@ def live_all(rank: int, programs: Sequence[StagedProgram], folder: Path) -> list
     return results
 
 
-# ---- the recurrence ---------------------------------------------------------------------------------------------------
+# ---- the recurrence -------------------------------------------------------------------------------------------------
 class Recurrence:
     """W(t+1) = W(t) - v * grad f(W(t - delay)), in one process."""
 
@@ -312,7 +312,7 @@ def wrong(program: StagedProgram, expected: list[list[Any]], ranks: Sequence[lis
     return found
 
 
-# ---- drawing ----------------------------------------------------------------------------------------------------------
+# ---- drawing --------------------------------------------------------------------------------------------------------
 def staged_program_of(seed: int) -> StagedProgram:
     r = random.Random(seed)
     schedule = r.choice(["2bw", "2bw", "1f1b", "gpipe"])
