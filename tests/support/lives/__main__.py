@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:300", help="first:last, the last one left out")
     parser.add_argument("--without", default="", help="operations to leave out, such as 'rounds,share how=vector'")
     parser.add_argument("--of", default="", help="only programs whose model or optimizer this expression finds")
+    parser.add_argument("--stash", action="store_true", help="programs of a stash alone")
     parser.add_argument("--shorten", action="store_true", help="print what fails as a script as short as it gets")
     parser.add_argument("--first", action="store_true", help="end at the first one that fails")
     options = parser.parse_args()
@@ -30,9 +31,9 @@ def main() -> int:
     tally = Tally()
     begun = time.perf_counter()
     for seed in range(int(first), int(last)):
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(600, exit=True)
         print(f"\r{seed} ", end="", file=sys.stderr, flush=True)
-        program = program_of(seed, without=without)
+        program = program_of(seed, without=without, stash=options.stash)
         if not re.search(options.of, f"{program.model} {program.optimizer}"):
             continue
         outcome = run(program)

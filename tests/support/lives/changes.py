@@ -117,7 +117,7 @@ def save(side: Side) -> Seen:
     drop_gradients(side)
     if side.run is not None:
         side.run.save(side.folder(), schedule=side.schedules[0] if side.schedules else None, keep=1)
-    side.kept["saved"] = (side.structure, None if side.ours else side.snapshot())
+    side.kept["saved"] = (side.structure, side.snapshot() if side.run is None else None)
     return []
 
 
@@ -266,6 +266,13 @@ def enter(side: Side, **how: Any) -> Seen:
         return None
     contexts.enter(side, **how)
     side.inside = True
+    return []
+
+
+def stash(side: Side, *, policy: str, budget: int | None, device: str, seed: int) -> Seen:
+    """What is saved for backward leaves the device from now on, by another stash than before; or does so no more."""
+    if side.ours:
+        contexts.stash(side, policy=policy, budget=budget, device=device, seed=seed)
     return []
 
 

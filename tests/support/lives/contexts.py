@@ -75,6 +75,26 @@ def enter(side: Side, **how: Any) -> None:
     side.run, side.kept["context"] = run, context
 
 
+def stash(side: Side, *, policy: str, budget: int | None, device: str, seed: int) -> None:
+    end_stash(side)
+    if policy == "none":
+        return
+    chosen = hydra_ext.Offload("dynamic") if policy == "dynamic" else activations_of(policy)
+    room = budget or 2**16 if policy == "dynamic" else budget
+    made = hydra_ext.stash(chosen, budget=room, model=side.model, device=device_of(device, seed))
+    side.stash = made
+
+
+def end_stash(side: Side) -> None:
+    """No graph is there any more: everything that it kept has been given back."""
+    ended, side.stash = side.stash, None
+    if ended is None:
+        return
+    report = ended.report()
+    if report.held_bytes or report.host_bytes:
+        raise LeftBehind(f"a stash holds {report.held_bytes} bytes on the device, {report.host_bytes} on the host")
+
+
 def leave(side: Side) -> None:
     if side.run is None:
         return

@@ -32,6 +32,16 @@ def _enter(r: random.Random, program: Program) -> Op:
     )
 
 
+def _stash(r: random.Random, _: Program) -> Op:
+    return op(
+        "stash",
+        policy=r.choice([*ACTIVATIONS, "offload", "dynamic"]),
+        budget=r.choice([None, None, 2000, 100_000]),
+        device=r.choice(["plain", "asynchronous"]),
+        seed=r.randrange(100),
+    )
+
+
 def _train(r: random.Random, _: Program) -> Op:
     return op(
         "train",
@@ -138,6 +148,7 @@ _DRAWS: dict[Draw, int] = {
     lambda r, _: op("two_graphs", data=_data(r), how=r.choice(["retained", "in order", "turned"])): 2,
     lambda r, _: op("twice_differentiated", data=_data(r)): 2,
     _enter: 4,
+    _stash: 1,
     lambda r, _: op("leave"): 2,
     lambda r, _: op("look"): 2,
 }
@@ -147,8 +158,11 @@ _DRAWS: dict[Draw, int] = {
 _PAIRS = {"save": op("load"), "keep_state": op("take_state")}
 
 
-def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset()) -> Program:
-    """The program of a number; what is named in ``without`` (see :func:`named`) is taken out of it afterwards."""
+def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset(), stash: bool = False) -> Program:
+    """The program of a number; what is named in ``without`` (see :func:`named`) is taken out of it afterwards.
+
+    ``stash``: what is saved for backward leaves the device, and no weights do.
+    """
     r = seed if isinstance(seed, random.Random) else random.Random(seed)
     optimizer = r.choice([*OPTIMIZERS, *HOST_OPTIMIZERS, *HOST_OPTIMIZERS])
     program = Program(
@@ -169,7 +183,8 @@ def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset
         for at in [at for at, step in enumerate(inside) if step.name == first]:
             inside.insert(r.randint(at + 1, len(inside)), second)
     ops = tuple(step for step in (*before, *inside) if step.name == "enter" or not named(step) & without)
-    program = program.with_ops(tuple(_simpler(step, without) for step in ops))
+    ops = tuple(_stash(r, program) if stash and step.name == "enter" else _simpler(step, without) for step in ops)
+    program = program.with_ops(ops)
     return program if f"model={program.model}" not in without else replace(program, model="layered")
 
 

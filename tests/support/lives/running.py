@@ -14,10 +14,13 @@ from torch import Tensor
 
 from hydra_ext.errors import HydraError
 from support.lives import changes, contexts, training, variations
-from support.lives.program import Op, Program
+from support.lives.program import Op, Program, op
 from support.lives.sides import Side, differences, same
 
 Make = Callable[..., "list[Any] | None"]
+
+
+NO_STASH = op("stash", policy="none", budget=None, device="plain", seed=0)
 
 
 def look(_side: Side) -> list[Any] | None:
@@ -34,7 +37,7 @@ OPERATIONS: dict[str, Make] = {
         *(changes.freeze, changes.thaw, changes.add_group, changes.rate, changes.schedule),
         *(changes.reload, changes.keep_state, changes.take_state, changes.save, changes.load),
         *(changes.average, changes.averaged, changes.copied),
-        *(changes.write, changes.share, changes.sync, changes.reform, changes.enter, changes.leave),
+        *(changes.write, changes.share, changes.sync, changes.reform, changes.stash, changes.enter, changes.leave),
         *(variations.part, variations.hooked, variations.scale_gradients, variations.scaled, variations.closed),
         *(variations.observed, variations.checkpointed, variations.two_graphs, variations.twice_differentiated),
         look,
@@ -63,7 +66,7 @@ def run(program: Program) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for number, step in enumerate((*program.ops, Op("leave"), Op("look"))):
+            for number, step in enumerate((*program.ops, Op("leave"), NO_STASH, Op("look"))):
                 wrong = _both(step, ours, plain, outcome, whole=program.looks or step.name == "look")
                 if wrong:
                     outcome.wrong = [f"operation {number}, {step}: {what}" for what in wrong]

@@ -7,7 +7,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hydra_ext
 from support.lives.program import Program
-from support.lives.subjects import MODELS, NARROW, OPTIMIZERS, WIDE
+from support.lives.subjects import MODELS, NARROW, OPTIMIZERS, WIDE, batch, loss_of
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Side:
     threads: set[threading.Thread] = field(init=False)
     run: hydra_ext.Run | None = None
     inside: bool = False  # of a context, or beside the other side's
+    stash: hydra_ext.stash | None = None
     structure: int = 0
     schedules: list[Any] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -96,6 +97,14 @@ class Side:
             yield
         finally:
             self.randomness = Randomness.now()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Around a forward whose graph is gone back through."""
+        return nullcontext() if self.stash is None else self.stash
+
+    def loss(self, data: int) -> Tensor:
+        with self.saving():
+            return loss_of(self.model, batch(self.program.model, data))
 
     # ---- what operations pick from ----------------------------------------------------------------------------------
 

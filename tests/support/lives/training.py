@@ -24,7 +24,7 @@ def precision(bf16: bool, *, cached: bool = True) -> AbstractContextManager[Any]
 def backward(side: Side, data: int, divisor: int = 1, autocast: bool = False) -> Tensor | None:
     """The loss of one microbatch, whose gradients are added up; None where nothing is trained."""
     with precision(autocast):
-        loss = loss_of(side.model, batch(side.program.model, data))
+        loss = side.loss(data)
     if not loss.requires_grad:
         return loss.detach()
     (loss / divisor).backward()
@@ -82,7 +82,7 @@ def rounds(
         return None
 
     def fn(microbatch: tuple[Tensor, Tensor]) -> Tensor:
-        with precision(autocast, cached=False):
+        with precision(autocast, cached=False), side.saving():
             return loss_of(side.model, microbatch)
 
     if side.ours and side.run is not None:
@@ -155,7 +155,7 @@ def decode(side: Side, *, data: int, words: int) -> Seen:
 def gradients(side: Side, *, data: int, twice: bool) -> Seen:
     """``torch.autograd.grad``, also of a graph that is kept."""
     trained = [parameter for parameter in side.model.parameters() if parameter.requires_grad]
-    loss = loss_of(side.model, batch(side.program.model, data))
+    loss = side.loss(data)
     if not loss.requires_grad:
         return None
     found = torch.autograd.grad(loss, trained, allow_unused=True, retain_graph=twice)
@@ -166,7 +166,7 @@ def gradients(side: Side, *, data: int, twice: bool) -> Seen:
 
 def dropped(side: Side, *, data: int) -> Seen:
     """A forward whose graph nothing goes back through."""
-    return [loss_of(side.model, batch(side.program.model, data)).detach()]
+    return [side.loss(data).detach()]
 
 
 # ---- what raises ----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def raises(side: Side, *, data: int, kind: str, where: int, when: str) -> Seen:
     remove = _raising(side.leaf(where), kind, when)
     seen: list[Any] = []
     try:
-        loss = loss_of(side.model, batch(side.program.model, data))
+        loss = side.loss(data)
         seen.append(loss.detach())
         if loss.requires_grad:
             loss.backward()

@@ -69,7 +69,8 @@ def scaled(side: Side, *, data: int, microbatches: int, whole: bool, norm: float
     for index, microbatch in enumerate(given):
         if whole and side.inside:
             torch.manual_seed(index)
-        loss = loss_of(side.model, microbatch)
+        with side.saving():
+            loss = loss_of(side.model, microbatch)
         scaler.scale(loss / microbatches).backward()
         seen.append(loss.detach())
     if whole and side.inside:
@@ -120,14 +121,14 @@ def checkpointed(side: Side, *, how: str) -> Seen:
 
 def two_graphs(side: Side, *, data: int, how: str) -> Seen:
     """Two forwards before their backwards; or one graph that is gone back through twice."""
-    first = loss_of(side.model, batch(side.program.model, data))
+    first = side.loss(data)
     if not first.requires_grad:
         return None
     if how == "retained":
         first.backward(retain_graph=True)
         first.backward()
         return [first.detach()]
-    second = loss_of(side.model, batch(side.program.model, data + 1))
+    second = side.loss(data + 1)
     losses: list[Tensor] = [first, second] if how == "in order" else [second, first]
     for loss in losses:
         loss.backward()
@@ -140,7 +141,8 @@ def twice_differentiated(side: Side, *, data: int) -> Seen:
         return None
     inputs, wanted = batch(side.program.model, data)
     inputs = inputs.to(next(side.model.parameters()).dtype).requires_grad_()
-    loss = torch.nn.functional.cross_entropy(side.model(inputs).float(), wanted)
+    with side.saving():
+        loss = torch.nn.functional.cross_entropy(side.model(inputs).float(), wanted)
     (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
     if not slope.requires_grad:
         return None
