@@ -44,6 +44,16 @@ class ModelBuffers:
         return found
 
 
+def differs(noted: NotedBuffer) -> bool:
+    """Whether the buffer is another one now, or has other numbers."""
+    if noted.module._buffers.get(noted.name) is not noted.buffer:
+        return True
+    if not may_have_changed(noted.buffer, noted.version):
+        return False
+    now, then = (tensor.detach().to("cpu").contiguous().flatten() for tensor in (noted.buffer, noted.value))
+    return not torch.equal(now.view(torch.uint8), then.view(torch.uint8))  # NaN are equal to themselves
+
+
 @torch.no_grad()
 def restore(noted: Sequence[NotedBuffer]) -> None:
     for one in noted:

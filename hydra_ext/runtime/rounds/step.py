@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from hydra_ext import _C, optim
 from hydra_ext.blocks import Site
-from hydra_ext.errors import StateError
+from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import DrawnOutOfOrder, Refused, Round, RoundOwner
@@ -50,6 +50,10 @@ class StepOutput:
     grad_norm: Tensor | None
     metrics: tuple[Any, ...]
     skipped: bool = False
+
+
+class NotAsALoop(Exception):
+    """A round of several microbatches has left something else than a loop would have, in its backward."""
 
 
 @dataclass
@@ -186,7 +190,7 @@ class Stepper:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
         updates = self._owner.updates if scaler is None else None  # else the scaler writes the gradients once more
         last = LastGradients(updates if max_norm is not None else None, averaging)
-        self._undo.step_begins(self._owner, retries=round_size is None or averaging is not None)
+        self._undo.step_begins(self._owner)
         try:
             outcomes = self._all(works, seeds, round_size, recompute, last)
             norm, skipped = self._update(optimizer, max_norm, scaler)
@@ -231,8 +235,13 @@ class Stepper:
                 if obstacle:
                     raise told(error, obstacle) from error
                 failed = str(error).partition(" While running ")[0]
+            except NotAsALoop as error:
+                obstacle = self._why_not_undone(last.averaging)
+                if obstacle:
+                    raise UnsupportedModel(f"{error}, and run.step cannot take that back: {obstacle}") from error
+                self._refuse(error)
             except StepAgain:
-                failed = "Another rank ran out of device memory"
+                failed = "Another rank makes the step again"
             # No frame of the round is left here, and with it nothing that it had on the device.
             if self._take_back(len(works[first:end]), failed, last):
                 outcomes.clear()
@@ -249,32 +258,41 @@ class Stepper:
             kinds = {None: ", keeping activations and making them again", False: ", keeping activations"}
             tried = kinds.get(recompute, ", making activations again")
             return f"run.step tried rounds down to one microbatch{tried}."
+        obstacle = self._why_not_undone(averaging)
+        return f"Nothing else was tried, as the step cannot be undone: {obstacle}." if obstacle else ""
+
+    def _why_not_undone(self, averaging: Averaging | None) -> str:
+        """Why what has been done cannot be undone; empty if it can. Then all ranks know."""
         whole = self._undo.moved_gradients(self._owner)
         obstacle = self._undo.obstacle(whole=whole)
-        if obstacle:
-            return f"Nothing else was tried, as the step cannot be undone: {obstacle}."
-        if whole and averaging is not None and not averaging.ask_again():
-            return "Nothing else was tried: the other ranks have made the step."
-        return ""
+        if not obstacle and whole and averaging is not None and not averaging.ask_again():
+            return "the other ranks have made the step"
+        return obstacle
 
     def _take_back(self, size: int, failed: str, last: LastGradients) -> bool:
-        """Undoes a round of so many microbatches that has failed, or the whole step if gradients have moved: True."""
+        """Undoes a round of so many microbatches, or the whole step if gradients have moved: True.
+
+        Args:
+            size: of the round.
+            failed: how it ran out of memory, if it did.
+            last: of the step.
+        """
         gc.collect()  # of what refers to itself, such as an exception by its frames
         whole = self._undo.moved_gradients(self._owner)
         if whole:
             last.begin_again()
         obstacle = self._undo.obstacle(whole=whole)
         if obstacle:  # of this rank, where another one has asked
-            raise StateError(f"{failed}, and this one cannot make the step again: {obstacle}")
+            raise StateError(f"{failed or 'A step is to be made again'}, and this rank cannot make the step again: {obstacle}")
         self._undo.undo(whole=whole)
-        if not self.retries:
+        if failed and not self.retries:
             logger.warning(
                 "run.step undoes a round of %d microbatches and tries it otherwise, calling fn for them again: what fn "
                 "does outside the model is done twice. report().retries counts such rounds from now on. %s",
                 size,
                 failed,
             )
-        self.retries += 1
+        self.retries += bool(failed)
         return whole
 
     def _run(
@@ -290,12 +308,15 @@ class Stepper:
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
-            self.refusals += 1
-            logger.warning("run.step runs one microbatch at a time from now on: %s", refused)
+            self._refuse(refused)
             self._undo.undo(whole=False)
-            self._alone = isinstance(refused, DrawnOutOfOrder)
-            self._looped = not self._alone
         return self._one_at_a_time(works, seeds, last) if self._looped else self._each(works, seeds, decision, last)
+
+    def _refuse(self, error: Refused | NotAsALoop) -> None:
+        self.refusals += 1
+        logger.warning("run.step runs one microbatch at a time from now on: %s", error)
+        self._alone = isinstance(error, (DrawnOutOfOrder, NotAsALoop))
+        self._looped = not self._alone
 
     def _each(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
@@ -320,7 +341,15 @@ class Stepper:
             if not this.repeats():
                 return None
             last.begin()
+            if decision.size > 1:
+                self._undo.forward_ended(owner)
             this.backward(self._undo.note_leaves, last.averaging)
+            if decision.size > 1 and (this.draws.conflict or self._undo.moved_buffers()):
+                raise NotAsALoop(
+                    "the backward of several microbatches has "
+                    + ("drawn from Python's or numpy's random numbers" if this.draws.conflict else "changed buffers")
+                    + ", in another order than a loop would have"
+                )
         finally:
             owner.core.drop_early()
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
@@ -334,12 +363,7 @@ class Stepper:
         """After a round: whether larger ones draw their random numbers in another order than a loop."""
         if self._alone:
             self.fallbacks += 1
-        if draws.conflict:  # in the backward, where it was too late
-            logger.warning(
-                "the backward of this step has drawn from Python's or numpy's random numbers, in another order than a "
-                "loop would have; run.step runs one microbatch at a time from now on"
-            )
-        self._alone = self._alone or draws.conflict or (alone and draws.turns > 1)
+        self._alone = self._alone or (alone and draws.turns > 1)
 
     def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], last: LastGradients) -> list[Outcome]:
         outcomes: list[Outcome] = []

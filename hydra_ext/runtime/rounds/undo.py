@@ -1,4 +1,4 @@
-"""What a round, or a whole step, is undone to when the device has run out of memory.
+"""What a round, or a whole step, is undone to when the device has run out of memory, or it is not as a loop.
 
 A round whose backward has not begun has left nothing in any gradient: it alone is undone. Else the step is, from its
 beginning: a sum of floating-point numbers cannot be taken apart, and copies of the sums before each round would cost
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
-from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, restore
+from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, restore
 from hydra_ext.runtime.rounds.module_contents import ModuleContents
 from hydra_ext.state.randomness import HostRandomness
 
@@ -119,6 +119,10 @@ class Gradients:
             self._core.return_gathered(block, index, copy)
 
 
+def _models(owner: UndoOwner) -> list[nn.Module]:
+    return [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
+
+
 class Undo:
     """What the rounds of one step are undone to."""
 
@@ -127,18 +131,26 @@ class Undo:
         self._round: _Moment | None = None
         self._step: _Moment | None = None
         self._gradients: Gradients | None = None
+        self._after_forward: Sequence[NotedBuffer] = ()
         self._backwards = 0
 
-    def step_begins(self, owner: UndoOwner, *, retries: bool) -> None:
-        """``retries``: it may have to be undone once gradients have moved, too."""
+    def step_begins(self, owner: UndoOwner) -> None:
         self._step = None
-        self._gradients = Gradients(owner) if retries else None
+        self._gradients = Gradients(owner)
 
     def round_begins(self, owner: UndoOwner) -> None:
-        models = [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
+        models = _models(owner)
         self._round = _Moment(self._buffers.note(models), ModuleContents.of(models), HostRandomness())
         self._step = self._step or self._round
         self._backwards = owner.backwards
+
+    def forward_ended(self, owner: UndoOwner) -> None:
+        """Of the round."""
+        self._after_forward = self._buffers.note(_models(owner))
+
+    def moved_buffers(self) -> bool:
+        """Whether the round's backward has changed one: a checkpoint of the user's has run forward again."""
+        return any(differs(noted) for noted in self._after_forward)
 
     def note_leaves(self, tensors: Iterable[Tensor]) -> None:
         """A backward is about to sum into the gradients of these."""
@@ -148,6 +160,7 @@ class Undo:
     def step_ended(self) -> None:
         """However it did."""
         self._round = self._step = self._gradients = None
+        self._after_forward = ()
 
     def moved_gradients(self, owner: UndoOwner) -> bool:
         """Whether a backward has begun since the round did."""
