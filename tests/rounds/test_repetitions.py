@@ -1,5 +1,7 @@
-"""Blocks that are called again in backward, in rounds and by a stash: what they draw is drawn again, and what differs is
-kept or raises before a wrong gradient is there."""
+"""Blocks that are called again in backward, in rounds and by a stash.
+
+What they draw is drawn again; what differs is kept, or raises before a wrong gradient is there.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +86,7 @@ def test_equal_experts_are_chosen_as_they_were(rounds: bool) -> None:
 def test_microbatches_draw_in_the_order_of_a_loop(
     make: type[nn.Module], round_size: int | None, recompute: bool | None
 ) -> None:
-    report = assert_is_the_loop(
-        make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute
-    )
+    report = assert_is_the_loop(make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute)
     # Known from the first round, if that is one of a single microbatch.
     alone_from_the_start = round_size is None or recompute is None
     assert report.refusals == (0 if alone_from_the_start else 1)
