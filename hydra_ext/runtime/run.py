@@ -131,8 +131,7 @@ class Run(Resumable):
             StateError: the run has no optimizer.
             ValueError: there are no microbatches, or arguments that do not go together.
             UnsupportedModel: a recomputed block has begun to give something else. It is kept from then on.
-            RankFailed: another rank has failed in this step.
-            ReplicasDiffer: the ranks have gone different ways.
+            RankFailed, ReplicasDiffer: another rank has failed in this step, or gone another way.
         """
         self._step_begins()
         given: list[Microbatch] = []
