@@ -50,7 +50,8 @@ def states() -> Iterator[None]:
 def assert_is_the_loop(make: Callable[[], nn.Module], *, seed: int, microbatches: int = 1, **choices: Any) -> Any:
     torch.manual_seed(0)
     model = Net(make)
-    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    twin = Net(make)
     steps = batches(6, microbatches)
     seed_hosts(seed)
     expected = in_a_loop(twin, steps)
@@ -78,6 +79,32 @@ def test_a_permuted_output_is_permuted_as_it_was(rounds: bool) -> None:
 @WAYS
 def test_equal_experts_are_chosen_as_they_were(rounds: bool) -> None:
     assert_is_the_loop(lambda: Experts(lambda count: int(np.random.randint(count))), seed=1, rounds=rounds)
+
+
+OWN: dict[str, Callable[[], Any]] = {
+    "python": lambda: random.Random(5),
+    "numpy": lambda: np.random.default_rng(5),
+    "numpy's older ones": lambda: np.random.RandomState(5),
+    "torch": lambda: torch.Generator().manual_seed(5),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+def test_a_generator_that_a_module_holds_draws_again(rounds: bool, own: Callable[[], Any]) -> None:
+    assert_is_the_loop(lambda: Noisy(own()), seed=1, rounds=rounds)
+
+
+class Noisy(nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_torch = isinstance(self.generator, torch.Generator)
+        drawn = torch.rand(1, generator=self.generator) if of_torch else self.generator.random()
+        return torch.tanh(self.linear(x * float(drawn)))
 
 
 @pytest.mark.parametrize("recompute", [True, False, None])
