@@ -170,7 +170,10 @@ class Recompute:
     """Saved tensors of a module are not kept: its forward is called again in backward. For modules, chosen by name or
     by a function. Lossless.
 
-    The second call has the same inputs, random numbers, autocast state, buffers and attributes. The inputs are kept by
-    the policy that holds around the module. Of several such modules inside each other the outermost is called again,
-    whatever is chosen for those inside it.
+    The second call has the same inputs, random numbers, autocast state, buffers and attributes. Random numbers are
+    those of torch, of Python's ``random`` and of numpy's global generator; generators of the user's own go on. What
+    the second call saves is compared with what the first saved. Where it differs UnsupportedModel is raised, before a
+    gradient is computed from it, and the module is not called again from then on. The inputs are kept by the policy
+    that holds around the module. Of several such modules inside each other the outermost is called again, whatever is
+    chosen for those inside it.
     """

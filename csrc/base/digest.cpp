@@ -39,6 +39,8 @@ const std::uint8_t* add_stripes(std::array<std::uint64_t, 4>& lanes, const std::
 
 }  // namespace
 
+Digest::Digest() noexcept : lanes_{kPrime1 + kPrime2, kPrime2, 0, 0 - kPrime1} {}
+
 void Digest::add(const void* data, Bytes bytes) noexcept {
   const auto* next = static_cast<const std::uint8_t*>(data);
   const auto* const end = next + bytes;

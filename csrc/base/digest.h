@@ -11,17 +11,16 @@ namespace hydra {
 
 class Digest {
  public:
+  Digest() noexcept;
   void add(const void* data, Bytes bytes) noexcept;
   void add(std::uint64_t number) noexcept { add(&number, sizeof number); }
   /// Of all that was added so far.
   [[nodiscard]] std::uint64_t value() const noexcept;
 
  private:
-  static constexpr std::uint64_t kPrime1 = 0x9E3779B185EBCA87ULL;
-  static constexpr std::uint64_t kPrime2 = 0xC2B2AE3D27D4EB4FULL;
   static constexpr std::size_t kStripe = 32;
 
-  std::array<std::uint64_t, 4> lanes_{kPrime1 + kPrime2, kPrime2, 0, 0 - kPrime1};
+  std::array<std::uint64_t, 4> lanes_;
   std::array<std::uint8_t, kStripe> rest_{};  // what makes no stripe yet
   std::uint64_t bytes_ = 0;
 };

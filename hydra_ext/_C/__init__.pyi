@@ -45,6 +45,7 @@ __all__: list[str] = [
     "PagerStatistics",
     "PassKind",
     "PlannedStage",
+    "SavedDigest",
     "SavedTensor",
     "Schedule",
     "SchedulePeaks",
@@ -79,6 +80,7 @@ __all__: list[str] = [
     "random_states",
     "reached_leaves",
     "reached_models",
+    "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
     "sums_of_squares",
@@ -1007,6 +1009,26 @@ class Charged:
     @property
     def ledger(self) -> Ledger: ...
 
+class SavedDigest:
+    """
+    What a call saved for backward, or gave, in a few bytes.
+    """
+    def __init__(self, parameters: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def add(self, tensor: torch.Tensor) -> bool:
+        """
+        False, and nothing is added, if the tensor cannot be compared.
+        """
+    def equals(self, other: SavedDigest) -> bool:
+        """
+        Whether the same was added in the same order.
+        """
+    def fresh(self) -> SavedDigest:
+        """
+        With the same parameters, and nothing added.
+        """
+    @property
+    def count(self) -> int: ...
+
 class ThreadContext:
     """
     What torch keeps of the calling thread, for another thread.
@@ -1313,6 +1335,11 @@ def reached_models(
 ) -> list[PagedModel]:
     """
     Those of the models that the graph behind the roots belongs to.
+    """
+
+def reduced_by_place(tensor: torch.Tensor) -> torch.Tensor:
+    """
+    One number that depends on every number of the tensor and its place, as it is found on GPUs.
     """
 
 def rounding_seed(

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hydra_ext.state.randomness import OwnRandomness
+
 _SMALL = 2**20  # bytes
 _ABSENT: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
@@ -27,8 +29,8 @@ def may_have_changed(buffer: Tensor, version: int) -> bool:
 class ModuleState:
     """The buffers and attributes of a module, and of those inside it, as they are when this is made.
 
-    Of attributes: what the call itself sets, and all numbers, flags and texts. What is inside a list, a dictionary or
-    another object is not looked at.
+    Of attributes: what the call itself sets, all numbers, flags and texts, and the states of generators of random
+    numbers. What is inside a list, a dictionary or another object is not looked at.
 
     Attributes:
         trusted: buffers that are not copied, and their versions.
@@ -38,6 +40,7 @@ class ModuleState:
         held = [names for inner in module.modules() for names in (inner.__dict__, inner._buffers)]
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(names, dict(names)) for names in held]
         self._copies = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
+        self._generators = OwnRandomness(value for names, _ in self._before for value in names.values())
         self._names: list[tuple[dict[str, Any], str, Any]] = []
         self._values: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self.trusted: list[tuple[Tensor, int]] = []
@@ -62,15 +65,18 @@ class ModuleState:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The module is as noted meanwhile, and afterwards as it is now."""
+        generators_now = self._generators.now()
         names_now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._names]
         values_now = [(buffer, buffer.detach().clone()) for buffer, _ in self._values]
         for names, name, value in self._names:
             _set(names, name, value.tensor() if isinstance(value, _Held) else value)
         for buffer, noted in self._values:
             buffer.data.copy_(noted())  # no new version: other graphs hold the buffer
+        self._generators.restore()
         try:
             yield
         finally:
+            generators_now.restore()
             for buffer, now in values_now:
                 buffer.data.copy_(now)
             for names, name, value_now in names_now:

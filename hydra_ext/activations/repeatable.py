@@ -167,7 +167,7 @@ def added_to(digest: _C.SavedDigest) -> Iterator[None]:
 
     @not_traced
     def unpacked(packed: Any) -> Tensor:
-        return packed.tensor if type(packed) is _Kept else unpack(packed)  # type: ignore[no-any-return]
+        return packed.tensor if type(packed) is _Kept else unpack(packed)
 
     with saved_tensors_hooks(added, unpacked):
         yield

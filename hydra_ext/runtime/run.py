@@ -114,16 +114,17 @@ class Run(Resumable):
         ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
         microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
         per backward, however many microbatches there are. ``fn`` runs in threads that take turns; it must not wait
-        for another microbatch. What it does outside the model happens in another order than in the loop, and once more
-        where a round has run out of device memory: that is undone, and tried smaller, then with recomputation.
+        for another microbatch. What it does outside the model's blocks happens in another order than in the loop, and
+        once more where a round has run out of device memory: that is undone, and tried smaller, then with
+        recomputation. Microbatches that draw Python's or numpy's random numbers between blocks run one at a time.
 
         Args:
             microbatches: whatever ``fn`` is to be called with.
             fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: gradients are clipped to this total norm.
             round_size: microbatches that run together, and then nothing else is tried; unless given, all that fit.
-            recompute: make the activations inside blocks again in backward, instead of keeping them. Unless given,
-                they are kept if the budget has room. Forward hooks inside a block then run twice.
+            recompute: make activations inside blocks again in backward, where forward hooks then run twice; unless
+                given, if the budget has no room for them.
             reduction: "mean", or "sum", which leaves out the division.
             scaler: scales the losses, and decides about the step.
             seeds: of each microbatch's random state; drawn from the present one unless given.
@@ -131,8 +132,8 @@ class Run(Resumable):
         Raises:
             StateError: the run has no optimizer.
             ValueError: there are no microbatches, or arguments that do not go together.
-            RankFailed: another rank has failed in this step.
-            ReplicasDiffer: the ranks have gone different ways.
+            UnsupportedModel: a recomputed block has begun to give something else. It is kept from then on.
+            RankFailed, ReplicasDiffer: another rank has failed in this step, or gone another way.
         """
         self._step_begins()
         given: list[Microbatch] = []

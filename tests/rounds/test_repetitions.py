@@ -1,5 +1,7 @@
-"""Blocks that are called again in backward, in rounds and by a stash: what they draw is drawn again, and what differs is
-kept or raises before a wrong gradient is there."""
+"""Blocks that are called again in backward, in rounds and by a stash.
+
+What they draw is drawn again; what differs is kept, or raises before a wrong gradient is there.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def states() -> Iterator[None]:
 def assert_is_the_loop(make: Callable[[], nn.Module], *, seed: int, microbatches: int = 1, **choices: Any) -> Any:
     torch.manual_seed(0)
     model = Net(make)
-    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    twin = Net(make)
     steps = batches(6, microbatches)
     seed_hosts(seed)
     expected = in_a_loop(twin, steps)
@@ -78,15 +81,39 @@ def test_equal_experts_are_chosen_as_they_were(rounds: bool) -> None:
     assert_is_the_loop(lambda: Experts(lambda count: int(np.random.randint(count))), seed=1, rounds=rounds)
 
 
+OWN: dict[str, Callable[[], Any]] = {
+    "python": lambda: random.Random(5),
+    "numpy": lambda: np.random.default_rng(5),
+    "numpy's older ones": lambda: np.random.RandomState(5),
+    "torch": lambda: torch.Generator().manual_seed(5),
+}
+
+
+@WAYS
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+def test_a_generator_that_a_module_holds_draws_again(rounds: bool, own: Callable[[], Any]) -> None:
+    assert_is_the_loop(lambda: Noisy(own()), seed=1, rounds=rounds)
+
+
+class Noisy(nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_torch = isinstance(self.generator, torch.Generator)
+        drawn = torch.rand(1, generator=self.generator) if of_torch else self.generator.random()
+        return torch.tanh(self.linear(x * float(drawn)))
+
+
 @pytest.mark.parametrize("recompute", [True, False, None])
 @pytest.mark.parametrize("round_size", [3, None])
 @pytest.mark.parametrize("make", [LayerDrop, Shuffle])
 def test_microbatches_draw_in_the_order_of_a_loop(
     make: type[nn.Module], round_size: int | None, recompute: bool | None
 ) -> None:
-    report = assert_is_the_loop(
-        make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute
-    )
+    report = assert_is_the_loop(make, seed=2, microbatches=3, rounds=True, round_size=round_size, recompute=recompute)
     # Known from the first round, if that is one of a single microbatch.
     alone_from_the_start = round_size is None or recompute is None
     assert report.refusals == (0 if alone_from_the_start else 1)

@@ -1,4 +1,4 @@
-"""Blocks that are not the same when they are called again, and those that only seem so; trained beside plain PyTorch."""
+"""Blocks that are another thing when they are called again, and those that only seem so; beside plain PyTorch."""
 
 from __future__ import annotations
 
@@ -158,4 +158,4 @@ def assert_equal(found: list[Gradients], expected: list[Gradients]) -> None:
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
         for one, other in zip(mine, theirs, strict=True):
             zeros = one is None or not one.any()
-            assert (zeros if other is None else one is not None and torch.equal(one, other)), f"in step {step}"
+            assert zeros if other is None else one is not None and torch.equal(one, other), f"in step {step}"

@@ -132,7 +132,7 @@ class Recomputation:
         self._noted.clear()
 
 
-def _dropped(_tensor: Any) -> None:
+def _dropped(_tensor: Any) -> Any:
     """What a repetition without a backward saves."""
 
 
