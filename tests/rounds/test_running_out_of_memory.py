@@ -180,15 +180,15 @@ def _failing_in_backward(model: Net, temperature: nn.Parameter, batch: Any) -> T
 
 
 def test_where_hooks_have_seen_gradients_the_step_is_not_made_again() -> None:
-    seen = []
-
-    def fn(model: Net, temperature: nn.Parameter, batch: Any) -> Tensor:
-        if not model.head.weight._post_accumulate_grad_hooks:
-            model.head.weight.register_post_accumulate_grad_hook(seen.append)
-        return (_failing_in_backward if seen else loss_of)(model, temperature, batch)
-
-    with pytest.raises(torch.OutOfMemoryError, match=r"the step cannot be undone: hooks run when gradients"):
-        _disturbed_by(fn)
+    seen: list[Tensor] = []
+    model, temperature, optimizer = Case().make()
+    data = batches()
+    with hydra_ext.offload(model, optimizer, budget=2**21) as run:
+        run.step(data[0], lambda batch: loss_of(model, temperature, batch))
+        model.head.weight.register_post_accumulate_grad_hook(seen.append)
+        with pytest.raises(torch.OutOfMemoryError, match=r"the step cannot be undone: hooks run when gradients"):
+            run.step(data[1], lambda batch: _failing_in_backward(model, temperature, batch))
+        assert run.report().retries == 0
 
 
 def test_gradients_from_before_the_step_that_no_budget_has_room_to_copy_are_kept(tmp_path: Path) -> None:
