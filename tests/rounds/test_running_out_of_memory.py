@@ -17,6 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext import Checks
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from support.pairwise import covering_rows
@@ -68,6 +69,49 @@ def test_after_the_smallest_round_that_keeps_activations_comes_one_that_makes_th
 ) -> None:
     case = Case(where=where, block=2, at=(1, 2, 3), recorded=False)
     assert differences(case, tmp_path) == []
+
+
+class Lazy(Net):
+    """Makes some of itself in the first forward, and notes that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = True
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+            self.layers[0].register_forward_hook(lambda _module, _args, output: output * 1.1)
+        self.calls += 1
+        return super().forward(x * (1 + self.calls / 100))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_the_first_forward_made_is_made_again(failing: bool) -> None:
+    data, values = batches()[0], []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = Lazy(recorded=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        one = nn.Parameter(torch.ones(()))
+        if not offloaded:
+            for index, batch in enumerate(data):
+                torch.manual_seed(index)
+                (loss_of(model, one, batch) / len(data)).backward()
+            optimizer.step()
+            values.append([parameter.detach().clone() for parameter in model.parameters()])
+            continue
+        left = [failing]
+
+        def fn(batch: Any, model: Lazy = model, one: nn.Parameter = one, left: list[bool] = left) -> Tensor:
+            loss = loss_of(model, one, batch)
+            if left[0]:
+                left[0] = False
+                _fail()
+            return loss
+
+        with hydra_ext.offload(model, optimizer, budget=2**21, checks=Checks(poison_hosts=True)) as run:
+            run.step(data, fn, seeds=range(len(data)))
+            assert run.report().retries == failing
+        values.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
 # ---- what is tried --------------------------------------------------------------------------------------------------
