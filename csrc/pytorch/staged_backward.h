@@ -60,8 +60,7 @@ class StagedBackward {
   void run(std::size_t turn);
   /// Whether a node runs a backward of its own, which accumulates gradients when it comes to it.
   bool nested() const noexcept { return nested_; }
-  /// What the graphs accumulate into, each once; without what has been accumulated early, and what a node's own backward
-  /// accumulates into. Once all are added.
+  /// What the graphs accumulate into, each once, when all are added. What has been accumulated early is not among it.
   std::vector<at::Tensor> leaves() const;
   /// By leaf, the last turn in which something is accumulated into it; -1 where nothing is. What a node's own backward
   /// accumulates is not known.

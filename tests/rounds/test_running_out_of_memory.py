@@ -17,6 +17,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 
 import hydra_ext
+from hydra_ext import Checks
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from support.pairwise import covering_rows
@@ -68,6 +69,49 @@ def test_after_the_smallest_round_that_keeps_activations_comes_one_that_makes_th
 ) -> None:
     case = Case(where=where, block=2, at=(1, 2, 3), recorded=False)
     assert differences(case, tmp_path) == []
+
+
+class Lazy(Net):
+    """Makes some of itself in the first forward, and notes that it has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.made = True
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+            self.layers[0].register_forward_hook(lambda _module, _args, output: output * 1.1)
+        self.calls += 1
+        return super().forward(x * (1 + self.calls / 100))
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_what_the_first_forward_made_is_made_again(failing: bool) -> None:
+    data, values = batches()[0], []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model = Lazy(recorded=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        one = nn.Parameter(torch.ones(()))
+        if not offloaded:
+            for index, batch in enumerate(data):
+                torch.manual_seed(index)
+                (loss_of(model, one, batch) / len(data)).backward()
+            optimizer.step()
+            values.append([parameter.detach().clone() for parameter in model.parameters()])
+            continue
+        left = [failing]
+
+        def fn(batch: Any, model: Lazy = model, one: nn.Parameter = one, left: list[bool] = left) -> Tensor:
+            loss = loss_of(model, one, batch)
+            if left[0]:
+                left[0] = False
+                _fail()
+            return loss
+
+        with hydra_ext.offload(model, optimizer, budget=2**21, checks=Checks(poison_hosts=True)) as run:
+            run.step(data, fn, seeds=range(len(data)))
+            assert run.report().retries == failing
+        values.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
 # ---- what is tried --------------------------------------------------------------------------------------------------
@@ -180,15 +224,15 @@ def _failing_in_backward(model: Net, temperature: nn.Parameter, batch: Any) -> T
 
 
 def test_where_hooks_have_seen_gradients_the_step_is_not_made_again() -> None:
-    seen = []
-
-    def fn(model: Net, temperature: nn.Parameter, batch: Any) -> Tensor:
-        if not model.head.weight._post_accumulate_grad_hooks:
-            model.head.weight.register_post_accumulate_grad_hook(seen.append)
-        return (_failing_in_backward if seen else loss_of)(model, temperature, batch)
-
-    with pytest.raises(torch.OutOfMemoryError, match=r"the step cannot be undone: hooks run when gradients"):
-        _disturbed_by(fn)
+    seen: list[Tensor] = []
+    model, temperature, optimizer = Case().make()
+    data = batches()
+    with hydra_ext.offload(model, optimizer, budget=2**21) as run:
+        run.step(data[0], lambda batch: loss_of(model, temperature, batch))
+        model.head.weight.register_post_accumulate_grad_hook(seen.append)
+        with pytest.raises(torch.OutOfMemoryError, match=r"the step cannot be undone: hooks run when gradients"):
+            run.step(data[1], lambda batch: _failing_in_backward(model, temperature, batch))
+        assert run.report().retries == 0
 
 
 def test_gradients_from_before_the_step_that_no_budget_has_room_to_copy_are_kept(tmp_path: Path) -> None:

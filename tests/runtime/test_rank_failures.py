@@ -32,8 +32,9 @@ def test_an_error_on_one_rank_is_an_error_on_all_and_the_next_step_is_equal(
     ("fault", "times", "sizes", "retries"),
     [
         ("forward", 1, (None, None), [0, 1]),  # before the ranks have met
-        ("backward", 1, (None, None), [1, 1]),
-        ("backward", 2, (2, None), [2, 2]),  # the other rank makes its rounds of two again
+        ("backward", 1, (None, None), [0, 1]),  # likewise: it is that of the last piece of a round of two
+        ("backward", 2, (None, None), [1, 2]),
+        ("backward", 2, (2, None), [1, 2]),  # the other rank makes its round of two again
     ],
 )
 def test_a_rank_that_runs_out_of_memory_makes_all_of_them_make_the_step_again(

@@ -1,4 +1,4 @@
-"""A training in which the device runs out of memory at a chosen block, and the same one undisturbed in plain PyTorch."""
+"""A training whose device runs out of memory at a chosen block, and the same one undisturbed in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What modules hold beside parameters and buffers, as it was before a round that has to be undone.
+"""What modules hold beside parameters and the values of buffers, as it was before a round that has to be undone.
 
-That is their attributes, and what is in lists, dictionaries and sets among them, however deep. Into objects of other
-classes nobody looks.
+That is their attributes, and what is in lists, dictionaries and sets among them, however deep; the names of their
+buffers; and their hooks: libraries install some in the first forward, and note in an attribute that they have. Objects
+of other classes are not looked into.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What torch's own class keeps for itself: registered parameters, buffers, modules and hooks.
-_OWN = frozenset(nn.Module().__dict__) - {"training"}
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
 _LOOKED_INTO = _DICTS | {list, deque, set, Tensor}
 _SMALL = 2**20  # bytes
@@ -45,6 +45,7 @@ class ModuleContents:
             names = module.__dict__
             before = {name: value for name, value in names.items() if name not in _OWN}
             contents._names.append((names, before))
+            contents._containers.append((module._buffers, dict(module._buffers)))
             for value in before.values():
                 contents._note(value, known)
         return contents

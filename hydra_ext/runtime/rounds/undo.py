@@ -57,18 +57,15 @@ class _NotedGradient:
 
 
 class Gradients:
-    """Of tensors, as they are before anything of a step has been added to them.
-
-    Attributes:
-        obstacle: why they could not be put back; empty when they can.
-    """
+    """Of tensors, as they are before anything of a step has been added to them."""
 
     def __init__(self, owner: UndoOwner) -> None:
         self._core = owner.core
-        self._spills = owner.spills
+        # Of those alone whose memory host_budget= is about there may be none for a copy.
+        self._uncopied = {id(parameter) for parameter in owner.model.parameters()} if owner.spills else set()
         self._noted: dict[int, _NotedGradient] = {}
         self._at_home: list[tuple[int, int, Tensor]] = []  # block, parameter, copy
-        self.obstacle = ""
+        self._lost = False
         for block in owner.core.settled_blocks:
             self._note_home(block, [parameter for _, parameter in owner.layout.blocks[block].parameters])
         self.note(owner.model.parameters())
@@ -83,16 +80,10 @@ class Gradients:
             gradient = tensor.grad
             noted = _NotedGradient(tensor, None) if gradient is None else self._copied(tensor, gradient)
             self._noted[id(tensor)] = noted
-            if tensor._post_accumulate_grad_hooks:
-                self.obstacle = self.obstacle or (
-                    "hooks run when gradients have been accumulated, and what they did would be done twice"
-                )
 
     def _copied(self, tensor: Tensor, gradient: Tensor) -> _NotedGradient:
-        if self._spills:
-            self.obstacle = self.obstacle or (
-                "there were gradients before the step, and host_budget= leaves no room for a copy of them"
-            )
+        if id(tensor) in self._uncopied:
+            self._lost = True
             return _NotedGradient(tensor, gradient, gradient._version)
         with torch.no_grad(), _C.Uncharged():
             return _NotedGradient(tensor, gradient, gradient._version, gradient.detach().clone())
@@ -107,6 +98,15 @@ class Gradients:
                 if gradient is not None and parameter.grad is not None:
                     self._noted[id(parameter)] = _NotedGradient(parameter, parameter.grad, parameter.grad._version)
                     self._at_home.append((block, index, gradient.to("cpu")))
+
+    @property
+    def obstacle(self) -> str:
+        """Why they could not be put back; empty when they can."""
+        if self._lost:
+            return "there were gradients before the step, and host_budget= leaves no room for a copy of them"
+        if any(noted.tensor._post_accumulate_grad_hooks for noted in self._noted.values()):
+            return "hooks run when gradients have been accumulated, and what they did would be done twice"
+        return ""
 
     @torch.no_grad()
     def restore(self) -> None:
