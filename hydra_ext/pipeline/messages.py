@@ -144,7 +144,7 @@ def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure
     words[_PREFIX - 1] = len(words)
     first, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
     first += [0] * (HEADER_WORDS - len(first))
-    return [torch.tensor(part, dtype=torch.int64) for part in (first, rest) if part]
+    return [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (first, rest) if part]
 
 
 def end_of_messages() -> Tensor:
