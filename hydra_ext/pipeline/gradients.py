@@ -247,9 +247,8 @@ def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessG
         StateError: the copies were not given the same ``max_norm``.
     """
     norm = norm_word(max_norm)
-    marks = torch.tensor(
-        [norm, ~norm, *(gradient is not None for gradient in stage.gradients)], dtype=torch.int64, device="cpu"
-    )
+    words = [norm, ~norm, *(gradient is not None for gradient in stage.gradients)]
+    marks = torch.tensor(words, dtype=torch.int64, device="cpu")
     with carrying():
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
     highest, lowest, *known = marks.tolist()

@@ -150,7 +150,9 @@ def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure
 def end_of_messages() -> Tensor:
     """The header after which nothing comes."""
     return torch.tensor(
-        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64
+        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX),
+        dtype=torch.int64,
+        device="cpu",
     )
 
 

@@ -193,10 +193,7 @@ class _PinnedPair:
     """Two pinned buffers by turns, as large as the largest strip so far."""
 
     def __init__(self) -> None:
-        self._buffers = [
-            torch.empty(0, dtype=torch.uint8, device="cpu"),
-            torch.empty(0, dtype=torch.uint8, device="cpu"),
-        ]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._next = 0
 
