@@ -41,16 +41,16 @@ class StandIn:
             standing = self.module.__dict__.get(_SLOT)
             if not any(call is self for call in _chain(standing)):
                 self.replaced = standing
-                setattr(self.module, _SLOT, self)
+                self.module.__dict__[_SLOT] = self  # a module may have a __setattr__ of its own
 
     def remove(self) -> None:
         """Undoes :meth:`install`, whoever has come since; below a call of another kind it stays, and does nothing."""
         with _lock:
             standing = self.module.__dict__.get(_SLOT)
             if standing is self:
-                delattr(self.module, _SLOT)
+                del self.module.__dict__[_SLOT]
                 if self.replaced is not None:
-                    setattr(self.module, _SLOT, self.replaced)
+                    self.module.__dict__[_SLOT] = self.replaced
             for call in _chain(standing):
                 if isinstance(call, StandIn) and call.replaced is self:
                     call.replaced = self.replaced

@@ -1,10 +1,8 @@
 // What torch keeps per thread, carried from one thread to another.
 //
 // Captured in the thread that calls run.step(), entered by the thread of each microbatch: grad and inference mode,
-// autocast, dispatch and function modes, saved-tensor hooks, profilers, and how many threads OpenMP and MKL use, on
-// which the last bits of sums depend. A new thread flushes denormals as its maker does. Autocast's cache of cast weights
-// is one for the process; threads that take turns would share the casts' graph nodes, so it is off where a context was
-// entered.
+// autocast, dispatch and function modes, saved-tensor hooks, profilers. Autocast's cache of cast weights is one for
+// the process; threads that take turns would share the casts' graph nodes, so it is off where a context was entered.
 // Threads: capture and enter() from any thread; an object may be entered by several.
 #pragma once
 
@@ -22,7 +20,6 @@ class ThreadContext {
  private:
   at::ThreadLocalState state_;
   int autocast_depth_;
-  int threads_;
 };
 
 }  // namespace hydra

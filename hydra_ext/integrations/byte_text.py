@@ -21,7 +21,7 @@ def batches(*, count: int, rows: int, length: int, seed: int = 0) -> list[torch.
     """``count`` random pieces of the text: token ids of shape (rows, length), dtype int64."""
     text = torch.frombuffer(bytearray(help_text()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(text) - length, (count, rows), generator=generator)
+    starts = torch.randint(0, len(text) - length, (count, rows), generator=generator, device="cpu")
     return [torch.stack([text[start : start + length] for start in row.tolist()]) for row in starts]
 
 

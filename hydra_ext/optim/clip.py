@@ -43,7 +43,7 @@ def clip_grad_norm_(
                 _C.scale_gradient(
                     parameter.grad, factor
                 )  # not _foreach_mul_, which rounds the factor to the gradients' type
-    return torch.tensor(norm, dtype=torch.float32)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 
 def sums_of_squares(parameters: Sequence[Tensor], known: Sequence[float | None]) -> list[float]:

@@ -92,7 +92,7 @@ class DelayedOptimizer(torch.optim.Optimizer, ABC):
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["step"] += 1
         update = self._update(gradient, state, group, int(state["step"]))
         parameter.mul_(1.0 - float(group["lr"]) * float(group["weight_decay"]))

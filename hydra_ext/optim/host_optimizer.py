@@ -252,7 +252,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         if self._has_moments(group):
             first = self._MOMENTS[0] not in state
             if "step" not in state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             for name in self._MOMENTS:
                 if name not in state:
                     state[name] = self._new(parameter, group["moments"], copies=False)

@@ -50,7 +50,7 @@ class ArrivalBox:
         if not any(self.requires_grad) or not torch.is_grad_enabled():
             tensors = list(self.tensors)
         else:
-            tensors = list(Arrival.apply(torch.zeros((), requires_grad=True), self))  # type: ignore[no-untyped-call]
+            tensors = list(Arrival.apply(torch.zeros((), device="cpu", requires_grad=True), self))  # type: ignore[no-untyped-call]
         self.tensors = ()
         return tensors
 

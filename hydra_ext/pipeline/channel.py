@@ -49,7 +49,7 @@ class Channel:
             return self._headers.send([words], self._peer, _WORDS)
 
     def post_words(self, count: int) -> tuple[Tensor, dist.Work]:
-        words = torch.empty(count, dtype=torch.int64)
+        words = torch.empty(count, dtype=torch.int64, device="cpu")
         with carrying():
             return words, self._headers.recv([words], self._peer, _WORDS)
 

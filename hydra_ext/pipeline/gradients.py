@@ -186,7 +186,7 @@ class Reducer:
         gathered = [own]
         if self._partners.line is not None:
             longest = max(len(order) for order in orders)
-            sent = torch.tensor(own + [_ABSENT] * (longest - len(own)), dtype=torch.float64)
+            sent = torch.tensor(own + [_ABSENT] * (longest - len(own)), dtype=torch.float64, device="cpu")
             received = [torch.empty_like(sent) for _ in orders]
             with carrying():
                 dist.all_gather(received, sent, group=self._partners.line)
@@ -247,7 +247,8 @@ def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessG
         StateError: the copies were not given the same ``max_norm``.
     """
     norm = norm_word(max_norm)
-    marks = torch.tensor([norm, ~norm, *(gradient is not None for gradient in stage.gradients)], dtype=torch.int64)
+    words = [norm, ~norm, *(gradient is not None for gradient in stage.gradients)]
+    marks = torch.tensor(words, dtype=torch.int64, device="cpu")
     with carrying():
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
     highest, lowest, *known = marks.tolist()
@@ -267,7 +268,9 @@ def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
     """Every holder gets the sum."""
     own = {holder.stage: holder.index for holder in weight.holders if holder.index is not None}
     held = {stage: batch.of(stage).gradients[index] for stage, index in own.items()}
-    marks = torch.tensor([held.get(holder.stage) is not None for holder in weight.holders], dtype=torch.uint8)
+    marks = torch.tensor(
+        [held.get(holder.stage) is not None for holder in weight.holders], dtype=torch.uint8, device="cpu"
+    )
     if weight.group is not None:
         with carrying():
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=weight.group)

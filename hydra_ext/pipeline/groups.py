@@ -112,4 +112,4 @@ def _disconnect(group: dist.ProcessGroup) -> None:
         for tag in range(_UNUSED_TAG, _UNUSED_TAG - devices, -1):
             if peer != group.rank():
                 with suppress(RuntimeError):
-                    group.recv([torch.empty(1)], peer, tag).wait(timedelta(milliseconds=1))
+                    group.recv([torch.empty(1, device="cpu")], peer, tag).wait(timedelta(milliseconds=1))

@@ -144,13 +144,15 @@ def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure
     words[_PREFIX - 1] = len(words)
     first, rest = words[:HEADER_WORDS], words[HEADER_WORDS:]
     first += [0] * (HEADER_WORDS - len(first))
-    return [torch.tensor(part, dtype=torch.int64) for part in (first, rest) if part]
+    return [torch.tensor(part, dtype=torch.int64, device="cpu") for part in (first, rest) if part]
 
 
 def end_of_messages() -> Tensor:
     """The header after which nothing comes."""
     return torch.tensor(
-        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX), dtype=torch.int64
+        [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX),
+        dtype=torch.int64,
+        device="cpu",
     )
 
 

@@ -27,7 +27,7 @@ class PipelineOutput:
 
     def __init__(self, batch: int, *, norm: float | None, skipped: bool) -> None:
         self.batch = batch
-        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float32)
+        self.grad_norm = None if norm is None else torch.tensor(norm, dtype=torch.float32, device="cpu")
         self.skipped = skipped
         self._wait: Callable[[PipelineOutput], None] | None = None
         self._losses: Tensor | None = None

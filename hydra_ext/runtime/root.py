@@ -3,6 +3,9 @@
 Hooks would miss a ``KeyboardInterrupt``; a class of the same name whose ``__call__`` has a ``finally`` does not. Only
 the root's class is changed: libraries find submodules by their exact class. Copies and pickles of the model are of the
 plain class. Neither the class nor its metaclass is told of the new one: some keep a register of their subclasses.
+
+What ``torch.compile`` made of the model before the context calls the plain class's ``__call__``. For that the root's
+call has a stand-in, too, which opens the window unless the swapped class just did.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.runtime.conversions import refuse_changes
 from hydra_ext.tracing import not_traced
 
@@ -40,7 +44,22 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     context: RootContext | None = self.__dict__.get(_CONTEXT)
     if context is None:  # made by a method of the root as type(self)(...), as slices of nn.Sequential are
         return plain.__call__(self, *args, **kwargs)
+    top = next(standing_in(self), None)
+    if isinstance(top, _RootCall):
+        return context.forward(top.inner, args, kwargs)
     return context.forward(lambda *a, **k: plain.__call__(self, *a, **k), args, kwargs)
+
+
+class _RootCall(StandIn):
+    """Called by what was bound to the plain class's ``__call__``: the swapped class's own passes it by."""
+
+    def __init__(self, module: nn.Module, context: RootContext) -> None:
+        super().__init__(module)
+        self._context = context
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._context.forward(self.inner, args, kwargs)
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -68,7 +87,8 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     else:
         reduced[1] = tuple(plain if part is type(self) else part for part in reduced[1])
     if isinstance(reduced[2], dict):
-        reduced[2] = {key: value for key, value in reduced[2].items() if key != _CONTEXT}
+        kept = {key: value for key, value in reduced[2].items() if not isinstance(value, StandIn)}
+        reduced[2] = {key: value for key, value in kept.items() if key != _CONTEXT}
     return tuple(reduced)
 
 
@@ -112,6 +132,8 @@ def swap(root: nn.Module, context: RootContext) -> None:
         namespace["device"] = property(_device)
     root.__dict__[_CONTEXT] = context
     _set_class(root, _subclass(cls, namespace))
+    if cls.__call__ is nn.Module.__call__:  # one of its own does things first
+        _RootCall(root, context).install()
 
 
 class _Shield:
@@ -135,6 +157,9 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def restore(root: nn.Module) -> None:
+    for call in list(standing_in(root)):
+        if isinstance(call, _RootCall):
+            call.remove()
     _set_class(root, type(root).__mro__[1])
     root.__dict__.pop(_CONTEXT, None)
 

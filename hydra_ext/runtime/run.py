@@ -18,7 +18,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from hydra_ext.runtime import engine, root, sites
+from hydra_ext.runtime import compiled, engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
 from hydra_ext.runtime.devices import Place
@@ -89,10 +89,9 @@ class Run(Resumable):
     def report(self) -> Report:
         """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
         report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
-        if self._saving is not None:
-            report = replace(report, activations=self._saving.report())
         peak = self._place.peak_bytes()
-        return report if peak is None else replace(report, peak_bytes=peak)
+        report = report if peak is None else replace(report, peak_bytes=peak)
+        return report if self._saving is None else replace(report, activations=self._saving.report())
 
     def step(
         self,
@@ -262,6 +261,7 @@ class Run(Resumable):
             self._saving.hook()  # inside the sites' calls, where nobody parks
         sites.install(self, self.layout.sites)
         root.swap(self.model, self)
+        compiled.join(self)
         self.optimizer = optimizer
         if optimizer is not None:
             self._optimizer_handles = [
@@ -307,6 +307,7 @@ class Run(Resumable):
                 stack.callback(self._saving.close)
                 stack.callback(self._saving.unhook)
             stack.callback(sites.remove, self.layout.sites)
+            stack.callback(compiled.leave, self)
             for handle in self._optimizer_handles:
                 stack.callback(handle.remove)
             if self.updates is not None:

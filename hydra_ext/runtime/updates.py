@@ -95,7 +95,7 @@ class Updates:
         norm, factor = clip.combined(clip.sums_of_squares(parameters, known), max_norm)
         if not math.isfinite(norm):
             logger.warning("the norm of the gradients is %s: this step is skipped", norm)
-            return torch.tensor(norm, dtype=torch.float32), True
+            return torch.tensor(norm, dtype=torch.float32, device="cpu"), True
         stepped = {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
         for parameter in parameters:
             if parameter not in stepped and parameter.grad is not None and factor != 1.0:
@@ -105,7 +105,7 @@ class Updates:
             self._optimizer.step()
         finally:
             self._scale = 1.0
-        return torch.tensor(norm, dtype=torch.float32), False
+        return torch.tensor(norm, dtype=torch.float32, device="cpu"), False
 
     # ---- what the optimizer asks for --------------------------------------------------------------------------------
 

@@ -113,8 +113,8 @@ def backward(
     channels = gradient.shape[1]
     results = (
         empty_map(source.shape, source.dtype, source, weight) if wanted[0] else None,
-        torch.empty(weight.shape, dtype=weight.dtype) if wanted[1] else None,
-        torch.empty(channels, dtype=weight.dtype) if wanted[2] else None,
+        torch.empty(weight.shape, dtype=weight.dtype, device="cpu") if wanted[1] else None,
+        torch.empty(channels, dtype=weight.dtype, device="cpu") if wanted[2] else None,
     )
     rows = run.rows(source.shape[2], lambda rows: takes.backward(*window.backward_most(rows)))
     parts = list(strips(source.shape[2], rows))

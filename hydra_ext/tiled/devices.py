@@ -193,7 +193,7 @@ class _PinnedPair:
     """Two pinned buffers by turns, as large as the largest strip so far."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in self._buffers]  # type: ignore[no-untyped-call]
         self._next = 0
 
@@ -201,7 +201,7 @@ class _PinnedPair:
         turn, self._next = self._next, 1 - self._next
         self._events[turn].synchronize()
         if self._buffers[turn].numel() < like.nbytes:
-            self._buffers[turn] = torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=True)
+            self._buffers[turn] = torch.empty(like.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return _Pinned(self._buffers[turn], like, self._events[turn])
 
 

@@ -51,7 +51,7 @@ def backward(run: TiledRun, func: Any, gradient: torch.Tensor, *args: Any) -> to
 
 def log_sigmoid(run: TiledRun, func: Any, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``aten.log_sigmoid_forward``, without the buffer that it keeps for its backward."""
-    result = torch.empty(source.shape, dtype=source.dtype)
+    result = torch.empty(source.shape, dtype=source.dtype, device="cpu")
     over_rows(run, [source], [result], lambda strip: [func(strip)[0]], temporary_bytes=source.element_size())
     return result, source.new_empty(0)
 
@@ -60,7 +60,7 @@ def log_sigmoid_backward(
     run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, _buffer: torch.Tensor
 ) -> torch.Tensor:
     """``aten.log_sigmoid_backward``: each strip makes its part of the buffer anew."""
-    result = torch.empty(source.shape, dtype=source.dtype)
+    result = torch.empty(source.shape, dtype=source.dtype, device="cpu")
 
     def compute(outgoing: torch.Tensor, strip: torch.Tensor) -> Sequence[torch.Tensor]:
         return [func(outgoing, strip, torch.ops.aten.log_sigmoid_forward(strip)[1])]

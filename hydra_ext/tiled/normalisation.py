@@ -87,7 +87,7 @@ def _over_strips(run: TiledRun, source: torch.Tensor) -> tuple[torch.Tensor, tor
     lost where the mean is far from zero.
     """
     channels = source.shape[1]
-    mean, squares = (torch.zeros(channels, dtype=torch.float64) for _ in range(2))
+    mean, squares = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(2))
     seen = 0
     for strip in _strips_of(run, [source]):
         with run.device:

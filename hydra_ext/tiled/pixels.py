@@ -124,7 +124,7 @@ def _by_channel(name: str, values: Sequence[float], channels: int, dtype: torch.
     if isinstance(values, (str, bytes)):
         raise InvalidArgument(wanted)
     try:
-        numbers = torch.tensor([float(value) for value in values], dtype=dtype)
+        numbers = torch.tensor([float(value) for value in values], dtype=dtype, device="cpu")
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
         raise InvalidArgument(wanted) from error
     if len(numbers) not in (1, channels):

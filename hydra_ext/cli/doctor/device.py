@@ -86,7 +86,7 @@ def read_driver(path: Path) -> str | None:
 def measure_memory_link() -> LinkFacts:
     import torch
 
-    source = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
+    source = torch.ones(_PROBE_BYTES, device="cpu", dtype=torch.uint8)
     target = torch.zeros_like(source)
     best = _PROBE_BYTES / min(_timed_copy(target, source) for _ in range(_REPEATS))
     return LinkFacts("simulated", best, best)
@@ -96,7 +96,7 @@ def measure_cuda_link(*, pinned: bool) -> LinkFacts:
     import torch
 
     try:
-        host = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        host = torch.ones(_PROBE_BYTES, device="cpu", dtype=torch.uint8, pin_memory=pinned)
         device = host.to("cuda")
         to_device = min(_timed_cuda_copy(device, host) for _ in range(_REPEATS))
         to_host = min(_timed_cuda_copy(host, device) for _ in range(_REPEATS))
@@ -126,7 +126,7 @@ def _can_pin() -> bool:
     import torch
 
     try:
-        return torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned()
+        return torch.empty(1 << 20, device="cpu", dtype=torch.uint8, pin_memory=True).is_pinned()
     except RuntimeError as error:
         logger.debug("memory cannot be pinned: %s", error)
         return False

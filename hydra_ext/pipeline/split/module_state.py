@@ -140,7 +140,7 @@ class _Computed:
         if tensor is not None:
             return tensor
         with torch.enable_grad():
-            made: Tensor = _Forgotten.apply(torch.zeros((), requires_grad=True), [self._data])  # type: ignore[no-untyped-call]
+            made: Tensor = _Forgotten.apply(torch.zeros((), device="cpu", requires_grad=True), [self._data])  # type: ignore[no-untyped-call]
         return made
 
 

@@ -151,7 +151,7 @@ class Arrival:
         self.tensors = [tensor.detach() for tensor in tensors]
         differentiable = [i for i, wanted in enumerate(requires_grad) if wanted and torch.is_grad_enabled()]
         if differentiable:
-            start = torch.zeros((), requires_grad=True)
+            start = torch.zeros((), device="cpu", requires_grad=True)
             entered = _Enter.apply(start, differentiable, [self.tensors[i] for i in differentiable], self.gradients)  # type: ignore[no-untyped-call]
             for i, tensor in zip(differentiable, entered, strict=True):
                 self.tensors[i] = tensor

@@ -92,6 +92,7 @@ class Fiber(Generic[Result]):
         self.result: Result | None = None
         self._work: Callable[[], Result] | None = work
         self._context = context
+        self._threads = torch.get_num_threads()
         self._at_hand: frozenset[int] = frozenset()
         self._claim: dict[str, str] = {}
         self._permitted = False
@@ -178,6 +179,7 @@ class Fiber(Generic[Result]):
                 self._take_turn()
                 sys.settrace(trace)
                 self._context.enter()
+                _use_threads(self._threads)
                 if self._stream is not None:
                     torch.cuda.set_stream(self._stream)  # and its device
                 if self._work is not None:
@@ -238,6 +240,20 @@ def _raise_from(errors: list[BaseException]) -> None:
         raise errors[0]
     finally:
         errors.clear()
+
+
+def _use_threads(wanted: int) -> None:
+    """The calling thread's OpenMP and MKL have so many threads: the last bits of FFTs, and of sums, depend on it.
+
+    Torch tells a thread's MKL when it is first asked for the number, which not every operator does.
+    """
+    given = torch.get_num_threads()
+    if given != wanted:
+        torch.set_num_threads(wanted)
+        # That is also what later threads begin with: another thread puts it back, and ours keeps its own.
+        restorer = threading.Thread(target=torch.set_num_threads, args=(given,))
+        restorer.start()
+        restorer.join()
 
 
 class Inside:
