@@ -76,6 +76,7 @@ void bind_running(ModelClass& model_class) {
       .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
+      .def("drain", &PagedModel::drain, Released(), "Waits until nothing is on its way, whatever became of it.")
       .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
       .def("drop_copies", &PagedModel::drop_copies)
       .def("begin_early", &PagedModel::begin_early)

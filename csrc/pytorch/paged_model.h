@@ -180,6 +180,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Blocks until the block, or all, is updated, and gives tensors back.
   void finish_update(std::int32_t block);
   void finish_update();
+  /// Blocks until all is updated, and nothing is on its way between device, host and disk, whatever became of it.
+  void drain();
   /// Optimizer steps that were deferred, how long their threads worked, and what they have read and written.
   std::int64_t deferred_updates() const;
   double update_seconds() const;
