@@ -78,6 +78,7 @@ void bind_running(ModelClass& model_class) {
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
       .def("overlapping_blocks", &PagedModel::overlapping_blocks, Released(),
            "Groups of blocks whose parameters overlap in memory.")
+      .def("drain", &PagedModel::drain, Released(), "Waits until nothing is on its way, whatever became of it.")
       .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
       .def("drop_copies", &PagedModel::drop_copies)
       .def("begin_early", &PagedModel::begin_early)

@@ -80,7 +80,8 @@ void bind_testing(py::module_& module) {
       .def("fail", &FaultScript::fail, py::arg("operation"), py::arg("nth"), py::arg("persistent") = false)
       .def("jitter", &FaultScript::jitter, py::arg("operation"), py::arg("seconds"), py::arg("seed"))
       .def("reset", &FaultScript::reset)
-      .def("count", &FaultScript::count, py::arg("operation"));
+      .def("count", &FaultScript::count, py::arg("operation"))
+      .def("met", &FaultScript::met);
   using testing::FaultyFiles;
   using testing::FileFault;
   using testing::FileOperation;
@@ -99,7 +100,8 @@ void bind_testing(py::module_& module) {
       .def("fail", &FaultyFiles::fail, py::arg("operation"), py::arg("fault"), py::arg("nth"),
            py::arg("persistent") = false, py::arg("error") = 0)
       .def("reset", &FaultyFiles::reset)
-      .def("count", &FaultyFiles::count, py::arg("operation"));
+      .def("count", &FaultyFiles::count, py::arg("operation"))
+      .def("met", &FaultyFiles::met);
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
             py::arg("pool"), "The memory traffic of an update without its arithmetic; spoils what the tensors hold.");

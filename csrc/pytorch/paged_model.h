@@ -187,6 +187,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void finish_update(std::int32_t block, const c10::Storage& storage);
   /// Groups of blocks whose parameters overlap in memory; their updates have to be made in the optimizer's order.
   std::vector<BlockList> overlapping_blocks() const;
+  /// Blocks until all is updated, and nothing is on its way between device, host and disk, whatever became of it.
+  void drain();
   /// Optimizer steps that were deferred, how long their threads worked, and what they have read and written.
   std::int64_t deferred_updates() const;
   double update_seconds() const;

@@ -28,7 +28,7 @@ double next_fraction(std::uint64_t& state) noexcept {
 
 void FaultScript::fail(Operation operation, std::int64_t nth, bool persistent) {
   const std::lock_guard lock(mutex_);
-  rules_.push_back({.operation = operation, .nth = nth, .persistent = persistent});
+  rules_.push_back({.operation = operation, .number = counts_[index(operation)] + nth, .persistent = persistent});
 }
 
 void FaultScript::jitter(Operation operation, double seconds, std::uint64_t seed) {
@@ -41,11 +41,17 @@ void FaultScript::reset() {
   rules_.clear();
   std::ranges::fill(jitter_, Jitter{});
   std::ranges::fill(counts_, 0);
+  met_ = 0;
 }
 
 std::int64_t FaultScript::count(Operation operation) const {
   const std::lock_guard lock(mutex_);
   return counts_[index(operation)];
+}
+
+std::int64_t FaultScript::met() const {
+  const std::lock_guard lock(mutex_);
+  return met_;
 }
 
 void FaultScript::before_job(Direction direction) {
@@ -70,8 +76,10 @@ FaultScript::Outcome FaultScript::next(Operation operation) {
     const std::lock_guard lock(mutex_);
     outcome.number = ++counts_[index(operation)];
     outcome.fails = std::ranges::any_of(rules_, [&](const Rule& rule) {
-      return rule.operation == operation && (rule.persistent ? outcome.number >= rule.nth : outcome.number == rule.nth);
+      return rule.operation == operation &&
+             (rule.persistent ? outcome.number >= rule.number : outcome.number == rule.number);
     });
+    met_ += outcome.fails ? 1 : 0;
     Jitter& jitter = jitter_[index(operation)];
     if (jitter.seconds > 0.0) {
       seconds = jitter.seconds * next_fraction(jitter.state);

@@ -15,13 +15,18 @@ Bytes shortened(Bytes bytes) noexcept { return std::max<Bytes>(bytes / 2 / kSect
 
 void FaultyFiles::fail(FileOperation operation, FileFault fault, std::int64_t nth, bool persistent, int error) {
   const std::lock_guard lock(mutex_);
-  rules_.push_back({.operation = operation, .fault = fault, .nth = nth, .persistent = persistent, .error = error});
+  rules_.push_back({.operation = operation,
+                    .fault = fault,
+                    .number = counts_[index(operation)] + nth,
+                    .persistent = persistent,
+                    .error = error});
 }
 
 void FaultyFiles::reset() {
   const std::lock_guard lock(mutex_);
   rules_.clear();
   counts_ = {};
+  met_ = 0;
 }
 
 std::int64_t FaultyFiles::count(FileOperation operation) const {
@@ -29,13 +34,22 @@ std::int64_t FaultyFiles::count(FileOperation operation) const {
   return counts_[index(operation)];
 }
 
+std::int64_t FaultyFiles::met() const {
+  const std::lock_guard lock(mutex_);
+  return met_;
+}
+
 std::optional<FaultyFiles::Rule> FaultyFiles::next(FileOperation operation) {
   const std::lock_guard lock(mutex_);
   const std::int64_t number = ++counts_[index(operation)];
   const auto met = std::find_if(rules_.begin(), rules_.end(), [&](const Rule& rule) {
-    return rule.operation == operation && (rule.nth == number || (rule.persistent && rule.nth < number));
+    return rule.operation == operation && (rule.number == number || (rule.persistent && rule.number < number));
   });
-  return met == rules_.end() ? std::nullopt : std::optional(*met);
+  if (met == rules_.end()) {
+    return std::nullopt;
+  }
+  ++met_;
+  return *met;
 }
 
 int FaultyFiles::open_unnamed(const char* folder) {

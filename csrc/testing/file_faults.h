@@ -1,6 +1,6 @@
 // Scripted faults of files: the n-th operation of a kind fails, is short, or lies about what it has done.
 //
-// Operations are counted from 1 since construction or reset(); all but faults go to `files`. Thread-safe.
+// All but faults go to `files`. Thread-safe: a rule counts from the call that makes it, whatever is on its way then.
 #pragma once
 
 #include <array>
@@ -25,10 +25,14 @@ class FaultyFiles final : public FileOperations {
  public:
   explicit FaultyFiles(FileOperations& files = system_files()) : files_(files) {}
 
-  /// The n-th operation, and with `persistent` every later one.
+  /// The n-th operation from now, from 1, and with `persistent` every later one.
   void fail(FileOperation operation, FileFault fault, std::int64_t nth, bool persistent = false, int error = 0);
+  /// Forgets rules and counts.
   void reset();
+  /// Operations since construction or reset().
   std::int64_t count(FileOperation operation) const;
+  /// Operations that a rule has met, since then.
+  std::int64_t met() const;
 
   int open_unnamed(const char* folder) override;
   int bypass_cache(int descriptor, bool bypass) override;
@@ -41,7 +45,7 @@ class FaultyFiles final : public FileOperations {
   struct Rule {
     FileOperation operation;
     FileFault fault;
-    std::int64_t nth;
+    std::int64_t number;
     bool persistent;
     int error;
   };
@@ -52,6 +56,7 @@ class FaultyFiles final : public FileOperations {
   mutable std::mutex mutex_;
   std::vector<Rule> rules_;
   std::array<std::int64_t, 5> counts_{};
+  std::int64_t met_ = 0;
 };
 
 }  // namespace hydra::testing

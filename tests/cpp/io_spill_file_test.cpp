@@ -200,7 +200,7 @@ TEST(SpillFile, DamageAndLostWritesAreNoticed) {
   files.fail(FileOperation::kRead, FileFault::kFlipped, 2);
   EXPECT_NE(message_of([&] { read(file, extent, Buffer(kBytes)); }).find("not what was written"), std::string::npos);
   EXPECT_TRUE(holds(file, extent, Buffer(kBytes, 1)));
-  files.fail(FileOperation::kWrite, FileFault::kDropped, 4);
+  files.fail(FileOperation::kWrite, FileFault::kDropped, 2);
   write(file, extent, Buffer(kBytes, 2));  // the second piece stays what it was
   EXPECT_NE(message_of([&] { read(file, extent, Buffer(kBytes)); }).find("not what was written"), std::string::npos);
 }

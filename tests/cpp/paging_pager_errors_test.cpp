@@ -91,7 +91,7 @@ class PagerErrors : public ::testing::Test {
 
 TEST_F(PagerErrors, ASlotWhoseFillHasFailedGoesOnlyInComputeOrder) {
   visit(0);
-  faults_->fail(Operation::kToDevice, 2, false);
+  faults_->fail(Operation::kToDevice, 1, false);
   EXPECT_THROW(visit(1), TransferError);
   EXPECT_EQ(pager_.state(1), BlockState::kStale);
   EXPECT_EQ(ledger_.in_use(), kBlock) << "given back past the device, that may read it still";
@@ -105,7 +105,7 @@ TEST_F(PagerErrors, AFillIsTriedAgainBehindTheUsesOfTheSlotsBlockBefore) {
   for (int round = 0; round < 8; ++round) {
     faults_->reset();
     visit(0);
-    faults_->fail(Operation::kToDevice, 2, false);
+    faults_->fail(Operation::kToDevice, 1, false);
     EXPECT_THROW(visit(1), TransferError);
     visit(1);
     EXPECT_EQ(device_.hazards(), 0);

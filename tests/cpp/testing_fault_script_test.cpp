@@ -75,6 +75,19 @@ TEST_F(FaultScriptTest, AddsUpRulesOfOneKind) {
   EXPECT_NE(copy_to_device(), "");
 }
 
+TEST_F(FaultScriptTest, CountsFromTheCallThatMakesTheRule) {
+  EXPECT_EQ(copy_to_device(), "");
+  script_->fail(Operation::kToDevice, 1, false);
+  EXPECT_NE(copy_to_device(), "");
+  EXPECT_EQ(copy_to_device(), "");
+  script_->fail(Operation::kToDevice, 2, true);
+  EXPECT_EQ(copy_to_device(), "");
+  EXPECT_NE(copy_to_device(), "");
+  EXPECT_NE(copy_to_device(), "");
+  EXPECT_EQ(script_->count(Operation::kToDevice), 6);
+  EXPECT_EQ(script_->met(), 3);
+}
+
 TEST_F(FaultScriptTest, JitterKeepsResultsAndOrder) {
   script_->jitter(Operation::kToDevice, 0.0005, 42);
   script_->jitter(Operation::kToHost, 0.0005, 43);

@@ -186,7 +186,7 @@ def test_what_fails_to_come_home_is_a_transfer_error_and_comes_the_next_time(nam
     def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
         to_host = _C.testing.Operation.TO_HOST
         if faults.count(to_host) > 0:
-            faults.fail(to_host, faults.count(to_host) + 1)
+            faults.fail(to_host, 1)
             with pytest.raises(TransferError):
                 USES[name](model, optimizer)
             optimizer.zero_grad()

@@ -116,8 +116,8 @@ def test_blocks_too_small_for_a_transfer_keep_their_weights_on_the_host(tmp_path
             checks=Checks(poison_hosts=True),
         )
 
-    with pytest.raises(hydra_ext.errors.HostBudgetTooSmall) as caught:
-        within(1).__enter__()
+    with pytest.raises(hydra_ext.errors.HostBudgetTooSmall) as caught, within(1):
+        pass
     expected = train(plain, theirs)
     with within(caught.value.smallest_budget) as run:
         assert_same(expected, train(model, ours))
@@ -264,8 +264,8 @@ def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
             checks=Checks(poison_hosts=True),
         )
 
-    with pytest.raises(hydra_ext.errors.HostBudgetTooSmall) as caught:
-        context(1).__enter__()
+    with pytest.raises(hydra_ext.errors.HostBudgetTooSmall) as caught, context(1):
+        pass
     with context(caught.value.smallest_budget) as run:
         assert_same(expected, [steps_of(model, ours, ids) for ids in text])
         assert run.report().disk_weight_bytes > 0
@@ -299,21 +299,18 @@ def test_a_transfer_that_fails_is_an_error_and_never_a_wrong_number(
 ) -> None:
     _, _, model, ours = pair()
     files = FaultyFiles()
-    entering = offloaded(model, ours, tmp_path, files=files)
-    run = entering.__enter__()
-    files.reset()
-    files.fail(operation, FileFault.ERROR, nth, error=errno.EIO)
     told = ""
-    try:
-        for batch in BATCHES:
-            run.step(batch.split(2), lambda part: model(part).pow(2).mean(), max_norm=0.1)
-            run.core.finish_update()
-    except (hydra_ext.errors.SpillError, RuntimeError) as error:  # the latter through torch's dispatcher
-        told = str(error)
-    failed = files.count(operation) >= nth
+    with contextlib.suppress(hydra_ext.errors.SpillError), offloaded(model, ours, tmp_path, files=files) as run:
+        run.core.drain()
+        files.fail(operation, FileFault.ERROR, nth, error=errno.EIO)
+        try:
+            for batch in BATCHES:
+                run.step(batch.split(2), lambda part: model(part).pow(2).mean(), max_norm=0.1)
+                run.core.finish_update()
+        except (hydra_ext.errors.SpillError, RuntimeError) as error:  # the latter through torch's dispatcher
+            told = str(error)
+        failed = files.met() > 0
     assert ("Input/output error" in told or "are lost" in told) == failed
-    with contextlib.suppress(hydra_ext.errors.SpillError):
-        entering.__exit__(None, None, None)
     assert not list(tmp_path.iterdir())
     if not failed:
         plain, theirs, _, _ = pair()

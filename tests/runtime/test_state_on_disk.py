@@ -6,7 +6,7 @@ import copy
 import errno
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hydra_ext import _C, Checks, Run, SimulatedDevice, errors, optim
 from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from support.benches import assert_same
+from support.leaving import ends_in
 from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, WIDTH, stack, state, train
 
 DEVICE_BUDGET = 2**19
@@ -242,12 +243,12 @@ def test_a_budget_that_cannot_be_kept_says_what_would_do(tmp_path: Path) -> None
             model, ours, budget=DEVICE_BUDGET, host_budget=budget, spill_dir=tmp_path, blocks=list(model.children())
         )
 
-    with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: what is too small") as caught:
-        within(1024).__enter__()
+    with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: what is too small") as caught, within(1024):
+        pass
     smallest = caught.value.smallest_budget
     assert smallest <= budget_for(LAYERS, ours, model)
-    with pytest.raises(errors.HostBudgetTooSmall) as again:
-        within(smallest - 1).__enter__()
+    with pytest.raises(errors.HostBudgetTooSmall) as again, within(smallest - 1):
+        pass
     assert again.value.smallest_budget == smallest
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     with within(smallest):
@@ -285,16 +286,21 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 # ---- a disk that fails ----------------------------------------------------------------------------------------------
 
 
-def failing(fail: Callable[[FaultyFiles], None], tmp_path: Path) -> tuple[Run, nn.Module, Any, FaultyFiles, Any]:
+@contextmanager
+def failing(
+    fail: Callable[[FaultyFiles], None], tmp_path: Path, *, to_the_end: bool = True
+) -> Iterator[tuple[Run, nn.Module, Any, FaultyFiles]]:
+    """Trained, with nothing on its way to the disk, which will fail; ``to_the_end``: so will leaving the context."""
     files = FaultyFiles()
     _, _, model, ours = pair()
     context = context_of(model, ours, tmp_path, files=files, poison=False)
-    run = context.__enter__()
-    train(model, ours)
-    run.core.finish_update()
-    files.reset()
-    fail(files)
-    return run, model, ours, files, context
+    with ends_in(errors.SpillError, context) if to_the_end else context as run:
+        train(model, ours)
+        run.core.drain()
+        fail(files)
+        yield run, model, ours, files
+    assert files.met() > 0
+    assert not list(tmp_path.iterdir())
 
 
 def train_and_wait(run: Run, model: nn.Module, optimizer: Any) -> None:
@@ -307,32 +313,24 @@ def train_and_wait(run: Run, model: nn.Module, optimizer: Any) -> None:
 def test_a_step_whose_state_was_lost_is_an_error_and_not_a_wrong_weight(
     operation: FileOperation, nth: int, tmp_path: Path
 ) -> None:
-    run, model, ours, files, context = failing(
-        lambda files: files.fail(operation, FileFault.ERROR, nth, error=errno.EIO), tmp_path
-    )
-    with pytest.raises(errors.SpillError, match=r"Input/output error|are lost"):
-        train_and_wait(run, model, ours)
-    files.reset()
-    with pytest.raises(errors.SpillError):  # nobody goes on from there by mistake
-        train(model, ours)
-    with pytest.raises(errors.SpillError):
-        context.__exit__(None, None, None)
-    assert not list(tmp_path.iterdir())
+    disk = failing(lambda files: files.fail(operation, FileFault.ERROR, nth, error=errno.EIO), tmp_path)
+    with disk as (run, model, ours, files):
+        with pytest.raises(errors.SpillError, match=r"Input/output error|are lost"):
+            train_and_wait(run, model, ours)
+        assert files.met() == 1  # the disk is whole again
+        with pytest.raises(errors.SpillError):  # nobody goes on from there by mistake
+            train(model, ours)
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all())
 
 
 @pytest.mark.parametrize("fault", [FileFault.FLIPPED, FileFault.SHORT])
 def test_damage_is_noticed_and_short_reads_are_gone_on_with(fault: FileFault, tmp_path: Path) -> None:
-    run, model, ours, _, context = failing(lambda files: files.fail(FileOperation.READ, fault, 3), tmp_path)
-    if fault == FileFault.SHORT:
+    noticed = fault == FileFault.FLIPPED
+    told = pytest.raises(errors.SpillError, match="not what was written") if noticed else nullcontext()
+    disk = failing(lambda files: files.fail(FileOperation.READ, fault, 3), tmp_path, to_the_end=noticed)
+    with disk as (run, model, ours, _), told:
         train_and_wait(run, model, ours)
-        context.__exit__(None, None, None)
-        return
-    with pytest.raises(errors.SpillError, match="not what was written"):
-        train_and_wait(run, model, ours)
-    with pytest.raises(errors.SpillError):
-        context.__exit__(None, None, None)
 
 
 def test_a_full_disk_is_told_before_anything_begins_and_with_room_it_does(tmp_path: Path) -> None:
@@ -340,9 +338,9 @@ def test_a_full_disk_is_told_before_anything_begins_and_with_room_it_does(tmp_pa
     for nth in (1, 2 * LAYERS):
         files = FaultyFiles()
         files.fail(FileOperation.ALLOCATE, FileFault.ERROR, nth, error=errno.ENOSPC)
-        entering = offloaded(model, ours, tmp_path, files=files)
-        with pytest.raises(errors.SpillError, match="No space left on device"):
-            entering.__enter__()
+        full = pytest.raises(errors.SpillError, match="No space left on device")
+        with full, offloaded(model, ours, tmp_path, files=files):
+            pytest.fail("it was entered")
         assert not ours.state
     expected = train(plain, theirs)
     with offloaded(model, ours, tmp_path, files=files):
