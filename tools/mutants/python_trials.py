@@ -22,7 +22,7 @@ _SLOWER = 8.0  # a test may take so many times what it took, beside other work,
 _START_SECONDS = 120.0  # and so much besides
 _PART_SECONDS = 3600.0  # for a folder of tests
 _NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, where nothing is changed
-_OF_TIME = re.compile(r"time|second|deadline|hang|alive", re.IGNORECASE)
+_PERHAPS_BY_CHANCE = re.compile(r"time|second|deadline|hang|alive|took longer|ended with", re.IGNORECASE)
 
 
 class Judge:
@@ -55,7 +55,7 @@ class Judge:
         return failed
 
     def confirmed(self, package: Path, test: str, why: str) -> bool:
-        """Whether a failure is the change's: the test passes without it, and where it may be one of time alone, it
+        """Whether a failure is the change's: the test passes without it, and where it may be one of chance, it
         fails again with it."""
         if "::" not in test:
             return True  # the package or a test file cannot be imported
@@ -63,7 +63,7 @@ class Judge:
             self._sound[test] = not self.run(self._packages.plain, [test]).failed
         if not self._sound[test]:
             return False
-        return not _OF_TIME.search(why) or bool(self.run(package, [test]).failed)
+        return not _PERHAPS_BY_CHANCE.search(why) or bool(self.run(package, [test]).failed)
 
 
 def wait(trial: Trial) -> Ending:
