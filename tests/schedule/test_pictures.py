@@ -3,8 +3,11 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 import hydra_ext.schedule
 from hydra_ext.errors import MissingDependency, TraceFileError
@@ -63,6 +66,33 @@ def test_a_picture_is_written(tmp_path: Path) -> None:
     path = tmp_path / "picture"
     make("2bw", stages=3, microbatches=4).simulate(update=1.0).save_png(path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_has_a_bar_for_every_action_in_the_colour_of_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **options: figures.append((figure, options["format"])))
+    simulation = make("2bw", stages=3, microbatches=4).simulate(batches=3, update=1.0)
+    simulation.save_png(tmp_path / "picture")
+    ((figure, kind),) = figures
+    assert kind == "png"
+    (axes,) = figure.axes
+    assert axes.get_ylim() == (2.5, -0.5)  # the first rank on top
+    bars = {
+        (round(bar.get_y() + bar.get_height() / 2), bar.get_x()): (bar.get_width(), to_hex(bar.get_facecolor()))
+        for bar in axes.patches
+        if bar.get_width()
+    }
+    works = [timed for timed in simulation.actions if timed.action.kind in (F, B, U)]
+    assert len(bars) == len(works)
+    colours: dict[Any, set[str]] = {}
+    for timed in works:
+        width, colour = bars[timed.rank, timed.start]
+        assert width == timed.end - timed.start
+        colours.setdefault((timed.action.kind, timed.action.batch % 2), set()).add(colour)
+    assert all(len(found) == 1 for found in colours.values())
+    assert len(set.union(*colours.values())) == 5  # updates of all batches have one
 
 
 def test_without_matplotlib_it_is_said_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 from pathlib import Path
 
 from mutants import drawing, engine_trials, reach, report, survivors, trials
@@ -33,7 +34,12 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
+    # Tests send it; to what a shell runs in the background it would be ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = options()
+    only = set(chosen.only)
+    table = [mutation for mutation in engine_trials.MUTATIONS if not only or mutation.key in only]
+    engine_trials.expect_places(ROOT, table)
     folder: Path = chosen.folder.resolve()
     sources = digest(path for name in ("hydra_ext", "csrc") for path in _files(name))
     work = folder / "work"
@@ -47,11 +53,9 @@ def main() -> None:
     results = Results(folder / "results.jsonl", sources=sources, suite=digest(_files("tests")))
     mutants = drawing.draw(ROOT, chosen.seed, chosen.count)
     print(f"seed {chosen.seed}: {len(mutants)} mutants of the Python package drawn", flush=True)
+    tried = [mutant for mutant in mutants if not only or mutant.key in only]
     trials.import_once()
     judge = Judge(ROOT, packages, work, lines)
-    only = set(chosen.only)
-    tried = [mutant for mutant in mutants if not only or mutant.key in only]
-    table = [mutation for mutation in engine_trials.MUTATIONS if not only or mutation.key in only]
     if "python" in chosen.parts:
         try_all(tried, results, judge, packages, lines, chosen.jobs)
     engine = engine_trials.Engine(ROOT, folder / "engine", jobs=chosen.jobs)

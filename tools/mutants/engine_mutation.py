@@ -35,5 +35,6 @@ class EngineMutation:
 
     def fault(self, root: Path) -> str | None:
         """Why it cannot be made: the engine has changed under the table."""
-        count = (root / self.file).read_text().count(self.before)
+        path = root / self.file
+        count = path.read_text().count(self.before) if path.exists() else 0
         return None if count == 1 else f"{self.file}: {self.before!r} stands there {count} times, not once"

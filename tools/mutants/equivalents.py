@@ -30,5 +30,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
 
 
 def proof_of(file: str, function: str, change: tuple[str, ...]) -> str | None:
-    found = [known.proof for known in EQUIVALENTS if (known.file, known.function, known.change) == (file, function, change)]
+    found = [
+        known.proof for known in EQUIVALENTS if (known.file, known.function, known.change) == (file, function, change)
+    ]
     return found[0] if found else None

@@ -14,7 +14,7 @@ FILE = "MUTANTS_OUTCOMES"
 
 class _Outcomes:
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a")
+        self._file: TextIO = path.open("w")
 
     def _write(self, test: str, outcome: str, seconds: float = 0.0, why: str = "") -> None:
         self._file.write(json.dumps({"test": test, "outcome": outcome, "seconds": seconds, "why": why}) + "\n")

@@ -22,7 +22,7 @@ _SLOWER = 8.0  # a test may take so many times what it took, beside other work,
 _START_SECONDS = 120.0  # and so much besides
 _PART_SECONDS = 3600.0  # for a folder of tests
 _NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, where nothing is changed
-_OF_TIME = re.compile(r"time|second|deadline|hang|alive", re.IGNORECASE)
+_PERHAPS_BY_CHANCE = re.compile(r"time|second|deadline|hang|alive|took longer|ended with", re.IGNORECASE)
 
 
 class Judge:
@@ -55,7 +55,7 @@ class Judge:
         return failed
 
     def confirmed(self, package: Path, test: str, why: str) -> bool:
-        """Whether a failure is the change's: the test passes without it, and where it may be one of time alone, it
+        """Whether a failure is the change's: the test passes without it, and where it may be one of chance, it
         fails again with it."""
         if "::" not in test:
             return True  # the package or a test file cannot be imported
@@ -63,7 +63,7 @@ class Judge:
             self._sound[test] = not self.run(self._packages.plain, [test]).failed
         if not self._sound[test]:
             return False
-        return not _OF_TIME.search(why) or bool(self.run(package, [test]).failed)
+        return not _PERHAPS_BY_CHANCE.search(why) or bool(self.run(package, [test]).failed)
 
 
 def wait(trial: Trial) -> Ending:
@@ -110,17 +110,24 @@ def _begun(mutant: Mutant, judge: Judge, packages: Packages, reach: Reach) -> _C
 
 
 def _batches(mutant: Mutant, reach: Reach) -> Iterator[list[str]]:
-    batch, seconds, total, most = list[str](), 0.0, 0.0, _FIRST_SECONDS
+    """The fastest few, then the others; then those with many cases, of which some were traced, with all of them."""
+    left = list(reach.tests(mutant))
+    first, seconds = list[str](), 0.0
+    while left and len(first) < _FIRST_TESTS and (not first or seconds + left[0].seconds <= _FIRST_SECONDS):
+        seconds += left[0].seconds
+        first.append(left.pop(0).name)
+    if first:
+        yield first
+    others, functions = list[str](), dict[str, None]()
     for test in reach.tests(mutant):
-        if batch and (seconds + test.seconds > most or (most == _FIRST_SECONDS and len(batch) == _FIRST_TESTS)):
-            yield batch
-            batch, seconds, most = [], 0.0, _MOST_SECONDS / 2
-        if total + test.seconds > _MOST_SECONDS and total:
+        seconds += test.seconds
+        if seconds > _MOST_SECONDS:
             break
-        batch.append(test.name)
-        seconds, total = seconds + test.seconds, total + test.seconds
-    if batch:
-        yield batch
+        if test.name not in first:
+            others.append(test.name)
+        if "[" in test.name:
+            functions[test.name.partition("[")[0]] = None
+    yield from filter(None, (others, list(functions)))
 
 
 def _advanced(case: _Case, judge: Judge) -> Result | None:
@@ -132,7 +139,7 @@ def _advanced(case: _Case, judge: Judge) -> Result | None:
         if judge.confirmed(case.package, test, why):
             return _result(case, Outcome.KILLED, test, why)
         # -x stopped there: the rest of the batch is still to be run.
-        case.left.insert(0, [name for name in case.batch if name != test and name not in ending.passed])
+        case.left.insert(0, [name for name in case.batch if name not in (test, test.partition("[")[0], *ending.passed)])
     case.left = [batch for batch in case.left if batch]
     if not case.left:
         return _result(case, Outcome.SURVIVED, "", "")

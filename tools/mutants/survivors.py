@@ -1,8 +1,7 @@
 """What survived its own tests meets the whole suite: all survivors in one package, as far as they do not overlap.
 
-A test that fails there is run against each survivor by itself, so what is said of a mutant was seen of it alone. One
-survivor could hide another only by keeping a test from reaching it, which it did in none of the tests that execute its
-own lines.
+A test that fails there is run against each survivor by itself, so what is said of a mutant was seen of it alone. The
+others meet the suite again, without those that were killed and may have hidden them, until none is.
 """
 
 from __future__ import annotations
@@ -41,13 +40,20 @@ def meet_all(
         together, left = _apart(left)
         package = packed.package(together)
         print(f"{len(together)} survivors meet the whole suite", flush=True)
-        failed = judge.run_suite(package, workers)
+        failed = list(judge.run_suite(package, workers))
         shutil.rmtree(package)
-        print(f"{len(failed)} tests failed", flush=True)
-        for one in together:
-            before = results.get(one.key)
-            if before is not None:
-                results.add(_alone(packed.package([one]), before, list(failed), judge))
+        killed = [result for one in together if (result := _killed(packed, one, results, failed, judge))]
+        print(f"{len(failed)} tests failed, {len(killed)} of the survivors by themselves", flush=True)
+        for result in killed:
+            results.add(result)
+        rest = [one for one in together if _has_survived(results.get(one.key))]
+        if killed:
+            left = [*rest, *left]  # again, without those that may have hidden them
+            continue
+        for one in rest:
+            result = results.get(one.key)
+            if result is not None:
+                results.add(replace(result, outcome=Outcome.SURVIVED_ALL))
 
 
 def _has_survived(result: Result | None) -> bool:
@@ -97,12 +103,17 @@ def _overlap(one: _One, other: _One) -> bool:
     return True  # of the engine's texts one may hold the other
 
 
-def _alone(package: Path, result: Result, failed: Sequence[str], judge: Judge) -> Result:
+def _killed(packed: _Packed, one: _One, results: Results, failed: Sequence[str], judge: Judge) -> Result | None:
+    """Its new result, if one of the tests fails with it alone."""
+    before = results.get(one.key)
+    if before is None or not failed:
+        return None
+    package = packed.package([one])
     try:
         for test in failed:
             for name, why in judge.run(package, [test]).failed.items():
                 if judge.confirmed(package, name, why):
-                    return replace(result, outcome=Outcome.KILLED, by=name, why=why)
+                    return replace(before, outcome=Outcome.KILLED, by=name, why=why)
     finally:
         shutil.rmtree(package)
-    return replace(result, outcome=Outcome.SURVIVED_ALL)
+    return None

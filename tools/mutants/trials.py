@@ -7,6 +7,7 @@ imports would take longer than the tests. Runs have a process group, a folder an
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -34,6 +35,7 @@ _IMPORTED_ONCE = (
 )
 _MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end fails
 _OK, _FAILED, _NO_TESTS = 0, 1, 5
+_PIPE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,29 @@ class Ending:
     failed: dict[str, str]
     passed: tuple[str, ...]
     seconds: float
+
+
+class _Pipe:
+    """What a forked process writes, read without waiting."""
+
+    def __init__(self) -> None:
+        self._reader, self.writer = os.pipe()
+        fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        os.set_blocking(self._reader, False)
+        self._found = b""
+
+    def close_writer(self) -> None:
+        os.close(self.writer)
+
+    def read(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while found := os.read(self._reader, _PIPE_BYTES):
+                self._found += found
+
+    def read_to_end(self) -> str:
+        self.read()
+        os.close(self._reader)
+        return self._found.decode(errors="replace")
 
 
 class Trial:
@@ -59,17 +84,22 @@ class Trial:
         options: Sequence[str] = (),
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="trial-", dir=folder))
-        self._outcomes = self._folder / "outcomes"
         self._began = time.monotonic()
         self._deadline = self._began + limit
         self._words = [word.removeprefix("tests/") for word in words]
         self._options = list(options)
+        # Not files, whose size a test may limit.
+        self._rows, self._output = _Pipe(), _Pipe()
         self._pid = os.fork()
         if not self._pid:
             self._run(package, root)
+        self._rows.close_writer()
+        self._output.close_writer()
 
     def ending(self) -> Ending | None:
         """None while it runs."""
+        self._rows.read()
+        self._output.read()
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         late = time.monotonic() > self._deadline
         if not pid and not late:
@@ -78,12 +108,13 @@ class Trial:
             os.killpg(self._pid, signal.SIGKILL)  # its ranks too, if any are left
         if not pid:
             os.waitpid(self._pid, 0)
-        found = self._read("took longer than it may" if late else None, os.waitstatus_to_exitcode(status))
+        rows, output = self._rows.read_to_end(), self._output.read_to_end()
+        code = os.waitstatus_to_exitcode(status)
+        found = self._read(rows, output, "took longer than it may" if late and not pid else None, code)
         shutil.rmtree(self._folder, ignore_errors=True)
         return found
 
-    def _read(self, why: str | None, code: int) -> Ending:
-        text = self._outcomes.read_text() if self._outcomes.exists() else ""
+    def _read(self, text: str, output: str, why: str | None, code: int) -> Ending:
         rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
         failed = {row["test"]: row["why"] for row in reversed(rows) if row["outcome"] == "failed"}
         seen = dict.fromkeys(row["test"] for row in rows if row["outcome"] == "passed")
@@ -94,7 +125,7 @@ class Trial:
                     running[-1] if running else "(before the first test)", why or f"ended with code {code}"
                 )
             else:
-                tail = "\n".join((self._folder / "log").read_text().splitlines()[-20:])
+                tail = "\n".join(output.splitlines()[-20:])
                 raise RuntimeError(f"pytest ended with code {code} and ran nothing: {self._words[:3]}\n{tail}")
         passed = tuple(test for test in seen if test not in failed)
         return Ending(failed, passed, time.monotonic() - self._began)
@@ -105,13 +136,13 @@ class Trial:
         try:
             os.setsid()
             resource.setrlimit(resource.RLIMIT_DATA, (_MOST_BYTES, _MOST_BYTES))
-            log = os.open(self._folder / "log", os.O_WRONLY | os.O_CREAT)
-            for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            output = self._output.writer
+            for number, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):
                 os.dup2(target, number)
             (self._folder / "tmp").mkdir()
             tools = Path(__file__).resolve().parents[1]
             os.environ |= {
-                outcomes.FILE: str(self._outcomes),
+                outcomes.FILE: f"/dev/fd/{self._rows.writer}",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "PYTHONPATH": f"{package}{os.pathsep}{tools}",
                 "TMPDIR": str(self._folder / "tmp"),
@@ -133,7 +164,7 @@ class Trial:
             importlib.import_module("hydra_ext")
         except Exception as error:  # noqa: BLE001 - whatever a change of the package makes of its import
             row = {"test": "import hydra_ext", "outcome": "failed", "why": f"{type(error).__name__}: {error}"[:300]}
-            self._outcomes.write_text(json.dumps(row) + "\n")
+            os.write(self._rows.writer, json.dumps(row).encode() + b"\n")
             return _FAILED
         import pytest
 
