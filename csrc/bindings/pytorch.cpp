@@ -76,6 +76,8 @@ void bind_running(ModelClass& model_class) {
       .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
+      .def("overlapping_blocks", &PagedModel::overlapping_blocks, Released(),
+           "Groups of blocks whose parameters overlap in memory.")
       .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
       .def("drop_copies", &PagedModel::drop_copies)
       .def("begin_early", &PagedModel::begin_early)

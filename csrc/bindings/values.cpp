@@ -34,8 +34,8 @@ void bind_values(py::module_& module) {
           },
           py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
-  py::class_<BlockUpdate>(module, "BlockUpdate", "One block's part of an optimizer step.")
-      .def(py::init<std::int32_t, TensorPlan, std::vector<at::Tensor>>(), py::arg("block"), py::arg("plan"),
+  py::class_<BlockUpdate>(module, "BlockUpdate", "The part of an optimizer step of one block, or several together.")
+      .def(py::init<BlockList, TensorPlan, std::vector<at::Tensor>>(), py::arg("blocks"), py::arg("plan"),
            py::arg("tensors"));
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());
 }

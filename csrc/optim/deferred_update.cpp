@@ -11,6 +11,10 @@ using Clock = ActivityLog::Clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+bool is_of(const DeferredUpdate::Part& part, std::int32_t block) {
+  return std::find(part.blocks.begin(), part.blocks.end(), block) != part.blocks.end();
+}
+
 }  // namespace
 
 DeferredUpdate::DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale,
@@ -44,7 +48,7 @@ DeferredUpdate::Entry* DeferredUpdate::next_locked() {
     if (entry.state != State::kWaiting) {
       continue;
     }
-    if (entry.part.block == wanted_) {
+    if (is_of(entry.part, wanted_)) {
       return &entry;
     }
     next = next != nullptr ? next : &entry;
@@ -83,7 +87,7 @@ void DeferredUpdate::run() {
     if (log_ != nullptr) {
       log_->add({.row = ActivityRow::kOptimizer,
                  .kind = ActivityKind::kUpdate,
-                 .label = {.block = entry->part.block},
+                 .label = {.block = entry->part.blocks.front()},
                  .bytes = bytes,
                  .begin = start,
                  .end = Clock::now()});
@@ -119,7 +123,7 @@ void DeferredUpdate::fail_locked(std::exception_ptr error) noexcept {
 
 const DeferredUpdate::Entry* DeferredUpdate::find_locked(std::int32_t block) const {
   const auto found =
-      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return entry.part.block == block; });
+      std::find_if(entries_.begin(), entries_.end(), [&](const Entry& entry) { return is_of(entry.part, block); });
   return found == entries_.end() ? nullptr : &*found;
 }
 

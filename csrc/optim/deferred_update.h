@@ -40,9 +40,10 @@ class Lender {
 
 class DeferredUpdate {
  public:
-  /// The updates of one block.
+  /// The updates of one block, or of several whose weights share memory, in the order in which the optimizer makes
+  /// them.
   struct Part {
-    std::int32_t block = -1;
+    std::vector<std::int32_t> blocks;
     StepPlan plan;
     std::unique_ptr<Lender> lender;  // gives the plan, unless it is null
   };

@@ -1,6 +1,9 @@
 #include "csrc/optim/step_plan.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <string>
+#include <utility>
 
 #include "csrc/base/errors.h"
 
@@ -43,11 +46,31 @@ std::int64_t StepPlan::traffic_bytes() const noexcept {
   return sum;
 }
 
+bool StepPlan::overlaps() const {
+  std::vector<std::pair<const std::byte*, const std::byte*>> written;
+  for (const ParameterUpdate& update : updates_) {
+    const void* const weights = update.new_weights != nullptr ? update.new_weights : update.weights;
+    const auto* const begin = static_cast<const std::byte*>(weights);
+    if (update.count > 0) {
+      written.emplace_back(begin, begin + update.count * bytes_of(update.weight_format));
+    }
+  }
+  std::sort(written.begin(), written.end());
+  const auto both = [](const auto& first, const auto& second) { return second.first < first.second; };
+  return std::adjacent_find(written.begin(), written.end(), both) != written.end();
+}
+
 void StepPlan::run(ThreadPool& pool, float scale) const {
-  pool.parallel_for(ranges_.size(), [this, scale](std::int64_t index) {
-    const Range range = ranges_[index];
+  const auto run_one = [this, scale](const Range& range) {
     run_update(updates_[range.item], range.begin, range.end, scale, instructions_);
-  });
+  };
+  if (!overlaps()) {
+    pool.parallel_for(ranges_.size(), [&](std::int64_t index) { run_one(ranges_[index]); });
+    return;
+  }
+  for (std::int64_t index = 0; index < ranges_.size(); ++index) {
+    run_one(ranges_[index]);
+  }
 }
 
 void StepPlan::run_range(std::size_t parameter, std::int64_t begin, std::int64_t end, float scale) const {

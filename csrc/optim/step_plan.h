@@ -29,13 +29,15 @@ class StepPlan {
   /// Bytes of memory that running it reads and writes.
   std::int64_t traffic_bytes() const noexcept;
 
-  /// Every parameter whole.
+  /// Every parameter whole. Where weights overlap, one after the other in the order they were added.
   void run(ThreadPool& pool, float scale) const;
   /// Elements begin ... end - 1 of one parameter, by the calling thread. Throws StateError if there are none such.
   void run_range(std::size_t parameter, std::int64_t begin, std::int64_t end, float scale) const;
 
  private:
   static constexpr std::int64_t kRangeElements = 1 << 16;
+
+  bool overlaps() const;
 
   InstructionSet instructions_;
   std::vector<ParameterUpdate> updates_;

@@ -174,6 +174,7 @@ void Pager::arrive(std::int32_t index) {
     ensure_filling(block, Priority::kFault, false, kAnyRoom);
     fetch_ahead(wanted, room);
     wait_present(block, AcquireReason::kHook);
+    follow_writes(block);
   } catch (...) {  // re-raised: a failed arrival pins nothing
     const std::lock_guard lock(mutex_);
     unpin_locked(block);
@@ -204,13 +205,14 @@ void Pager::acquire(std::int32_t index, AcquireReason reason) {
   {
     const std::lock_guard lock(mutex_);
     ++block.pins;
-    if (block.state == BlockState::kPresent && !block.ticket) {
+    if (block.state == BlockState::kPresent && !block.ticket && !block.written) {
       block.used_since_fence = true;
       return;
     }
   }
   try {
     wait_present(block, reason);
+    follow_writes(block);
   } catch (...) {  // re-raised: a failed acquire pins nothing
     const std::lock_guard lock(mutex_);
     unpin_locked(block);
@@ -273,6 +275,24 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
   }
   block.used_since_fence = true;
   (reason == AcquireReason::kHook ? statistics_.hook_wait_seconds : statistics_.fault_wait_seconds) += waited;
+}
+
+void Pager::follow_writes(Block& block) {
+  FencePtr written;
+  {
+    const std::lock_guard lock(mutex_);
+    written = block.written;
+  }
+  if (!written) {
+    return;
+  }
+  backend_.compute_follows(written);
+  if (written->reached()) {
+    const std::lock_guard lock(mutex_);
+    if (block.written == written) {
+      block.written = nullptr;
+    }
+  }
 }
 
 void Pager::release(std::int32_t index, AcquireReason reason) noexcept {

@@ -110,6 +110,8 @@ class Pager {
   /// Of a block that is settled, or acquired.
   SlotContents contents_of(std::int32_t block) const;
 
+  /// Compute up to `written` has written the slot of a block that is settled, or acquired: who acquires it follows.
+  void note_written(std::int32_t block, FencePtr written);
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);
   /// Blocks until the bytes of every dirty block that nobody pins are home.
@@ -146,6 +148,7 @@ class Pager {
     void* slot = nullptr;
     TicketPtr ticket;                 // of the last fill; null once known to have ended
     std::vector<FencePtr> last_uses;  // compute that may still read the slot
+    FencePtr written;                 // compute that may still write it, other than its users'; null once reached
     bool used_since_fence = false;
     bool dirty = false;
     bool settled = false;
@@ -194,6 +197,7 @@ class Pager {
   void fetch_ahead(const std::vector<std::int32_t>& wanted, Bytes room);
   void trim(Bytes room);
   void wait_present(Block& block, AcquireReason reason);
+  void follow_writes(Block& block);
   void drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept;
   Bytes activation_peak();
 

@@ -70,6 +70,14 @@ SlotContents Pager::contents_of(std::int32_t index) const {
   return {block.slot, block.last_uses, block.pins > 0 ? -1 : block.writes};
 }
 
+void Pager::note_written(std::int32_t index, FencePtr written) {
+  const std::lock_guard lock(mutex_);
+  if (written) {
+    at(index).last_uses.push_back(written);
+    at(index).written = std::move(written);
+  }
+}
+
 void Pager::mark_dirty(std::int32_t index) {
   const std::lock_guard lock(mutex_);
   at(index).dirty = true;

@@ -93,6 +93,7 @@ Pager::Slot Pager::take_slot_locked(Block& block) noexcept {
   Slot slot;
   slot.memory = std::exchange(block.slot, nullptr);
   slot.fences = std::exchange(block.last_uses, {});
+  block.written = nullptr;  // which is one of those
   block.used_since_fence = false;
   block.ticket = nullptr;
   block.state = BlockState::kAbsent;

@@ -48,12 +48,14 @@ Bytes BlockBacking::foreign_bytes() const noexcept {
   return bytes;
 }
 
+std::size_t BlockBacking::index_of(const HostParameter& parameter) const {
+  return static_cast<std::size_t>(std::find(parameters_.begin(), parameters_.end(), &parameter) - parameters_.begin());
+}
+
 const std::byte* BlockBacking::source_of(const HostParameter& parameter) const {
   if (aside_) {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (parameters_[i] == &parameter) {
-        return aside_.get() + home_offsets_[i];
-      }
+    if (const std::size_t index = index_of(parameter); is_aside_[index]) {
+      return aside_.get() + home_offsets_[index];
     }
   }
   return parameter.host_data();
@@ -107,12 +109,13 @@ Job BlockBacking::fill(void* slot) {
     };
     return job;
   }
+  const std::byte* const whole = aside_ ? aside_.get() : home_->data();
   bool in_place = whole_;
   for (std::size_t i = 0; i < parameters_.size() && in_place; ++i) {
-    in_place = aside_ != nullptr || parameters_[i]->host_data() == home_->data() + home_offsets_[i];
+    in_place = source_of(*parameters_[i]) == whole + home_offsets_[i];
   }
   if (in_place) {
-    job.segments.push_back({base, aside_ ? aside_.get() : home_->data(), slot_bytes_});
+    job.segments.push_back({base, whole, slot_bytes_});
     return job;
   }
   job.segments = from_hosts(base);
@@ -135,7 +138,7 @@ Job BlockBacking::fill_from_disk(std::byte* slot, const std::shared_ptr<Deferred
   job.locate = [this, slot, loan = std::move(loan)](std::vector<Segment>& segments) {
     const std::byte* const weights = loan->begin();  // null: they have come home
     const auto source = [&](std::size_t i) -> const std::byte* {
-      return weights != nullptr && parameters_[i]->on_disk() ? weights + home_offsets_[i] : parameters_[i]->host_data();
+      return weights != nullptr && parameters_[i]->on_disk() ? weights + home_offsets_[i] : source_of(*parameters_[i]);
     };
     const bool all = std::all_of(parameters_.begin(), parameters_.end(), [&](const HostParameter* parameter) {
       return weights != nullptr && parameter->on_disk();
@@ -228,37 +231,33 @@ void BlockBacking::withdraw() noexcept {
 }
 
 void BlockBacking::take_aside() {
-  for (const HostParameter* parameter : parameters_) {
-    if (parameter->withheld()) {
-      return;
-    }
-  }
-  if (!aside_) {
-    aside_ = std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
-  }
+  is_aside_.assign(parameters_.size(), false);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const HostParameter& parameter = *parameters_[i];
+    if (parameter.withheld()) {
+      continue;
+    }
+    aside_ = aside_ ? std::move(aside_) : std::make_unique<std::byte[]>(static_cast<std::size_t>(home_bytes_));
     const auto bytes = static_cast<std::size_t>(parameter.host_bytes());
     std::memcpy(aside_.get() + home_offsets_[i], parameter.host_data(), bytes);
+    is_aside_[i] = true;
   }
 }
 
 void BlockBacking::conceal() {
-  if (!aside_) {
-    return;
-  }
-  for (const HostParameter* parameter : parameters_) {
-    std::memset(parameter->host_data(), 0xff, static_cast<std::size_t>(parameter->host_bytes()));
+  for (std::size_t i = 0; aside_ && i < parameters_.size(); ++i) {
+    if (is_aside_[i]) {
+      std::memset(parameters_[i]->host_data(), 0xff, static_cast<std::size_t>(parameters_[i]->host_bytes()));
+    }
   }
 }
 
 void BlockBacking::reveal() noexcept {
-  if (!aside_) {
-    return;
-  }
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    std::memcpy(parameters_[i]->host_data(), aside_.get() + home_offsets_[i],
-                static_cast<std::size_t>(parameters_[i]->host_bytes()));
+  for (std::size_t i = 0; aside_ && i < parameters_.size(); ++i) {
+    if (is_aside_[i]) {
+      std::memcpy(parameters_[i]->host_data(), aside_.get() + home_offsets_[i],
+                  static_cast<std::size_t>(parameters_[i]->host_bytes()));
+    }
   }
   aside_.reset();
 }

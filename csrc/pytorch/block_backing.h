@@ -52,7 +52,7 @@ class BlockBacking final : public BlockClient {
   void goes_to_disk(std::shared_ptr<WeightLoans> loans) noexcept { loans_ = std::move(loans); }
   void went_to_disk() noexcept;
   void came_home(ArenaRegionPtr home) noexcept;
-  /// In two turns, each for all blocks: parameters may share memory. Blocks whose bytes are withheld are left alone.
+  /// In two turns, each for all blocks: parameters may share memory. Those whose bytes are withheld are left alone.
   void take_aside();
   void conceal();
   void reveal() noexcept;
@@ -66,6 +66,7 @@ class BlockBacking final : public BlockClient {
  private:
   bool casts() const noexcept;
   const std::byte* source_of(const HostParameter& parameter) const;
+  std::size_t index_of(const HostParameter& parameter) const;
   void cast_into_staging();
   void cast(const HostParameter& parameter, const std::byte* from, std::byte* to) const;
   std::vector<Segment> from_hosts(std::byte* slot) const;
@@ -75,6 +76,7 @@ class BlockBacking final : public BlockClient {
   ArenaRegionPtr home_;     // the adopted hosts' bytes
   ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
   std::unique_ptr<std::byte[]> aside_;
+  std::vector<bool> is_aside_;  // by parameter
   std::shared_ptr<HostArena> arena_;
   std::shared_ptr<WeightLoans> loans_;
   std::atomic<bool> on_disk_{false};

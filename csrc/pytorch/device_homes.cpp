@@ -134,6 +134,17 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
   return true;
 }
 
+void DeviceHomes::wait_for_compute(const Home& home) noexcept {
+  if (home.updated) {
+    home.updated->wait();
+  }
+  for (const Member& member : home.members) {
+    if (member.written) {
+      member.written->wait();
+    }
+  }
+}
+
 void DeviceHomes::release_locked(Home& home) noexcept {
   if (home.memory != nullptr) {
     memory_.release(std::exchange(home.memory, nullptr), home.memory_bytes);
@@ -232,6 +243,7 @@ void DeviceHomes::abandon() noexcept {
     if (!home) {
       continue;
     }
+    wait_for_compute(*home);
     for (const Member& member : home->members) {
       give_up(member.weights);
       member.parameter->note_given_back();

@@ -73,6 +73,7 @@ bool DeviceHomes::keep_gradient(HostParameter& parameter, const at::Tensor& part
     bring_home_locked(parameter.page->block, departed);
     return false;
   }
+  backend_.compute_follows(member->written);
   if (shown) {
     const QuietScope quiet;
     member->gradient.add_(own);
@@ -92,7 +93,11 @@ bool DeviceHomes::keep_gradient(HostParameter& parameter, const at::Tensor& part
 at::Tensor DeviceHomes::gradient(const HostParameter& parameter) {
   const std::lock_guard lock(mutex_);
   const Member* const member = member_locked(parameter);
-  return member != nullptr && shows(gradient_of(parameter.host), member->shown) ? member->gradient : at::Tensor();
+  if (member == nullptr || !shows(gradient_of(parameter.host), member->shown)) {
+    return {};
+  }
+  backend_.compute_follows(member->written);
+  return member->gradient;
 }
 
 bool DeviceHomes::replace_gradient(const HostParameter& parameter, const at::Tensor& gradient) {
@@ -102,6 +107,7 @@ bool DeviceHomes::replace_gradient(const HostParameter& parameter, const at::Ten
   if (member == nullptr || !shows(host, member->shown)) {
     return false;
   }
+  backend_.compute_follows(member->written);
   const QuietScope quiet;
   member->gradient.copy_(gradient);
   host.unsafeGetTensorImpl()->bump_version();
@@ -116,6 +122,7 @@ bool DeviceHomes::multiply_gradient(const at::Tensor& host, double factor) {
   if (member == nullptr) {
     return false;
   }
+  backend_.compute_follows(member->written);
   const QuietScope quiet;
   member->gradient.mul_(number);
   host.unsafeGetTensorImpl()->bump_version();
@@ -131,6 +138,7 @@ std::vector<std::optional<double>> DeviceHomes::sums_of_squares(const std::vecto
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < hosts.size(); ++i) {
     if (const Member* const member = shown_by_locked(hosts[i])) {
+      backend_.compute_follows(member->written);
       places.push_back(i);
       inputs.push_back(norm_input(hosts[i], member->gradient.const_data_ptr()));
     }
@@ -159,6 +167,7 @@ bool DeviceHomes::reviewed_locked(Home& home, Departed& departed) {
     if (member.shown.use_count() > 1) {
       return false;  // somebody has kept it
     }
+    backend_.compute_follows(member.written);  // its memory goes back
     departed.storages.push_back(std::move(member.shown));
     departed.gradients.push_back(std::exchange(member.gradient, at::Tensor()));
   }
@@ -184,6 +193,9 @@ bool DeviceHomes::update(std::int32_t block, const TensorPlan& plan, ThreadPool&
   if (!here) {
     return false;
   }
+  for (const Member& member : home->members) {
+    backend_.compute_follows(member.written);
+  }
   if (math_ != nullptr) {
     math_->run(*here, scale);
   } else {
@@ -194,7 +206,11 @@ bool DeviceHomes::update(std::int32_t block, const TensorPlan& plan, ThreadPool&
     member.parameter->note_seen();
     backend_.note_write(home->slot + member.parameter->page->offset, member.parameter->face_bytes());
   }
+  if (home->memory != nullptr) {
+    backend_.note_write(home->memory, home->memory_bytes);
+  }
   home->updated = backend_.record();
+  pager_.note_written(block, home->updated);
   return true;
 }
 

@@ -71,6 +71,14 @@ void HostParameter::note_came_home() {
   }
 }
 
+void HostParameter::note_moved() {
+  moved = true;
+  if (version() != version_seen) {
+    version_seen = version();
+    face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
+  }
+}
+
 bool HostParameter::lent(const at::Tensor& gradient) const {
   const auto storage = lent_gradient.lock();
   return storage && gradient.defined() && gradient.has_storage() && is_whole(gradient) &&
@@ -111,6 +119,9 @@ bool HostParameter::changed_since_seen() {
     face.unsafeGetTensorImpl()->bump_version();  // any difference is what autograd looks for
     return true;
   }
+  if (moved) {
+    return true;
+  }
   if (withheld()) {
     return false;
   }
@@ -123,6 +134,7 @@ bool HostParameter::changed_since_seen() {
 
 void HostParameter::note_seen() {
   version_seen = version();
+  moved = false;
   if (withheld()) {
     return;
   }

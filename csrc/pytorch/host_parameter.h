@@ -42,6 +42,7 @@ struct HostParameter {
   const void* data_seen = nullptr;
   bool trained_seen = false;  // whether both required gradients when the window opened
   std::uint64_t fingerprint_seen = 0;
+  std::atomic<bool> moved{false};  // an optimizer has written it since, or is about to
 
   std::shared_ptr<void> diversion;  // of gradients that the host's own graph computes
   std::atomic<GradientState> gradient_state{GradientState::kUnchanged};
@@ -63,8 +64,12 @@ struct HostParameter {
   /// The host's bytes are about to be withheld, to go to the disk if so, or have been given back.
   void note_withheld(bool to_disk = false);
   void note_given_back();
-  /// As the latter, from the disk.
+  /// As the latter, with bytes that nobody has to look for changes in.
   void note_came_home();
+  /// A step of the optimizer is about to write the host: every slot's bytes are older, and its version is known.
+  void note_moved();
+  /// Whether its storage may be that of other tensors too.
+  bool shares() const { return host.storage().use_count() > 1; }
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 
@@ -75,7 +80,8 @@ struct HostParameter {
   /// Empty when the host still is what the face was made for (dtype, shape, strides, device), else what differs.
   std::string mismatch() const;
   /// Whether the host's bytes changed since note_seen(); passes version bumps on to the face. Of bytes that are
-  /// withheld only the version is looked at, here and in note_seen(); those of others count as changed.
+  /// withheld only the version, and whether they are moved, is looked at, here and in note_seen(); those of others
+  /// count as changed.
   bool changed_since_seen();
   void note_seen();
   /// Whether this `.grad` may go to the disk as it is.

@@ -105,7 +105,13 @@ std::vector<at::Tensor> PagedModel::faces() const {
 // ---- what others say and ask ------------------------------------------------------------------
 
 void PagedModel::refresh() { all_stale_ = true; }
-void PagedModel::note_optimizer_step() { trainable_stale_ = true; }
+void PagedModel::note_optimizer_step() {
+  for (const auto& parameter : parameters_) {
+    if (parameter->host.requires_grad() || parameter->host.unsafeGetTensorImpl()->grad().defined()) {
+      parameter->moved = true;
+    }
+  }
+}
 
 std::string PagedModel::explain() const {
   const Ledger& ledger = account_->ledger();

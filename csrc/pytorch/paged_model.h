@@ -29,6 +29,7 @@
 #include "csrc/pytorch/gradient_sink.h"
 #include "csrc/pytorch/graph_marks.h"
 #include "csrc/pytorch/tensor_plan.h"
+#include "csrc/pytorch/update_hold.h"
 #include "csrc/pytorch/weight_loans.h"
 #include "csrc/pytorch/window.h"
 #include "csrc/pytorch/withheld.h"
@@ -59,9 +60,10 @@ struct WindowToken {
   std::optional<std::int64_t> gradients{};  // before a backward inside the model's own forward
 };
 
-/// One block's part of an optimizer step, and the tensors that it reads and writes.
+/// One block's part of an optimizer step, or that of several whose weights overlap, and the tensors that it reads and
+/// writes.
 struct BlockUpdate {
-  std::int32_t block = -1;
+  BlockList blocks;
   TensorPlan plan;
   std::vector<at::Tensor> tensors;
 };
@@ -170,16 +172,21 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void refresh();
   /// Outside windows: brings one block up to date for an operation that met its face.
   void synchronise_for_fault(std::int32_t block);
-  /// The optimizer has written: everything trainable is stale.
+  /// The optimizer has written: what is trained, or has a gradient, is stale.
   void note_optimizer_step();
   void note_face_written(const Page& page);
 
   /// Lets an optimizer step run while the model goes on, blocks in this order; see DeferredUpdate. Until a block is
-  /// done its tensors are withheld, and its fills wait. Outside windows.
+  /// done its tensors are withheld, and its fills wait. What tensors of others look into is done on return. Outside
+  /// windows.
   void defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale);
   /// Blocks until the block, or all, is updated, and gives tensors back.
   void finish_update(std::int32_t block);
   void finish_update();
+  /// As the first, of all blocks that use the storage.
+  void finish_update(std::int32_t block, const c10::Storage& storage);
+  /// Groups of blocks whose parameters overlap in memory; their updates have to be made in the optimizer's order.
+  std::vector<BlockList> overlapping_blocks() const;
   /// Optimizer steps that were deferred, how long their threads worked, and what they have read and written.
   std::int64_t deferred_updates() const;
   double update_seconds() const;
@@ -195,7 +202,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void bring_home();
   /// As the second, but what is on the disk stays there.
   void bring_home_from_device();
-  /// As the first, but of what is on the disk only what this storage has there.
+  /// As the first, for all blocks that use this storage; but of what is on the disk only what it has there.
   void bring_home(std::int32_t block, const c10::Storage& storage);
   /// Runs a block's part of an optimizer step: on the device if that is its home, now on the host if it is not.
   void update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale);
@@ -262,7 +269,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::string settle_faces();
   void synchronise_hosts();
   /// False: what it found is added to `mismatches`.
-  bool synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches);
+  bool synchronise(HostParameter& parameter, bool all_stale, std::string& mismatches);
+  /// What one parameter's version or optimizer tells is true of all that have its storage.
+  void spread_moves();
   /// Between windows, one block alone. False if parameters differ from what they were.
   bool synchronise_block(std::int32_t block);
   /// Of a block whose home is the device: its slot is never stale.
@@ -296,6 +305,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Gives back what will never be updated.
   void abandon_update() noexcept;
   void give_back_locked(std::int32_t block) noexcept;
+  void take_locked(const BlockUpdate& update);
+  /// How many references to storages the model itself keeps.
+  UpdateHold::ReferenceCounts references_kept() const;
   void note_update_wait(Activity::Time begin, double seconds, std::int32_t block);
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
@@ -338,7 +350,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   mutable std::mutex update_mutex_;
   std::shared_ptr<DeferredUpdate> update_;
-  std::map<std::int32_t, std::vector<WithheldTensor>> withheld_;  // by block
+  UpdateHold hold_;  // of that
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
   double update_wait_seconds_ = 0.0;
@@ -353,7 +365,6 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::atomic<std::int32_t> latest_block_{-1};
   std::atomic<std::int64_t> dropped_copies_{0};
   std::atomic<bool> all_stale_{false};
-  std::atomic<bool> trainable_stale_{false};
   std::atomic<bool> closed_{false};
   PassKind open_kind_ = PassKind::kForward;
   std::atomic<int> version_{0};

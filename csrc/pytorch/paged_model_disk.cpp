@@ -34,9 +34,11 @@ DeferredUpdate::Part PagedModel::part_of(const BlockUpdate& update) const {
   const bool on_disk = disk_ && std::any_of(update.tensors.begin(), update.tensors.end(),
                                             [this](const at::Tensor& tensor) { return disk_->holds(tensor); });
   DeferredUpdate::Part part;
-  part.block = update.block;
+  part.blocks = update.blocks;
   if (on_disk) {
-    part.lender = std::make_unique<DiskLender>(*disk_, update.block, update.plan);
+    HYDRA_EXPECT(update.blocks.size() == 1, StateError,
+                 "a joint update of blocks whose weights overlap, some of which are on the disk");
+    part.lender = std::make_unique<DiskLender>(*disk_, update.blocks.front(), update.plan);
   } else {
     part.plan = update.plan.on_host();
   }
@@ -214,7 +216,7 @@ at::Tensor PagedModel::read_from_disk(const at::Tensor& tensor) {
   if (!disk_ || !withheld) {
     return {};
   }
-  finish_update(withheld->block);
+  finish_update(withheld->block, tensor.storage());
   return disk_->read(withheld->block, tensor);
 }
 
@@ -239,7 +241,7 @@ void PagedModel::bring_home(std::int32_t block) {
 }
 
 void PagedModel::bring_home(std::int32_t block, const c10::Storage& storage) {
-  finish_update(block);
+  finish_update(block, storage);
   homes_.bring_home(block);
   if (disk_) {
     disk_->bring_home(block, storage);

@@ -2,6 +2,8 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <set>
+#include <tuple>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -22,28 +24,93 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   for (const BlockUpdate& update : updates) {
     parts.push_back(part_of(update));
   }
-  const std::lock_guard lock(update_mutex_);
-  for (BlockUpdate& update : updates) {
-    for (HostParameter* parameter : backings_[static_cast<std::size_t>(update.block)]->parameters()) {
-      parameter->note_withheld();
-      if (parameter->version() != parameter->version_seen) {
-        parameter->face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
-      }
+  std::set<std::int32_t> known_elsewhere;
+  {
+    const std::lock_guard lock(update_mutex_);
+    for (const BlockUpdate& update : updates) {
+      take_locked(update);
     }
-    withheld_[update.block];
-    for (const at::Tensor& tensor : update.tensors) {
-      if (!disk_ || !disk_->holds(tensor)) {
-        withheld_[update.block].push_back(withhold(tensor, weak_from_this(), update.block));
+    known_elsewhere = hold_.known_elsewhere(references_kept());
+    ++deferred_updates_;
+    update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale, backend_->host_memory_bytes_per_second(),
+                                    &backend_->activity());
+    for (const std::int32_t block : hold_.blocks()) {
+      backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
+    }
+  }
+  for (const std::int32_t block : known_elsewhere) {
+    finish_update(block);
+  }
+}
+
+void PagedModel::take_locked(const BlockUpdate& update) {
+  std::set<const c10::TensorImpl*> written;
+  std::vector<at::Tensor> here;
+  for (const at::Tensor& tensor : update.tensors) {
+    written.insert(tensor.unsafeGetTensorImpl());
+    if (!disk_ || !disk_->holds(tensor)) {
+      here.push_back(tensor);
+    }
+  }
+  std::vector<HostParameter*> parameters;
+  for (const std::int32_t block : update.blocks) {
+    for (HostParameter* parameter : backings_[static_cast<std::size_t>(block)]->parameters()) {
+      if (!written.contains(parameter->host.unsafeGetTensorImpl())) {
+        continue;
+      }
+      parameter->note_moved();
+      if (!disk_ || !disk_->holds(parameter->host)) {
+        parameters.push_back(parameter);
       }
     }
   }
-  trainable_stale_ = true;
-  ++deferred_updates_;
-  update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale, backend_->host_memory_bytes_per_second(),
-                                  &backend_->activity());
-  for (const auto& [block, tensors] : withheld_) {
-    backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
+  hold_.take(update.blocks, parameters, here, weak_from_this());
+}
+
+UpdateHold::ReferenceCounts PagedModel::references_kept() const {
+  UpdateHold::ReferenceCounts kept;
+  for (const auto& parameter : parameters_) {
+    const at::Tensor& gradient = parameter->host.unsafeGetTensorImpl()->grad();
+    ++kept[parameter->withheld_storage.unsafeGetStorageImpl()];
+    ++kept[parameter->gradient_storage.unsafeGetStorageImpl()];
+    if (gradient.defined() && sink_->norm().holds(*parameter)) {
+      ++kept[gradient.storage().unsafeGetStorageImpl()];
+    }
   }
+  return kept;
+}
+
+std::vector<BlockList> PagedModel::overlapping_blocks() const {
+  struct Extent {
+    const c10::StorageImpl* storage;
+    std::int64_t begin;
+    std::int64_t end;
+    std::int32_t block;
+  };
+  std::vector<Extent> extents;
+  for (const auto& parameter : parameters_) {
+    const std::int64_t begin = parameter->host.storage_offset() * static_cast<std::int64_t>(parameter->host.itemsize());
+    if (parameter->shares() && parameter->host_bytes() > 0) {
+      extents.push_back({parameter->host.storage().unsafeGetStorageImpl(), begin, begin + parameter->host_bytes(),
+                         parameter->page->block});
+    }
+  }
+  std::sort(extents.begin(), extents.end(), [](const Extent& one, const Extent& other) {
+    return std::tie(one.storage, one.begin) < std::tie(other.storage, other.begin);
+  });
+  std::vector<BlockList> groups;
+  for (std::size_t i = 0; i < extents.size(); ++i) {
+    std::set<std::int32_t> group{extents[i].block};
+    std::int64_t end = extents[i].end;
+    for (; i + 1 < extents.size() && extents[i + 1].storage == extents[i].storage && extents[i + 1].begin < end; ++i) {
+      group.insert(extents[i + 1].block);
+      end = std::max(end, extents[i + 1].end);
+    }
+    if (group.size() > 1) {
+      groups.emplace_back(group.begin(), group.end());
+    }
+  }
+  return groups;
 }
 
 std::int64_t PagedModel::deferred_updates() const {
@@ -75,22 +142,11 @@ Bytes PagedModel::update_bytes() const {
 }
 
 void PagedModel::give_back_locked(std::int32_t block) noexcept {
-  const auto found = withheld_.find(block);
-  if (found == withheld_.end()) {
+  if (!hold_.blocks().contains(block)) {
     return;
   }
-  for (const WithheldTensor& withheld : found->second) {
-    give_back(withheld);
-  }
-  withheld_.erase(found);
-  BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
-  backing.wait_before_fill(nullptr);
-  for (HostParameter* parameter : backing.parameters()) {
-    if (!parameter->on_disk()) {
-      parameter->note_given_back();
-    }
-    parameter->note_seen();  // a slot that has older bytes is stale by trainable_stale_, or has been
-  }
+  backings_[static_cast<std::size_t>(block)]->wait_before_fill(nullptr);
+  hold_.end(block);
 }
 
 void PagedModel::finish_update(std::int32_t block) {
@@ -105,6 +161,18 @@ void PagedModel::finish_update(std::int32_t block) {
     note_update_wait(begin, update->wait(block), block);
     const std::lock_guard lock(update_mutex_);
     give_back_locked(block);
+  }
+}
+
+void PagedModel::finish_update(std::int32_t block, const c10::Storage& storage) {
+  std::set<std::int32_t> users;
+  {
+    const std::lock_guard lock(update_mutex_);
+    users = hold_.users(storage);
+  }
+  finish_update(block);
+  for (const std::int32_t user : users) {
+    finish_update(user);
   }
 }
 
@@ -139,9 +207,13 @@ bool PagedModel::settle(std::int32_t block, const std::vector<at::Tensor>& state
 void PagedModel::update_at_home(const BlockUpdate& update, ThreadPool& pool, float scale) {
   HYDRA_EXPECT(!closed_ && !window_open(), StateError,
                "an optimizer step during the model's forward or backward, or after its context");
-  if (!homes_.update(update.block, update.plan, pool, scale)) {
+  HYDRA_EXPECT(update.blocks.size() == 1, StateError, "blocks whose weights overlap are updated at home on the device");
+  const std::int32_t block = update.blocks.front();
+  if (!homes_.update(block, update.plan, pool, scale)) {
     update.plan.on_host().run(pool, scale);
-    trainable_stale_ = true;
+    for (HostParameter* parameter : backings_[static_cast<std::size_t>(block)]->parameters()) {
+      parameter->note_moved();
+    }
   }
 }
 
@@ -156,8 +228,8 @@ void scale_gradient(const at::Tensor& gradient, double factor) {
 
 void PagedModel::abandon_update() noexcept {
   const std::lock_guard lock(update_mutex_);
-  while (!withheld_.empty()) {
-    give_back_locked(withheld_.begin()->first);
+  while (!hold_.blocks().empty()) {
+    give_back_locked(*hold_.blocks().begin());
   }
   update_.reset();
 }
@@ -167,12 +239,12 @@ void PagedModel::settle_update() {
   if (!update_) {
     return;
   }
-  for (std::size_t block = 0; block < backings_.size(); ++block) {
-    if (update_->finished(static_cast<std::int32_t>(block))) {
-      give_back_locked(static_cast<std::int32_t>(block));
+  for (const std::int32_t block : std::set(hold_.blocks())) {
+    if (update_->finished(block)) {
+      give_back_locked(block);
     }
   }
-  if (withheld_.empty()) {
+  if (hold_.blocks().empty()) {
     update_seconds_ += update_->seconds();
     update_bytes_ += update_->bytes();
     update_.reset();

@@ -2,6 +2,8 @@
 // closes.
 #include <torch/csrc/autograd/engine.h>
 
+#include <set>
+
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/gil.h"
@@ -119,7 +121,7 @@ std::string PagedModel::moved_hosts() const {
   return names;
 }
 
-bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, bool all_stale, std::string& mismatches) {
+bool PagedModel::synchronise(HostParameter& parameter, bool all_stale, std::string& mismatches) {
   if (const WithheldPtr others = parameter.withheld() ? nullptr : withheld_of(parameter.host)) {
     if (const std::shared_ptr<PagedModel> owner = others->owner.lock()) {
       owner->bring_home(others->block, parameter.host.storage());
@@ -130,9 +132,8 @@ bool PagedModel::synchronise(HostParameter& parameter, bool trainable_stale, boo
     append(mismatches, "; ", mismatch);
     return false;
   }
-  const bool trained = parameter.face.requires_grad() || parameter.host.requires_grad();
   follow_training(parameter);
-  if (!parameter.changed_since_seen() && !all_stale && !(trainable_stale && trained)) {
+  if (!parameter.changed_since_seen() && !all_stale) {
     return false;
   }
   parameter.note_seen();
@@ -149,9 +150,24 @@ void PagedModel::follow_training(HostParameter& parameter) {
   }
 }
 
+void PagedModel::spread_moves() {
+  std::set<const c10::StorageImpl*> moved;
+  for (const auto& parameter : parameters_) {
+    if (!parameter->withheld() && parameter->shares() &&
+        (parameter->moved || parameter->version() != parameter->version_seen)) {
+      moved.insert(parameter->host.storage().unsafeGetStorageImpl());
+    }
+  }
+  for (const auto& parameter : parameters_) {
+    if (!moved.empty() && moved.contains(parameter->host.storage().unsafeGetStorageImpl())) {
+      parameter->moved = true;
+    }
+  }
+}
+
 void PagedModel::synchronise_hosts() {
   const bool all_stale = all_stale_.exchange(false);
-  const bool trainable_stale = trainable_stale_.exchange(false);
+  spread_moves();
   std::string mismatches;
   for (std::size_t block = 0; block < backings_.size(); ++block) {
     bool stale = false;
@@ -160,7 +176,7 @@ void PagedModel::synchronise_hosts() {
       continue;
     }
     for (HostParameter* parameter : backings_[block]->parameters()) {
-      stale = synchronise(*parameter, trainable_stale, all_stale, mismatches) || stale;
+      stale = synchronise(*parameter, all_stale, mismatches) || stale;
     }
     if (stale) {
       backings_[block]->host_changed();
@@ -193,10 +209,11 @@ void PagedModel::synchronise_for_fault(std::int32_t block) {
 
 bool PagedModel::synchronise_block(std::int32_t block) {
   BlockBacking& backing = *backings_[static_cast<std::size_t>(block)];
+  spread_moves();
   std::string mismatches;
   bool stale = false;
   for (HostParameter* parameter : backing.parameters()) {
-    stale = synchronise(*parameter, trainable_stale_, all_stale_, mismatches) || stale;
+    stale = synchronise(*parameter, all_stale_, mismatches) || stale;
   }
   if (stale) {
     backing.host_changed();

@@ -55,6 +55,16 @@ void CudaDevice::compute_waits(Ticket& ticket) {
   known->event()->hold_back(current_stream_());
 }
 
+void CudaDevice::compute_follows(const FencePtr& fence) {
+  const auto* const mark = dynamic_cast<const CudaFence*>(fence.get());
+  if (mark == nullptr) {
+    DeviceBackend::compute_follows(fence);
+  } else if (!mark->reached()) {
+    const CudaDeviceGuard guard(device_);
+    mark->hold_back(current_stream_());
+  }
+}
+
 void CudaDevice::slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept {
   try {
     const CudaDeviceGuard guard(device_);

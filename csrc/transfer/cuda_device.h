@@ -32,6 +32,7 @@ class CudaDevice : public DeviceBackend {
   FencePtr record() override;
   FencePtr record_use() override;
   void compute_waits(Ticket& ticket) override;
+  void compute_follows(const FencePtr& fence) override;
   void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept override;
   void expect_usable() override;
 

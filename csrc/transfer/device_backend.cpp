@@ -4,6 +4,12 @@
 
 namespace hydra {
 
+void DeviceBackend::compute_follows(const FencePtr& fence) {
+  if (fence != nullptr) {
+    fence->wait();
+  }
+}
+
 void DeviceBackend::slot_returns(Ticket* ticket, const std::vector<FencePtr>& /*fences*/) noexcept {
   if (ticket == nullptr) {
     return;

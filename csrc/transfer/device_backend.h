@@ -48,6 +48,8 @@ class DeviceBackend {
   /// Whatever the calling thread's compute does from here on starts after `ticket`. Throws the ticket's
   /// error. Blocks the host where the device has no wait of its own, or until the ticket is enqueued.
   virtual void compute_waits(Ticket& ticket) = 0;
+  /// As that, after `fence` (may be null). Blocks the host where the device has no wait of its own.
+  virtual void compute_follows(const FencePtr& fence);
   /// A slot is about to be released: compute on whatever its memory becomes starts after `ticket` (may be null)
   /// and after `fences`. Does not wait for a lane or another thread if the ticket is enqueued.
   virtual void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept;
@@ -66,7 +68,8 @@ class DeviceBackend {
   /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.
   virtual void note_read(const void* /*pointer*/, Bytes /*bytes*/) {}
   /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a
-  /// fence recorded afterwards is reached, the bytes have to live and belong to no one else.
+  /// fence recorded afterwards is reached, the bytes have to live and belong to no one else, and what else computes
+  /// with them follows it (compute_follows).
   virtual void note_write(void* /*pointer*/, Bytes /*bytes*/) {}
 
  private:

@@ -793,11 +793,11 @@ class WindowToken:
 
 class BlockUpdate:
     """
-    One block's part of an optimizer step.
+    The part of an optimizer step of one block, or several together.
     """
     def __init__(
         self,
-        block: typing.SupportsInt | typing.SupportsIndex,
+        blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         plan: TensorPlan,
         tensors: collections.abc.Sequence[torch.Tensor],
     ) -> None: ...
@@ -861,6 +861,10 @@ class PagedModel:
         sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         files: FileOperations = None,
     ) -> None: ...
+    def overlapping_blocks(self) -> list[list[int]]:
+        """
+        Groups of blocks whose parameters overlap in memory.
+        """
     def read_from_disk(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """
         A copy of what is on the disk; None if it is not.

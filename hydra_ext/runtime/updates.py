@@ -54,7 +54,7 @@ class Updates:
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
-        self._parts: list[int] = []  # the blocks of what is being prepared
+        self._parts: list[list[int]] = []  # the blocks of what is being prepared
         self._scale = 1.0  # of the gradients of the model's own parameters
         if optimizer.runner is not None:
             optimizer.runner.sync()
@@ -110,16 +110,36 @@ class Updates:
     # ---- what the optimizer asks for --------------------------------------------------------------------------------
 
     def parts(self, gradients: Gradients) -> list[Gradients]:
-        """By block, in the order in which the last forward used the blocks. The step before has ended."""
+        """By block, in the order in which the last forward used the blocks; blocks whose weights overlap together. The
+        step before has ended."""
         self._core.finish_update()
         used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
+        together = self._together(list(order))
         by_block: dict[int, Gradients] = {block: [] for block in order}
+        members: dict[int, Gradients] = {first: [] for first in together}
+        first_of = {block: first for first, blocks in together.items() for block in blocks}
         for parameter, gradient in gradients:
-            by_block[self._block_of.get(parameter, _NO_BLOCK)].append((parameter, gradient))
+            block = self._block_of.get(parameter, _NO_BLOCK)
+            by_block[block].append((parameter, gradient))
+            members[first_of[block]].append((parameter, gradient))
         self._homes.expect_step(by_block)
-        self._parts = [block for block, members in by_block.items() if members]
-        return [by_block[block] for block in self._parts]
+        stepped = [first for first in together if members[first]]
+        self._parts = [[block for block in together[first] if by_block[block]] for first in stepped]
+        return [members[first] for first in stepped]
+
+    def _together(self, order: list[int]) -> dict[int, list[int]]:
+        """By the first of them, the blocks that are updated as one, in this order."""
+        group_of = {block: {block} for block in order}
+        for blocks in self._core.overlapping_blocks():
+            joined = set().union(*(group_of[block] for block in blocks))
+            group_of.update(dict.fromkeys(joined, joined))
+        together: dict[int, list[int]] = {}
+        first_of: dict[int, int] = {}
+        for block in order:
+            first = first_of.setdefault(min(group_of[block]), block)
+            together.setdefault(first, []).append(block)
+        return together
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
         if self._spilling is not None:
@@ -129,17 +149,21 @@ class Updates:
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Parameters of other models are updated at once."""
         if self._spilling is not None:
-            self._spilling.settle(self._parts)
+            self._spilling.settle(block for blocks in self._parts if len(blocks) == 1 for block in blocks)
+        for blocks in self._parts:
+            if len(blocks) > 1:
+                for block in blocks:
+                    self._core.bring_home(block)
         settled = set(self._core.settled_blocks)
         later: list[_C.BlockUpdate] = []
         at_home: list[_C.BlockUpdate] = []
-        for block, part in zip(self._parts, prepared, strict=True):
+        for blocks, part in zip(self._parts, prepared, strict=True):
             optimizer.finish(part)
-            if block == _NO_BLOCK:
+            if blocks == [_NO_BLOCK]:
                 part.plan.run(optimizer.pool)
             else:
-                update = _C.BlockUpdate(block, part.plan, optimizer.tensors_of(part))
-                (at_home if block in settled else later).append(update)
+                update = _C.BlockUpdate(blocks, part.plan, optimizer.tensors_of(part))
+                (later if settled.isdisjoint(blocks) else at_home).append(update)
         if later:
             self._core.defer_update(later, optimizer.pool, self._scale)
         for update in at_home:

@@ -30,7 +30,7 @@ struct Blocks {
   std::vector<DeferredUpdate::Part> parts(const std::vector<std::int32_t>& order) {
     std::vector<DeferredUpdate::Part> made;
     for (const std::int32_t block : order) {
-      made.emplace_back().block = block;
+      made.emplace_back().blocks = {block};
       made.back().plan.add(memory[static_cast<std::size_t>(block)]->update());
     }
     return made;
@@ -96,6 +96,22 @@ TEST(DeferredUpdate, ThreadsMayWaitForDifferentBlocksAtOnce) {
   }
   for (std::thread& thread : threads) {
     thread.join();
+  }
+}
+
+TEST(DeferredUpdate, BlocksThatAreUpdatedTogetherAreFinishedTogether) {
+  Blocks wanted(3);
+  wanted.update_now(1.0F);
+  for (const std::int32_t waited : {1, 2}) {
+    Blocks blocks(3);
+    std::vector<DeferredUpdate::Part> parts = blocks.parts({0, 1});
+    parts.back().blocks = {1, 2};
+    parts.back().plan.add(blocks.memory[2]->update());
+    DeferredUpdate update(std::move(parts), pool(1), 1.0F);
+    update.wait(waited);
+    EXPECT_TRUE(update.finished(1) && update.finished(2));
+    EXPECT_EQ(blocks.memory[1]->differences(*wanted.memory[1]), 0);
+    EXPECT_EQ(blocks.memory[2]->differences(*wanted.memory[2]), 0);
   }
 }
 
@@ -197,8 +213,9 @@ std::vector<DeferredUpdate::Part> lent(Blocks& blocks, std::vector<std::string>&
                                        ScriptedLender::Fails fails) {
   std::vector<DeferredUpdate::Part> parts = blocks.parts({0, 1, 2});
   for (DeferredUpdate::Part& part : parts) {
-    part.lender = std::make_unique<ScriptedLender>(std::move(part.plan), std::to_string(part.block), log,
-                                                   part.block == failing ? fails : ScriptedLender::Fails::kNever);
+    part.lender =
+        std::make_unique<ScriptedLender>(std::move(part.plan), std::to_string(part.blocks.front()), log,
+                                         part.blocks.front() == failing ? fails : ScriptedLender::Fails::kNever);
     part.plan = StepPlan();
   }
   return parts;

@@ -56,6 +56,38 @@ TEST(StepPlan, RunsEveryParameterWholeWithAnyThreads) {
   }
 }
 
+TEST(StepPlan, WeightsThatOverlapAreUpdatedInTheOrderInWhichTheyWereAdded) {
+  const Kind kind = kind_named("adamw0000");
+  const auto run = [&](int threads) {
+    std::vector<Memory> memory;
+    memory.reserve(3);
+    for (std::uint32_t seed = 1; seed <= 3; ++seed) {
+      memory.emplace_back(kind, kLong, 1, Content::kNumbers, seed);
+    }
+    StepPlan plan;
+    for (Memory& one : memory) {
+      ParameterUpdate update = one.update();
+      update.weights = memory.front().update().weights;
+      plan.add(update);
+      if (threads == 0) {
+        run_update(update, 0, update.count, 0.5F);
+      }
+    }
+    if (threads > 0) {
+      ThreadPool pool(threads);
+      plan.run(pool, 0.5F);
+    }
+    return memory;
+  };
+  const std::vector<Memory> wanted = run(0);
+  for (int round = 0; round < 20; ++round) {
+    const std::vector<Memory> seen = run(4);
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+      EXPECT_EQ(seen[i].differences(wanted[i]), 0);
+    }
+  }
+}
+
 TEST(StepPlan, InRangesIsTheSameAsWhole) {
   Parameters wanted;
   ThreadPool pool(1);

@@ -86,18 +86,6 @@ def test_raw_access_to_what_is_being_written_raises_and_works_after_sync(access:
         access(weight.grad if of == "gradient" else tensor)
 
 
-def test_a_view_made_before_the_step_waits_in_no_operation_but_says_what_to_do() -> None:
-    model = stack()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    view = model[5].weight.detach().view(-1)
-    with offloaded(model, optimizer) as run:
-        pending(model, optimizer)
-        with pytest.raises(RuntimeError, match=r"run\.sync\(\)"):
-            view.sum()
-        run.sync()
-        assert torch.equal(view, model[5].weight.detach().view(-1))
-
-
 @pytest.mark.parametrize("clear", ["to zero", "never", "by hand"])
 def test_gradients_that_are_kept_are_those_of_the_plain_loop(clear: str) -> None:
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> Outcome:
