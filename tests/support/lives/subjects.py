@@ -114,14 +114,18 @@ class Recurrent(Body):
 
 
 class Experts(nn.Module):
-    """Each sample goes to the expert that its own numbers choose; some experts may see none."""
+    """Each sample goes to the expert that its own numbers choose; some experts may see none.
+
+    There are four, so that all parameters have whole vectors of 16 bytes: where several lie in one buffer, others after
+    them would begin at odd addresses, from which plain PyTorch computes other last bits.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(8, width)
-        self.routers = nn.ModuleList(nn.Linear(width, 3) for _ in range(2))
+        self.routers = nn.ModuleList(nn.Linear(width, 4) for _ in range(2))
         self.blocks = nn.ModuleList(
-            nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(3)) for _ in range(2)
+            nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)) for _ in range(2)
         )
         self.head = nn.Linear(width, 4)
 
