@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.pipeline.lent import Lent
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, event_seed, reseed
-from hydra_ext.runtime.rounds.step import split
+from hydra_ext.runtime.rounds.microbatch import split
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

@@ -30,7 +30,8 @@ from hydra_ext.runtime.replicas import Replicas
 from hydra_ext.runtime.report import Report, make_report
 from hydra_ext.runtime.resumable import Resumable
 from hydra_ext.runtime.rounds.choice import Choice
-from hydra_ext.runtime.rounds.step import Microbatch, Reduction, StepOutput, Stepper, Work, checked_seeds
+from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
+from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.spilling import Spilling
 from hydra_ext.runtime.trace import Trace
 from hydra_ext.runtime.updates import Updates
@@ -107,15 +108,14 @@ class Run(Resumable):
     ) -> StepOutput:
         """One training step over several microbatches.
 
-        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then, where several ranks train
-        together, averaging the gradients over them (:mod:`hydra_ext.runtime.averaging`), then clipping,
-        ``optimizer.step()`` and ``optimizer.zero_grad()``, and gives the same to the last bit as that loop with
-        ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, ``cache_enabled=False``. But all
-        microbatches pass a block before the next one is fetched, so that each block is moved once per forward and once
-        per backward, however many microbatches there are. ``fn`` runs in threads that take turns; it must not wait
-        for another microbatch. What it does outside the model's blocks happens in another order than in the loop, and
-        once more where a round has run out of device memory: that is undone, and tried smaller, then with
-        recomputation. Microbatches that draw Python's or numpy's random numbers between blocks run one at a time.
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then averaging the gradients over ranks
+        that train together (:mod:`hydra_ext.runtime.averaging`), clipping, ``optimizer.step()`` and
+        ``optimizer.zero_grad()``, with the bits of that loop with ``torch.manual_seed(seeds[i])`` before microbatch i
+        and, under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched,
+        so that each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must
+        not wait for another microbatch. What it does outside the model's blocks happens in another order, and once more
+        where a round has run out of device memory: that is undone, and tried smaller, then with recomputation.
+        Microbatches that draw Python's or numpy's random numbers between blocks run one at a time.
 
         Args:
             microbatches: whatever ``fn`` is to be called with.

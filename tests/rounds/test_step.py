@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hydra_ext
 from hydra_ext import Checks
 from hydra_ext.errors import StateError
-from hydra_ext.runtime.rounds.step import draw_seeds
+from hydra_ext.runtime.rounds.microbatch import draw_seeds
 from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
 from support.zoo import FAMILIES
 from support.zoo_more import MORE_FAMILIES

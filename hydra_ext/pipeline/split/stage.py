@@ -28,7 +28,7 @@ from hydra_ext.pipeline.split.tensors import Arrival, StandIns
 from hydra_ext.pipeline.split.watch import StandInWatch
 from hydra_ext.pipeline.stage_program import Crossing
 from hydra_ext.runtime.rounds.isolation import Surroundings
-from hydra_ext.runtime.rounds.step import split
+from hydra_ext.runtime.rounds.microbatch import split
 
 
 class SplitStage:

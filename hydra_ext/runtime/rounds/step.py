@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from hydra_ext import _C, optim
 from hydra_ext.blocks import Site
@@ -20,6 +19,7 @@ from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from hydra_ext.runtime.rounds.executor import DrawnOutOfOrder, Refused, Round, RoundOwner
 from hydra_ext.runtime.rounds.isolation import DrawOrder, Surroundings
+from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
 from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
 from hydra_ext.runtime.rounds.recompute import Recomputation
 from hydra_ext.runtime.rounds.undo import Undo, UndoOwner
@@ -28,7 +28,6 @@ from hydra_ext.state.randomness import generators
 
 logger = logging.getLogger(__name__)
 
-Microbatch = TypeVar("Microbatch")
 Reduction = Literal["mean", "sum"]
 
 
@@ -54,60 +53,6 @@ class StepOutput:
 
 class NotAsALoop(Exception):
     """A round of several microbatches has left something else than a loop would have, in its backward."""
-
-
-@dataclass
-class Outcome:
-    """What one microbatch's forward gave; ``root`` is where its backward starts, until it has run."""
-
-    root: Tensor | None
-    loss: Tensor
-    metrics: Any
-
-
-def split(output: Any) -> tuple[Tensor, Any]:
-    """The loss, and what came with it: of a tensor, a pair, or a mapping with the key "loss".
-
-    Raises:
-        TypeError: there is no loss in it.
-    """
-    loss, metrics = output, None
-    if isinstance(output, Mapping) and "loss" in output:
-        loss = output["loss"]
-        metrics = {key: value for key, value in output.items() if key != "loss"}
-    elif isinstance(output, tuple) and len(output) == 2:
-        loss, metrics = output
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"fn returned a {type(output).__name__}: return the loss, (loss, metrics), or a mapping with the key 'loss'"
-        )
-    return loss, metrics
-
-
-class Work(Generic[Microbatch]):
-    """One microbatch's forward up to what its backward starts from."""
-
-    def __init__(
-        self, fn: Callable[[Microbatch], Any], microbatch: Microbatch, divisor: int, scaler: torch.amp.GradScaler | None
-    ) -> None:
-        self._fn = fn
-        self._microbatch = microbatch
-        self._divisor = divisor
-        self._scaler = scaler
-
-    def __call__(self) -> Outcome:
-        loss, metrics = split(self._fn(self._microbatch))
-        if not loss.requires_grad or loss.numel() != 1:
-            raise ValueError(
-                f"fn returned a loss of shape {tuple(loss.shape)}"
-                + ("" if loss.requires_grad else " that depends on no trainable parameter")
-                + ": return a scalar to run backward from"
-            )
-        root = loss / self._divisor if self._divisor != 1 else loss
-        if self._scaler is not None:
-            root = self._scaler.scale(root)
-        metrics = tree_map_only(Tensor, Tensor.detach, metrics)
-        return Outcome(root, loss.detach(), metrics)
 
 
 @dataclass(frozen=True)
@@ -283,7 +228,7 @@ class Stepper:
             last.begin_again()
         obstacle = self._undo.obstacle(whole=whole)
         if obstacle:  # of this rank, where another one has asked
-            raise StateError(f"{failed or 'A step is to be made again'}, and this rank cannot make the step again: {obstacle}")
+            raise StateError(f"{failed or 'The step is to be made again'}, and this rank cannot do so: {obstacle}")
         self._undo.undo(whole=whole)
         if failed and not self.retries:
             logger.warning(
@@ -333,7 +278,7 @@ class Stepper:
     ) -> list[Outcome] | None:
         """None if blocks that were recomputed gave something else."""
         owner = self._owner
-        this = Round(owner, works, seeds, _take_root, self._recomputation if decision.recompute else None)
+        this = Round(owner, works, seeds, take_root, self._recomputation if decision.recompute else None)
         before = owner.activation_bytes()
         try:
             outcomes = this.forward()
@@ -377,7 +322,7 @@ class Stepper:
                 outcomes.append(work())
                 if len(outcomes) == len(works):
                     last.begin()
-                _take_root(outcomes[-1]).backward()  # type: ignore[no-untyped-call]
+                take_root(outcomes[-1]).backward()  # type: ignore[no-untyped-call]
                 self.fallbacks += 1
         finally:
             torch.set_autocast_cache_enabled(cached)
@@ -406,30 +351,3 @@ class Stepper:
             optimizer.step()
         optimizer.zero_grad()
         return norm, skipped
-
-
-def _take_root(outcome: Outcome) -> Tensor:
-    """What the backward starts from. Nothing else refers to the graph any more."""
-    root, outcome.root = outcome.root, None
-    if root is None:
-        raise StateError("the backward of this microbatch has run")
-    return root
-
-
-def draw_seeds(count: int) -> list[int]:
-    """One per microbatch, from the caller's random state."""
-    drawn: list[int] = torch.randint(2**62, (count,), generator=torch.default_generator, device="cpu").tolist()
-    return drawn
-
-
-def checked_seeds(seeds: Sequence[int] | None, count: int, round_size: int | None, reduction: str) -> list[int]:
-    """Of so many microbatches, which are checked with the rest of what run.step was given."""
-    if not count or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
-        raise ValueError(
-            f"run.step was given {count} microbatches, round_size={round_size}, reduction={reduction!r}: "
-            "give at least one microbatch, a positive size, 'mean' or 'sum'"
-        )
-    seeds = draw_seeds(count) if seeds is None else list(seeds)
-    if len(seeds) != count:
-        raise ValueError(f"run.step was given {len(seeds)} seeds for {count} microbatches")
-    return seeds
