@@ -108,30 +108,28 @@ class Run(Resumable):
     ) -> StepOutput:
         """One training step over several microbatches.
 
-        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, then averaging the gradients over ranks
-        that train together (:mod:`hydra_ext.runtime.averaging`), clipping, ``optimizer.step()`` and
-        ``optimizer.zero_grad()``, with the bits of that loop with ``torch.manual_seed(seeds[i])`` before microbatch i
-        and, under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched,
-        so that each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must
-        not wait for another microbatch. What it does outside the model's blocks happens in another order, and once more
-        where a round has run out of device memory: that is undone, and tried smaller, then with recomputation.
-        Microbatches that draw Python's or numpy's random numbers between blocks run one at a time.
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, ``optimizer.step()``
+        and ``zero_grad()``, with the bits of that loop with ``torch.manual_seed(seeds[i])`` before microbatch i and,
+        under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched:
+        each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must not
+        wait for another microbatch. What it does outside blocks happens in another order, and once more where a round
+        has run out of device memory: it is undone, and tried smaller, then with recomputation. Microbatches that draw
+        Python's or numpy's random numbers between blocks run one at a time.
 
         Args:
             microbatches: whatever ``fn`` is to be called with.
             fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: gradients are clipped to this total norm.
             round_size: microbatches that run together, and then nothing else is tried; unless given, all that fit.
-            recompute: make activations inside blocks again in backward, where forward hooks then run twice; unless
-                given, if the budget has no room for them.
+            recompute: make blocks' activations again in backward, with their hooks; by the budget unless given.
             reduction: "mean", or "sum", which leaves out the division.
             scaler: scales the losses, and decides about the step.
-            seeds: of each microbatch's random state; drawn from the present one unless given.
+            seeds: of each microbatch's random state; drawn unless given.
 
         Raises:
             StateError: the run has no optimizer.
-            ValueError: there are no microbatches, or arguments that do not go together.
-            UnsupportedModel: a recomputed block has begun to give something else. It is kept from then on.
+            ValueError: no microbatches, or arguments that do not go together.
+            UnsupportedModel: a recomputed block has begun to give something else; it is kept from then on.
             RankFailed, ReplicasDiffer: another rank has failed in this step, or gone another way.
         """
         self._step_begins()
