@@ -108,9 +108,9 @@ class Run(Resumable):
     ) -> StepOutput:
         """One training step over several microbatches.
 
-        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, ``optimizer.step()``
-        and ``zero_grad()``, with the bits of that loop with ``torch.manual_seed(seeds[i])`` before microbatch i and,
-        under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched:
+        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, and the optimizer's
+        ``step()`` and ``zero_grad()``, with the bits of a loop with ``torch.manual_seed(seeds[i])`` before microbatch i
+        and, under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched:
         each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must not
         wait for another microbatch. What it does outside blocks happens in another order, and once more where a round
         has run out of device memory: it is undone, and tried smaller, then with recomputation. Microbatches that draw
