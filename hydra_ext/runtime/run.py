@@ -108,7 +108,7 @@ class Run(Resumable):
     ) -> StepOutput:
         """One training step over several microbatches.
 
-        It means ``(fn(microbatch) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, and the optimizer's
+        It means ``(fn(mb) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, the optimizer's
         ``step()`` and ``zero_grad()``, with the bits of a loop with ``torch.manual_seed(seeds[i])`` before microbatch i
         and, under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched:
         each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must not
