@@ -1,7 +1,7 @@
 """Whether an optimizer's step can go on from what was saved: its options, and the tensors of its state.
 
 Checksums only say that a checkpoint is what was written. Options are compared with those that the optimizer has, and
-given to a constructor of its class; state with that of a parameter of a few numbers which such an optimizer has stepped.
+given to a constructor of its class; state with that of a parameter of a few numbers, after a step of such an optimizer.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _made(
     cls = type(optimizer)
     taken = inspect.signature(cls).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    given = {
+    given: dict[str, Any] = {
         key: torch.ones(value.shape, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
         for key, value in options.items()
         if key in optimizer.defaults and (key in taken or anything)
