@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
-from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, strict_json
+from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, optimizer_values, strict_json
+from hydra_ext.checkpoint.header import DTYPES
 from hydra_ext.checkpoint.helper_state import Stateful
 from hydra_ext.checkpoint.model_state import Named
 from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
@@ -166,6 +167,7 @@ class Return:
             self._check_values()
             found = model_state.differences(self._tensors, reader.manifest)
             loading.expect_none(reader, [*found, *self._other_differences()])
+            self._check_optimizer()
             self._random = self._own_randomness()
             self._buffers = self._own_buffers()
         except (BadValue, BadRandomness) as error:
@@ -181,6 +183,14 @@ class Return:
         for name in ("ranks", "buffers"):
             if not isinstance(self._content.get(name), list) or not self._content[name]:
                 raise BadValue(f"{name} is no list of what each rank had")
+
+    def _check_optimizer(self) -> None:
+        def described(name: str) -> Tensor:
+            span = self._reader.manifest.tensors["optimizer"][name].span
+            return torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta")
+
+        if self._training.optimizer is not None:
+            optimizer_values.check(self._training.optimizer, self._names, self._content["optimizer"], described)
 
     def _stand_in(self, section: str, name: str) -> Tensor:
         self._reader.manifest.tensors[section][name]  # KeyError where there is none
