@@ -124,7 +124,7 @@ TEST(SpillFile, AFullDiskIsNoticedWhenRoomIsReserved) {
   const std::int32_t kept = file.reserve(kBytes);
   const Buffer bytes(kBytes, 1);
   write(file, kept, bytes);
-  files.fail(FileOperation::kAllocate, FileFault::kError, 2, /*persistent=*/false, ENOSPC);
+  files.fail(FileOperation::kAllocate, FileFault::kError, 1, /*persistent=*/false, ENOSPC);
   const std::string message = message_of([&] { file.reserve(7 * kMiB); });
   for (const std::string& part :
        {std::string("7.00 MiB"), folder.path(), std::string("No space left"), std::string("free")}) {
