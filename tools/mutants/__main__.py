@@ -27,7 +27,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--reach", type=Path, help="the map of an earlier run, used as it is (default: made anew)")
     parser.add_argument("--report", type=Path, help="the Markdown to write (default: report.md in the folder)")
     parser.add_argument(
-        "--parts", nargs="+", choices=("python", "engine", "suite"), default=["python", "engine", "suite"]
+        "--parts", nargs="*", choices=("python", "engine", "suite"), default=["python", "engine", "suite"]
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="try these mutants alone")
     return parser.parse_args()
@@ -70,7 +70,7 @@ def _write_report(chosen: argparse.Namespace, folder: Path, results: Results, mu
     path: Path = chosen.report or folder / "report.md"
     python = [result for mutant in mutants if (result := results.get(mutant.key))]
     engine = [result for mutation in engine_trials.MUTATIONS if (result := results.get(mutation.key))]
-    print(report.write(path, ROOT, seed=chosen.seed, python=python, engine=engine))
+    print(report.write(path, ROOT, seed=chosen.seed, drawn=len(mutants), python=python, engine=engine))
     print(f"written to {path}")
 
 

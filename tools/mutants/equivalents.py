@@ -26,6 +26,12 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         ),
         proof="The loss of the first round is held and counted, and learn() keeps the most: `held` is never 0 here.",
     ),
+    Equivalent(
+        file="hydra_ext/tiled/losses.py",
+        function="log_sigmoid",
+        change=("- return result, source.new_empty(0)", "+ return result, source.new_empty(1)"),
+        proof="log_sigmoid_backward() does not read the buffer, and logsigmoid() returns the first of both alone.",
+    ),
 )
 
 

@@ -25,6 +25,8 @@ class _Outcomes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._write(report.nodeid, report.outcome, report.duration, "" if report.passed else _last_line(report))
+        if report.when == "teardown":
+            self._write(report.nodeid, "ended")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -13,7 +13,7 @@ from mutants.drawing import Mutant
 from mutants.packages import Packages
 from mutants.reach import Reach
 from mutants.results import Outcome, Result, Results
-from mutants.trials import Ending, Trial
+from mutants.trials import TOO_LONG, Ending, Trial
 
 _FIRST_TESTS = 12  # most mutants fall to the first few
 _FIRST_SECONDS = 20.0
@@ -50,8 +50,15 @@ class Judge:
         failed = dict[str, str]()
         tests = self._root / "tests"
         for part in sorted({path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}):
-            options = ("-n", str(workers), "--dist", "worksteal", *_NOT_OF_THE_PACKAGE)
-            failed |= self.run(package, [part], *options, limit=_PART_SECONDS).failed
+            options = ["-n", str(workers), "--dist", "worksteal", *_NOT_OF_THE_PACKAGE]
+            hanging = [part]
+            while hanging:  # the others of the folder are still to be run
+                ending = self.run(package, [part], *options, limit=_PART_SECONDS)
+                failed |= ending.failed
+                hanging = [test for test, why in ending.failed.items() if why == TOO_LONG]
+                if hanging and not any("::" in test for test in hanging):
+                    raise RuntimeError(f"the tests of {part} do not end, and none of them was running")
+                options += [f"--deselect={test.removeprefix('tests/')}" for test in hanging]
         return failed
 
     def confirmed(self, package: Path, test: str, why: str) -> bool:

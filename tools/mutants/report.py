@@ -15,16 +15,17 @@ _MOST_EQUIVALENT = 0.10
 _LEAST_KILLED = 0.90
 
 
-def write(path: Path, root: Path, *, seed: int, python: list[Result], engine: list[Result]) -> str:
+def write(path: Path, root: Path, *, seed: int, drawn: int, python: list[Result], engine: list[Result]) -> str:
     """Writes the report and returns its first lines."""
     summary = [*_counts("Python package", python), *_counts("Engine", engine)]
     lines = [
         "# Mutations",
         "",
-        f"`make mutants COUNT={len(python)} SEED={seed}` at {_commit(root)}, on {platform.machine()}, "
+        f"`make mutants COUNT={drawn} SEED={seed}` at {_commit(root)}, on {platform.machine()}, "
         f"Python {platform.python_version()}. Python mutants are drawn by the seed in proportion to the lines of the "
-        "files, none taken out by hand; the engine's are a table (`tools/mutants/engine_core.py`, `engine_torch.py`). "
-        "Each was tried against the tests that coverage names, or the table; what survived met the whole suite.",
+        f"files, none taken out by hand; {len(python)} of {drawn} were tried. The engine's are a table "
+        "(`tools/mutants/engine_core.py`, `engine_torch.py`). "
+        "Each meets the tests that coverage names, or the table; what survives meets the whole suite.",
         "",
         "| | mutants | killed | survived | equivalent | killed of the rest |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",

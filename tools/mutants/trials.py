@@ -36,6 +36,7 @@ _IMPORTED_ONCE = (
 _MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end fails
 _OK, _FAILED, _NO_TESTS = 0, 1, 5
 _PIPE_BYTES = 2**20
+TOO_LONG = "took longer than it may"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Trial:
             os.waitpid(self._pid, 0)
         rows, output = self._rows.read_to_end(), self._output.read_to_end()
         code = os.waitstatus_to_exitcode(status)
-        found = self._read(rows, output, "took longer than it may" if late and not pid else None, code)
+        found = self._read(rows, output, TOO_LONG if late and not pid else None, code)
         shutil.rmtree(self._folder, ignore_errors=True)
         return found
 
@@ -119,14 +120,13 @@ class Trial:
         failed = {row["test"]: row["why"] for row in reversed(rows) if row["outcome"] == "failed"}
         seen = dict.fromkeys(row["test"] for row in rows if row["outcome"] == "passed")
         if why is not None or (code not in (_OK, _FAILED, _NO_TESTS) and not failed):
-            running = [row["test"] for row in rows if row["outcome"] == "began"]
-            if running or why:
-                failed.setdefault(
-                    running[-1] if running else "(before the first test)", why or f"ended with code {code}"
-                )
-            else:
+            ended = {row["test"] for row in rows if row["outcome"] == "ended"}
+            running = [row["test"] for row in rows if row["outcome"] == "began" and row["test"] not in ended]
+            if not running and why is None:
                 tail = "\n".join(output.splitlines()[-20:])
                 raise RuntimeError(f"pytest ended with code {code} and ran nothing: {self._words[:3]}\n{tail}")
+            for test in running or ["(between tests)"]:
+                failed.setdefault(test, why or f"ended with code {code}")
         passed = tuple(test for test in seen if test not in failed)
         return Ending(failed, passed, time.monotonic() - self._began)
 
