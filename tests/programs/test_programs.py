@@ -7,7 +7,7 @@ a script as short as it gets. ``python -m support.lives --seeds 0:1000`` counts 
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from support.lives.drawing import program_of
@@ -19,7 +19,7 @@ from support.lives.shortening import shortened
 PER_TEST = 60
 IN_CI = range(0, 240, PER_TEST)
 ALL = range(240, 20_000, PER_TEST)
-REFUSED = 0.03  # of the programs may end an operation in a typed error or for want of memory
+MOST_REFUSED = 5  # of them: a typed error, or want of memory; on the whole at most 3 %
 
 
 def check(program: Program, seed: int, tally: Tally) -> None:
@@ -34,11 +34,19 @@ def test_random_programs_are_those_of_plain_pytorch(first: int) -> None:
     tally = Tally()
     for seed in range(first, first + PER_TEST):
         check(program_of(seed), seed, tally)
-    assert tally.refused <= max(REFUSED * tally.programs, 4), tally.text()
+    assert tally.refused <= MOST_REFUSED, tally.text()
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# Hypothesis draws other ones than numbers do. It would look for a shorter one for minutes: leaving operations out does
+# better.
+@settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 @given(st.randoms(use_true_random=False).map(program_of))
-def test_programs_that_are_made_simpler_by_hypothesis(program: Program) -> None:
-    outcome = run(program)
-    assert outcome.wrong == [], program.script()
+def test_programs_that_hypothesis_draws(program: Program) -> None:
+    check(program, 0, Tally())

@@ -12,7 +12,7 @@ import pytest
 from support.lives.staged import expected_of, live_all, staged_program_of, wrong
 from support.ranks import run_ranks
 
-PER_TEST = 25
+PER_TEST = 10  # within the time that ranks have on a busy machine
 IN_CI = range(0, 100, PER_TEST)
 ALL = range(100, 2000, PER_TEST)
 

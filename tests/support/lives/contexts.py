@@ -17,6 +17,7 @@ DEVICES = ("plain", "asynchronous", "slow", "slow and asynchronous")
 # Not among them: Compress, by which a weight's gradient is only as near as its bound, and Offload("dynamic"), which
 # needs a budget of the stash's own.
 ACTIVATIONS = ("none", "keep", "offload", "conv", "recompute", "recompute the first")
+RANDOM_STATES = 5 * 6000
 SPEED = 2e7  # bytes a second of a slow host's memory: an update takes longer than a forward
 
 
@@ -37,7 +38,7 @@ def device_of(kind: str, seed: int) -> SimulatedDevice:
     return SimulatedDevice(asynchronous=kind.endswith("asynchronous"), seed=seed, host_memory_bytes_per_second=speed)
 
 
-def budget_of(side: Side, kind: str, blocks: list[str] | None) -> int:
+def budget_of(side: Side, kind: str, activations: str, blocks: list[str] | None) -> int:
     if kind == "roomy":
         return 2**24
     try:
@@ -46,7 +47,9 @@ def budget_of(side: Side, kind: str, blocks: list[str] | None) -> int:
     except BudgetTooSmall as error:
         smallest = error.smallest_budget
     room = MODELS[side.program.model].room[side.program.wide]
-    return 2 * smallest + (2**13 + 3 * room if kind == "tight" else 2**14 + 6 * room)
+    # A call that is made again keeps a random state of five thousand bytes.
+    states = RANDOM_STATES if activations.startswith("recompute") else 0
+    return 2 * smallest + (2**13 + 4 * room + states if kind == "tight" else 2**15 + 8 * room + 4 * states)
 
 
 def enter(side: Side, **how: Any) -> None:
@@ -54,7 +57,7 @@ def enter(side: Side, **how: Any) -> None:
         return
     blocks = [f"blocks.{index}" for index in range(len(side.model.blocks))] if how["named"] else None
     options: dict[str, Any] = {
-        "budget": budget_of(side, how["budget"], blocks),
+        "budget": budget_of(side, how["budget"], how["activations"], blocks),
         "device": device_of(how["device"], how["seed"]),
         "activations": activations_of(how["activations"]),
         "blocks": blocks,
