@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext import optim
-from hydra_ext.runtime.rounds.step import draw_seeds
+from hydra_ext.runtime.rounds.microbatch import draw_seeds
 from support.lives.sides import Side
 from support.lives.subjects import HOST_OPTIMIZERS, MODELS, batch, loss_of
 
