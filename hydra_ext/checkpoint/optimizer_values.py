@@ -56,7 +56,7 @@ def check(
 
 
 def _check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: dict[str, Any]) -> None:
-    for key in optimizer.defaults:
+    for key in optimizer.defaults.keys() & group.keys():  # a group that was loaded has no rules that are not ours
         if key in options and not _alike(options[key], group[key]):
             raise BadValue(
                 f"{key}={options[key]!r:.100} of a group of the optimizer's is not of the kind {group[key]!r}"

@@ -67,6 +67,15 @@ def test_what_an_optimizer_has_is_fine(name: str, dtype: torch.dtype) -> None:
     optimizer_values.check(optimizer, *saved(optimizer, module))
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, optim.AdamW], ids=["torch", "ours"])
+def test_so_is_what_it_has_loaded(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """Some rules of torch's are in no group of ours then."""
+    optimizer, module = stepped(optim.AdamW)
+    theirs, _ = stepped(make)
+    optimizer.load_state_dict(theirs.state_dict())
+    optimizer_values.check(optimizer, *saved(optimizer, module))
+
+
 def options(**changes: Any) -> Callable[[Any], None]:
     return lambda content: content["groups"][0]["options"].update(changes)
 

@@ -112,12 +112,7 @@ def observed(side: Side, *, data: int, how: str) -> Seen:
 
 
 def checkpointed(side: Side, *, how: str) -> Seen:
-    """Blocks are called through torch's checkpoints from now on, or no more.
-
-    Not those with running statistics: a checkpoint updates them in backward, too, where rounds have another order.
-    """
-    if side.program.model == "pictures":
-        return None
+    """Blocks are called through torch's checkpoints from now on, or no more."""
     for module in side.model.modules():
         if hasattr(module, "again"):
             module.again = how
