@@ -176,5 +176,9 @@ def _cpp_failure(program: Path, pattern: str) -> tuple[str, str] | None:
         return pattern, "took longer than it may"
     if running.returncode == 0:
         return None
-    failed = [line.split("]", 1)[1].split("(")[0].strip() for line in output.splitlines() if "[  FAILED  ]" in line]
+    failed = [
+        line.split("]", 1)[1].split("(")[0].split(",")[0].strip()
+        for line in output.splitlines()
+        if "[  FAILED  ]" in line
+    ]
     return (failed or [pattern])[0], f"ended with code {running.returncode}"
