@@ -91,9 +91,13 @@ at::ScalarType integer_of(std::size_t bytes) {
   return bytes == 1 ? at::kChar : bytes == 2 ? at::kShort : bytes == 4 ? at::kInt : at::kLong;
 }
 
+/// Libraries' own notes for backward (of oneDNN's and cuDNN's recurrent layers): bytes, some of which nothing has
+/// written.
+bool is_opaque(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
+
 bool is_comparable(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && tensor.has_storage() &&
-         !tensor.key_set().has(at::DispatchKey::Python);
+  return !is_opaque(tensor) && tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() &&
+         tensor.has_storage() && !tensor.key_set().has(at::DispatchKey::Python);
 }
 
 }  // namespace

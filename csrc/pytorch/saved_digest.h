@@ -23,7 +23,8 @@ class SavedDigest {
   explicit SavedDigest(const std::vector<at::Tensor>& parameters);
   /// With the same parameters, and nothing added.
   [[nodiscard]] SavedDigest fresh() const;
-  /// False, and nothing is added, if the tensor cannot be compared: sparse, nested, quantised, of a class of its own.
+  /// False, and nothing is added, if the tensor cannot be compared: sparse, nested, quantised, of a class of its own,
+  /// or one row of bytes, which may be a library's notes.
   bool add(const at::Tensor& tensor);
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
   [[nodiscard]] bool equals(const SavedDigest& other) const;

@@ -46,7 +46,8 @@ class RepeatableCall:
     checkpoint depend on nothing else of a repetition. The first three calls of a module are compared in full: what
     they give, too, for which a repetition runs to its end.
 
-    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own) are kept, and not made again.
+    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own, libraries' notes in bytes) are
+    kept, and not made again.
 
     Args:
         module: whose call it is.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -23,6 +25,13 @@ HEAD = "hydra-schedule 1 stages=1 ranks=1 microbatches=2 versions="
 def pipeline(schedule: Any, stages: list[nn.Module] | None = None) -> Pipeline:
     stages = stages or pipelines.make_stages(1)
     return Pipeline(None, pipelines.sgd, stages=stages, schedule=schedule, microbatches=2, seed=5)
+
+
+@pytest.fixture
+def closed() -> Iterator[Callable[[Pipeline], Pipeline]]:
+    """Closes pipelines at the end, whatever the test has met."""
+    with ExitStack() as stack:
+        yield lambda pipe: stack.enter_context(closing(pipe))
 
 
 def step(pipe: Pipeline, number: int, **options: Any) -> Any:
@@ -57,11 +66,11 @@ def test_losses_are_those_of_their_microbatches_in_whatever_order_they_are_compu
 # ---- what is trained ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("schedule", ["2bw", "1f1b"])
 @pytest.mark.parametrize("frozen_first", [True, False])
-def test_what_is_trained_is_settled_at_the_beginning(schedule: str, frozen_first: bool) -> None:
+def test_what_is_trained_is_settled_at_the_beginning(schedule: str, frozen_first: bool, closed: Any) -> None:
     (stage,) = stages = pipelines.make_stages(1)
     changed = next(iter(stage.parameters()))
     changed.requires_grad_(not frozen_first)
-    pipe = pipeline(schedule, stages)
+    pipe = closed(pipeline(schedule, stages))
     step(pipe, 0)
     pipe.drain()
     before = changed.detach().clone()
@@ -71,9 +80,9 @@ def test_what_is_trained_is_settled_at_the_beginning(schedule: str, frozen_first
     assert torch.equal(changed, before)
 
 
-def test_hooks_that_come_later_are_refused_where_they_would_not_run() -> None:
+def test_hooks_that_come_later_are_refused_where_they_would_not_run(closed: Any) -> None:
     (stage,) = stages = pipelines.make_stages(1)
-    pipe = pipeline("2bw", stages)
+    pipe = closed(pipeline("2bw", stages))
     step(pipe, 0)
     next(iter(stage.parameters())).register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(UnsupportedModel, match="hooks"):
@@ -82,9 +91,9 @@ def test_hooks_that_come_later_are_refused_where_they_would_not_run() -> None:
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("drained", [True, False])
-def test_weights_are_taken_over_when_nothing_is_under_way(drained: bool) -> None:
+def test_weights_are_taken_over_when_nothing_is_under_way(drained: bool, closed: Any) -> None:
     (stage,) = stages = pipelines.make_stages(1)
-    pipe = pipeline("2bw", stages)
+    pipe = closed(pipeline("2bw", stages))
     step(pipe, 0)
     step(pipe, 1)
     if drained:
@@ -99,7 +108,6 @@ def test_weights_are_taken_over_when_nothing_is_under_way(drained: bool) -> None
     pipe.refresh()
     losses = torch.stack(step(pipe, 2).losses)
     assert torch.allclose(losses, torch.tensor(float(pipelines.CLASSES)).log())
-    pipe.close()
 
 
 # ---- updates --------------------------------------------------------------------------------------------------------

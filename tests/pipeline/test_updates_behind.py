@@ -152,3 +152,4 @@ def test_an_update_that_fails_behind_is_an_error_of_the_step_that_needs_it(monke
     pipe.step(pipelines.data_of(case, 2), in_time(pipe))
     with pytest.raises(MemoryError, match="no room"):
         pipe.step(pipelines.data_of(case, 3), pipelines.loss_of)
+    pipe.close()

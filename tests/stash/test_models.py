@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import hydra_ext
+from hydra_ext.calls import standing_in
 from support.picture_models import PICTURES
 from support.stashed import assert_empty, assert_same, gradients, stashed
 from support.zoo import FAMILIES, Family
@@ -107,6 +108,5 @@ def test_a_policy_by_function_gets_names_and_modules() -> None:
 def test_modules_are_as_before_after_the_context() -> None:
     model = nn.Sequential(nn.Tanh())
     with hydra_ext.stash({"0": hydra_ext.Offload()}, model=model, device="simulated"):
-        assert model[0]._forward_hooks
-    assert not model[0]._forward_hooks
-    assert not model[0]._forward_pre_hooks
+        assert [*standing_in(model[0])]
+    assert not [*standing_in(model[0])]

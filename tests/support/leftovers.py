@@ -232,10 +232,12 @@ def _descriptors() -> list[str]:
 
 
 def _name_of_descriptor(number: str) -> str | None:
-    """Of a file or folder; not of sockets and pipes, which libraries keep."""
+    """Of a file or folder; not of sockets, pipes and fonts, which libraries keep."""
     try:
         mode = os.fstat(int(number)).st_mode
-        return f"open: {os.readlink(f'/proc/self/fd/{number}')}" if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else None
+        path = os.readlink(f"/proc/self/fd/{number}")
+        ours = (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and not path.endswith(".ttf")
+        return f"open: {path}" if ours else None
     except OSError:  # it was closed meanwhile
         return None
 

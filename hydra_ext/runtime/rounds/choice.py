@@ -54,7 +54,8 @@ class Choice:
                 return Decision(1, mode)
             if self._fitting(mode) >= most:
                 return Decision(most, mode)
-        last = modes[-1]
+        # Of small blocks a repetition's own notes may take more than what they save.
+        last = max(modes, key=lambda mode: (self._fitting(mode), -self._measured[mode].held))
         fitting = min(max(1, self._fitting(last)), self._most(last, wanted))
         return Decision(wanted if size is not None else fitting, last)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext import _C, optim
+from hydra_ext.activations.repeatable import Deviation
 from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
@@ -185,6 +186,10 @@ class Stepper:
                 if obstacle:
                     raise UnsupportedModel(f"{error}, and run.step cannot take that back: {obstacle}") from error
                 self._refuse(error)
+            except Deviation as error:  # from now on that block is kept
+                if self._why_not_undone(last.averaging):
+                    raise
+                logger.warning("run.step makes a step again: %s", error)
             except StepAgain:
                 failed = "Another rank makes the step again"
             # No frame of the round is left here, and with it nothing that it had on the device.
