@@ -19,7 +19,31 @@ void each_entry(const py::dict& dictionary, const Visit& visit) {
   }
 }
 
+/// `name` as it follows what `list` holds already.
+std::string listed(const std::string& list, const std::string& name) {
+  return (list.empty() ? "'" : ", '") + name + "'";
+}
+
 std::string text_of(PyObject* key) { return py::str(py::handle(key)).cast<std::string>(); }
+
+/// Calls `visit(dictionary, name)` for each parameter in a module and those below it; for what is no module, never.
+template <class Visit>
+void each_parameter(const py::object& module, const Visit& visit) {
+  if (!py::hasattr(module, "named_modules")) {
+    return;
+  }
+  for (const py::handle item : module.attr("named_modules")()) {
+    const auto [path, part] = item.cast<std::pair<std::string, py::object>>();
+    const py::object own = part.attr("_parameters");
+    if (py::isinstance<py::dict>(own)) {  // a scripted module has none
+      each_entry(own, [&visit, &own, prefix = path.empty() ? "" : path + "."](PyObject* key, PyObject* value) {
+        if (value != Py_None) {
+          visit(py::reinterpret_borrow<py::dict>(own), prefix + text_of(key));
+        }
+      });
+    }
+  }
+}
 
 }  // namespace
 
@@ -35,7 +59,7 @@ void Window::add(py::object host, py::object device) {
 void Window::watch(py::dict dictionary, std::string name) {
   Watched watched{std::move(dictionary), std::move(name), {}};
   each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
-    watched.known.emplace_back(py::reinterpret_borrow<py::object>(key), value);
+    watched.known.emplace_back(py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value));
   });
   watched_.push_back(std::move(watched));
 }
@@ -105,7 +129,7 @@ std::int64_t Window::show(const Faces& faces) {
       if (const auto face = faces.find(value); face != faces.end()) {
         PyDict_SetItem(watched.dictionary.ptr(), key, face->second.ptr());
       } else if (index < watched.known.size()) {
-        others += device_of_.contains(watched.known[index].second) ? 1 : 0;
+        others += device_of_.contains(watched.known[index].second.ptr()) ? 1 : 0;
       }
       ++index;
     });
@@ -138,11 +162,15 @@ std::string Window::changes() {
   return text;
 }
 
-bool Window::as_known(const Watched& watched) {
+bool Window::as_known(const Watched& watched) const {
   bool same = PyDict_Size(watched.dictionary.ptr()) == static_cast<Py_ssize_t>(watched.known.size());
   std::size_t index = 0;
-  each_entry(watched.dictionary, [&](PyObject* key, PyObject*) {
-    same = same && watched.known[index].first.ptr() == key;
+  each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
+    if (same) {
+      const auto& [name, known] = watched.known[index];
+      // A functional call puts other tensors in the places of parameters.
+      same = name.ptr() == key && (known.ptr() == value || device_of_.contains(known.ptr()));
+    }
     ++index;
   });
   return same;
@@ -151,26 +179,47 @@ bool Window::as_known(const Watched& watched) {
 std::string Window::changes_of(Watched& watched) const {
   std::string gained;
   std::string lost;
+  std::string replaced;
   Entries now;
   each_entry(watched.dictionary, [&](PyObject* key, PyObject* value) {
-    now.emplace_back(py::reinterpret_borrow<py::object>(key), value);
-    const bool known = std::any_of(watched.known.begin(), watched.known.end(),
-                                   [&](const auto& entry) { return entry.first.equal(py::handle(key)); });
-    if (!known && value != Py_None && !device_of_.contains(value)) {
-      gained += (gained.empty() ? "'" : ", '") + text_of(key) + "'";
-    }
+    now.emplace_back(py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value));
   });
-  for (const auto& [key, value] : watched.known) {
-    if (!watched.dictionary.contains(key) && value != Py_None && !shown_anywhere(value)) {
-      lost += (lost.empty() ? "'" : ", '") + text_of(key.ptr()) + "'";
+  for (const auto& [key, value] : now) {
+    const auto before = std::find_if(watched.known.begin(), watched.known.end(),
+                                     [&name = key](const auto& entry) { return entry.first.equal(name); });
+    if (before == watched.known.end()) {
+      gained += value.is_none() || device_of_.contains(value.ptr()) ? "" : listed(gained, text_of(key.ptr()));
+    } else if (!before->second.is(value) && !device_of_.contains(before->second.ptr())) {
+      const std::string strangers = strangers_in(value, before->second);
+      replaced += strangers.empty() ? "" : listed(replaced, text_of(key.ptr())) + " by one with " + strangers;
     }
   }
-  if (gained.empty() && lost.empty()) {
+  for (const auto& [key, value] : watched.known) {
+    if (!watched.dictionary.contains(key) && !value.is_none() && !shown_anywhere(value.ptr())) {
+      lost += listed(lost, text_of(key.ptr()));
+    }
+  }
+  if (gained.empty() && lost.empty() && replaced.empty()) {
     watched.known = std::move(now);
     return {};
   }
-  return watched.name + (gained.empty() ? "" : " gained " + gained) + (gained.empty() || lost.empty() ? "" : " and") +
-         (lost.empty() ? "" : " lost " + lost);
+  std::string text;
+  for (const auto& [verb, names] : {std::pair{" gained ", gained}, {" lost ", lost}, {" replaced ", replaced}}) {
+    text += names.empty() ? "" : (text.empty() ? watched.name : " and") + verb + names;
+  }
+  return text;
+}
+
+std::string Window::strangers_in(const py::object& module, const py::object& before) const {
+  std::string names;
+  each_parameter(module, [&](const py::dict& own, const std::string& name) {
+    const bool is_watched = std::any_of(watched_.begin(), watched_.end(),
+                                        [&own](const Watched& watched) { return watched.dictionary.is(own); });
+    bool is_known = is_watched;
+    each_parameter(before, [&](const py::dict&, const std::string& old) { is_known = is_known || old == name; });
+    names += is_known ? "" : listed(names, name);
+  });
+  return names;
 }
 
 bool Window::shown_anywhere(const PyObject* host) const {

@@ -34,7 +34,7 @@ class Window {
   /// `device` is shown in the place of `host` while the window is open.
   void add(pybind11::object host, pybind11::object device);
   /// A module's parameters, or its submodules, called `name` in messages; neither is to gain or lose any while the
-  /// context lives. Parameters: after add() of all.
+  /// context lives, nor is a submodule to be replaced by one with more of them. After add() of all.
   void watch(pybind11::dict dictionary, std::string name);
 
   /// Depths before the call: the thread's, and of all threads together; whether the thread is inside a backward.
@@ -59,8 +59,8 @@ class Window {
   void show_host();
   /// Forgets all dictionaries and parameters, which are to show hosts.
   void clear();
-  /// What modules have gained or lost, in words; empty when nothing. Parameters that have moved to another name, or
-  /// stand under several, are fine.
+  /// What modules have gained, lost or replaced, in words; empty when nothing. Parameters that have moved to another
+  /// name, or stand under several, are fine, and so are others in their places.
   std::string changes();
 
   std::int64_t opens() const noexcept { return opens_; }
@@ -68,17 +68,19 @@ class Window {
   std::int64_t foreign_entries() const noexcept { return foreign_; }
 
  private:
-  using Entries = std::vector<std::pair<pybind11::object, const PyObject*>>;
+  using Entries = std::vector<std::pair<pybind11::object, pybind11::object>>;
   struct Watched {
     pybind11::dict dictionary;
     std::string name;
-    /// What was in it, in its order, when it was watched or last found to be fine. Values only to be compared.
+    /// What was in it, in its order, when it was watched or last found to be fine.
     Entries known;
   };
   using Faces = std::unordered_map<const PyObject*, pybind11::object>;
 
-  static bool as_known(const Watched& watched);
+  bool as_known(const Watched& watched) const;
   std::string changes_of(Watched& watched) const;
+  /// Names of parameters in `module` that no watched dictionary holds, and that `before`, in its place, did not have.
+  std::string strangers_in(const pybind11::object& module, const pybind11::object& before) const;
   bool shown_anywhere(const PyObject* host) const;
   /// Replaces every value that `faces` knows; returns how many others there are.
   std::int64_t show(const Faces& faces);

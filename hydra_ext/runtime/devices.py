@@ -39,6 +39,7 @@ class Place(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._residents: Residents | None = None
+        self._told_of_autocast = False
 
     @abstractmethod
     def make_backend(self) -> _C.DeviceBackend:
@@ -79,6 +80,29 @@ class Place(ABC):
     def resume(self) -> None:
         if self._residents is not None:
             self._residents.move_in()
+
+    @not_traced
+    def forward_kind(self) -> _C.PassKind:
+        """Of a forward that begins here. Tells, once, of an autocast that is on for the host alone.
+
+        A trainer that was told ``use_cpu=True``, as the parameters are on the host, makes such ones.
+        """
+        kind = self.device.type
+        if kind != "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled(kind):
+            self._tell_of_autocast(torch.get_autocast_dtype("cpu"))
+        return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
+
+    def _tell_of_autocast(self, dtype: torch.dtype) -> None:
+        if not self._told_of_autocast:
+            self._told_of_autocast = True
+            logger.warning(
+                "autocast to %s is on for the CPU, but this model computes on %s, without it. Put the training into "
+                "`with torch.autocast(%r, dtype=%s):`",
+                dtype,
+                self.device,
+                self.device.type,
+                dtype,
+            )
 
     def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
         """A backward's window has closed."""

@@ -372,7 +372,7 @@ class Run(Resumable):
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:
-        return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
+        return self._place.forward_kind()
 
     def backward_ended(self, *, accumulated: bool) -> None:
         """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""

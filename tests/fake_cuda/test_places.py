@@ -30,6 +30,37 @@ class WithDevice(nn.Module):
         return y if scale is None else y * scale["by"]
 
 
+class UnderAutocast(nn.Module):
+    """As trainers wrap a model's forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(self.kind, dtype=torch.bfloat16):
+            return self.layer(x)
+
+
+def test_an_autocast_for_the_host_alone_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = UnderAutocast("cpu")
+    with fake_cuda(model):
+        assert model(torch.ones(2, 4)).dtype == torch.float32
+        model(torch.ones(2, 4))
+    assert [record.message for record in caplog.records] == [
+        "autocast to torch.bfloat16 is on for the CPU, but this model computes on cuda:0, without it. "
+        "Put the training into `with torch.autocast('cuda', dtype=torch.bfloat16):`"
+    ]
+
+
+def test_one_for_the_device_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    model = UnderAutocast("cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16), fake_cuda(model):
+        assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert not caplog.records
+
+
 def test_inputs_on_the_host_are_moved_wherever_they_stand_in_the_call() -> None:
     model = WithDevice()
     with fake_cuda(model):

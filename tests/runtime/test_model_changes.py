@@ -16,7 +16,7 @@ from hydra_ext.errors import (
 )
 from support.benches import ROOMY, assert_same, tight_budget
 from support.outcomes import POISONED, outcome
-from support.window_subjects import batch, hidden, language_loss, tiny_gpt2
+from support.window_subjects import WIDTH, batch, hidden, language_loss, tiny_gpt2
 
 
 def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:
@@ -117,6 +117,58 @@ def test_a_removed_parameter_is_refused_at_the_next_forward() -> None:
     refuses_and_then_trains_on(remove, restore)
 
 
+class LowRank(nn.Module):
+    """A layer, and beside it two small ones that are trained."""
+
+    def __init__(self, inner: nn.Module, width: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down, self.up = nn.Linear(width, 2, bias=False), nn.Linear(2, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def test_a_module_with_more_parameters_put_in_the_place_of_another_is_refused_at_the_next_forward() -> None:
+    def wrap(model: nn.Module) -> None:
+        model.transformer.ln_f = LowRank(model.transformer.ln_f, WIDTH)
+
+    def unwrap(model: nn.Module, _memo: Any) -> None:
+        model.transformer.ln_f = model.transformer.ln_f.inner
+
+    refuses_and_then_trains_on(wrap, unwrap)
+    model = tiny_gpt2()
+    with hydra_ext.offload(model, budget=ROOMY):
+        wrap(model)
+        says = "the modules of 'transformer' replaced 'ln_f' by one with 'down.weight', 'up.weight'"
+        with pytest.raises(ModelChanged, match=says):
+            language_loss(model, 0)
+
+
+class Halved(nn.Module):
+    """A layer, and nothing to train beside it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) / 2
+
+
+def wrap_module(model: nn.Module) -> None:
+    model.transformer.ln_f = Halved(model.transformer.ln_f)
+
+
+def exchange_modules(model: nn.Module) -> None:
+    blocks = model.transformer.h
+    blocks[0].mlp, blocks[1].mlp = blocks[1].mlp, blocks[0].mlp
+
+
+def drop_module(model: nn.Module) -> None:
+    model.transformer.ln_f = nn.Identity()
+
+
 def replace_parameter(model: nn.Module) -> None:
     layer = model.transformer.h[1].mlp.c_fc
     layer.weight = nn.Parameter(layer.weight.detach() * 2)
@@ -126,7 +178,9 @@ def replace_module(model: nn.Module) -> None:
     model.transformer.h[1] = copy.deepcopy(model.transformer.h[1])
 
 
-@pytest.mark.parametrize("replace", [replace_parameter, replace_module])
+@pytest.mark.parametrize(
+    "replace", [replace_parameter, replace_module, wrap_module, exchange_modules, drop_module]
+)
 def test_what_is_replaced_inside_the_context_trains_as_in_plain_pytorch(replace: Callable[[nn.Module], None]) -> None:
     plain, model = tiny_gpt2(), tiny_gpt2()
     with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
