@@ -109,12 +109,14 @@ def _loop(
 ) -> list[Any]:
     before = torch.get_rng_state()
     seen: list[Any] = []
-    for microbatch, seed in zip(given, seeds, strict=True):
-        torch.manual_seed(seed)
-        loss = fn(microbatch)
-        (loss / divisor).backward()
-        seen.append(loss.detach())
-    torch.set_rng_state(before)  # the seeds are drawn from it; what microbatches draw is theirs
+    try:
+        for microbatch, seed in zip(given, seeds, strict=True):
+            torch.manual_seed(seed)
+            loss = fn(microbatch)
+            (loss / divisor).backward()
+            seen.append(loss.detach())
+    finally:
+        torch.set_rng_state(before)  # the seeds are drawn from it; what microbatches draw is theirs
     if norm:
         seen += clip(side, norm=norm) or []
     side.optimizer.step()
