@@ -178,9 +178,7 @@ def replace_module(model: nn.Module) -> None:
     model.transformer.h[1] = copy.deepcopy(model.transformer.h[1])
 
 
-@pytest.mark.parametrize(
-    "replace", [replace_parameter, replace_module, wrap_module, exchange_modules, drop_module]
-)
+@pytest.mark.parametrize("replace", [replace_parameter, replace_module, wrap_module, exchange_modules, drop_module])
 def test_what_is_replaced_inside_the_context_trains_as_in_plain_pytorch(replace: Callable[[nn.Module], None]) -> None:
     plain, model = tiny_gpt2(), tiny_gpt2()
     with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
