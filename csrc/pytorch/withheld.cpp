@@ -129,7 +129,7 @@ void give_back(const WithheldTensor& withheld) noexcept {
       away = implementation->set_data_ptr(std::exchange(context->memory, c10::DataPtr()));
     }
   }
-  if (withheld.tensor.defined()) {
+  if (shows(withheld.tensor, withheld.storage)) {  // else it has another one, which may be withheld itself
     remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
   }
 }

@@ -44,6 +44,16 @@ def test_data_may_be_given_to_a_parameter_at_home(name: str) -> None:
     compare(work, returned=name != "its own")
 
 
+@pytest.mark.parametrize("first", ["bias", "weight"])
+def test_a_parameter_with_another_blocks_memory_waits_when_its_own_block_has_come_home(first: str) -> None:
+    def work(model: nn.Sequential, _optimizer: Optimizer) -> Outcome:
+        model[2].weight.data = model[3].weight.data
+        names = [first, *({"bias", "weight"} - {first})]
+        return [getattr(model[2], name).detach().sum() for name in names]
+
+    compare(work, returned=True)
+
+
 def test_other_strides_are_told_as_ever() -> None:
     made = model, _ = make()
     with at_home(made):
