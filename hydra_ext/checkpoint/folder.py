@@ -133,15 +133,15 @@ class Folder:
             try:
                 there = self._files.names(step)  # before the manifest, which may have its name a moment later
                 manifest = read_manifest(self._files, step, path)
-            except FileNotFoundError:
-                return None
             except CheckpointError as error:
                 return Found(name, State.DAMAGED, error=error)
         if manifest is not None:
             return Found(name, State.WHOLE, manifest)
         if manifests.UNFINISHED in there or manifests.NAME in there:
             return Found(name, State.UNFINISHED)
-        return Found(name, State.FOREIGN if there else State.EMPTY)
+        if there:
+            return Found(name, State.FOREIGN)
+        return Found(name, State.EMPTY) if name in self.names() else None  # a folder that is no more lists nothing
 
     def free_name(self, step: int, taken: Sequence[str]) -> str:
         name = f"step-{step:08}"

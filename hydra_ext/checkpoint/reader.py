@@ -224,8 +224,6 @@ class Reader:
         """Who removes a checkpoint takes the manifest's name from it first, and never gives it back."""
         try:
             return manifests.NAME not in self._files.names(self._folder)
-        except FileNotFoundError:  # the folder itself is no more
-            return True
         except OSError:
             return False
 
