@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hydra_ext.checkpoint import checksum, header
@@ -178,6 +179,11 @@ class Reader:
             summed = checksum.follow(summed, wanted)
             begin += len(wanted)
         return summed
+
+    def described(self, section: str, name: str) -> Tensor:
+        """A tensor on meta, of the type and shape that one has; KeyError where there is none."""
+        span = self.manifest.tensors[section][name].span
+        return torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta")
 
     # ---- reading it -------------------------------------------------------------------------------------------------
 

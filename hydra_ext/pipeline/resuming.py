@@ -250,6 +250,11 @@ class Restored:
         Raises:
             CheckpointError: something is not as it was written.
         """
+        try:
+            for state in self._optimizers:
+                state.check(partial(self._reader.described, "optimizer"))
+        except BadValue as error:
+            raise CheckpointError(f"{self._reader.path}: {error}", file=self._reader.path) from error
         self._reader.check(manifests.SECTIONS, self._only())
 
     def _only(self) -> dict[str, Collection[str]]:
