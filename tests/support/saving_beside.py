@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import hydra_ext
 from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.folder import Folder
+from support import damaged
 from support.faulty_files import CountingFiles
+from support.pipeline_save_failures import own, pipeline, step
 
 LIMIT_SECONDS = 60
+NEVER = 10**9
 
 
 class InterruptedFiles(CountingFiles):
@@ -36,6 +44,53 @@ class InterruptedFiles(CountingFiles):
         return None
 
 
+# ---- pipelines ------------------------------------------------------------------------------------------------------
+def rotate(folder: Path, spares: Path) -> None:
+    """What a save with ``keep=1`` does to a folder: the checkpoints in ``spares`` come by turns."""
+    there = sorted(each.name for each in folder.iterdir())
+    number = int(there[-1].removeprefix("step-")) + 1 if there else 1
+    sources = sorted(spares.glob("*/step-*"))
+    made = folder / f"step-{number:08}"
+    copied = Path(shutil.copytree(sources[number % len(sources)], spares / "copy"))
+    damaged.top(serial=number, older=there)(copied)
+    copied.rename(made)
+    files = CountingFiles()
+    descriptor = files.open_folder(folder)
+    for name in there:
+        Folder(folder, files, descriptor).discard(name)
+    files.close(descriptor)
+
+
+def rotated_loads(rank: int, folder: Path, stride: int) -> list[list[Any]]:
+    """A load after the other: before each operation on files, ``stride`` of them apart, a save has come.
+
+    Returns:
+        Which rank's operation, which one, and which checkpoint was loaded; False for one that is not whole.
+    """
+    heard, states = [], {}
+    checkpoints, spares = folder / "ckpt", folder / "spares"
+    with pipeline() as pipe:
+        for number, name in enumerate("ab"):
+            step(pipe, number)
+            pipe.save(spares / name, extra=name)
+            states[name] = own(pipe)
+        if rank == 0:
+            checkpoints.mkdir()
+            rotate(checkpoints, spares)
+        for strict, interrupted in itertools.product((True, False), (0, 1)):
+            for n in itertools.count(1, stride):
+                work = partial(rotate, checkpoints, spares)
+                pipe._files = files = InterruptedFiles(n if rank == interrupted else NEVER, work)
+                pipe._together.do("to be here", lambda: None)
+                loaded = pipe.load(checkpoints, strict=strict)
+                whole = loaded is not None and all(map(torch.equal, own(pipe), states[loaded.extra]))
+                heard.append([interrupted, n, loaded is not None and whole and loaded.path.name])
+                if not any(pipe._together.do("to go on", lambda files=files: files.interrupted)):
+                    break
+    return heard
+
+
+# ---- another process ------------------------------------------------------------------------------------------------
 def numbered(number: int) -> nn.Module:
     """A model whose numbers say which save they are of."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
