@@ -43,12 +43,12 @@ def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
     """Gives a model the parameters and buffers of a checkpoint, and nothing else: neither optimizer nor randomness.
 
     Args:
-        folder: of checkpoints, of which the newest is taken, or one checkpoint.
+        folder: of checkpoints, of which the newest is taken, or one checkpoint. Somebody may be saving there.
         model: has the tensors that were saved, under their names, and no others; on any device.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; nothing was changed. Should a file change between its being
-            looked at and its being read, the model is partly loaded, and the message says so.
+        CheckpointError: there is none, it is damaged, or was removed meanwhile; nothing was changed. Should a file
+            change between its being looked at and its being read, the model is partly loaded, and the message says so.
         CheckpointMismatch: it is of another model.
         UnsupportedState: the model has tensors that no checkpoint can hold, or that have no memory.
     """

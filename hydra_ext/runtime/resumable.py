@@ -116,7 +116,7 @@ class Resumable(ABC):
         it, and see the same folder.
 
         Args:
-            folder: of checkpoints, or one checkpoint.
+            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule, scaler: what :meth:`save` was given.
 
@@ -124,7 +124,7 @@ class Resumable(ABC):
             What was loaded; None if there is no checkpoint, or no such folder: the training begins.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or was removed before it could be read.
             CheckpointMismatch: it is of another model or optimizer; the error lists all differences.
             StateError: the model's forward or backward is under way.
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.

@@ -8,6 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from hydra_ext.checkpoint import loading, verifying, writer
 from hydra_ext.checkpoint.files import Files
 from hydra_ext.checkpoint.folder import Folder
 from hydra_ext.checkpoint.verifying import verify
-from hydra_ext.errors import CheckpointError, CheckpointsInUse
+from hydra_ext.construction import weight_files
+from hydra_ext.construction.recipes import fill
+from hydra_ext.errors import CheckpointError, CheckpointsInUse, WeightsError
 from support.checkpoints import Small
 from support.faulty_files import CountingFiles
 from support.saving_beside import InterruptedFiles, numbered, saver
@@ -54,6 +57,13 @@ class Saver:
         self._small.step()
         self.states[self._small.run.steps] = self._small.state()
         self._small.run.save(self._folder, keep=self._keep)
+
+
+def discard(folder: Path, name: str) -> None:
+    files = Files()
+    descriptor = files.open_folder(folder)
+    Folder(folder, files, descriptor).discard(name)
+    files.close(descriptor)
 
 
 def model_of(small: Small) -> list[torch.Tensor]:
@@ -150,13 +160,7 @@ def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Pa
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(made, copy / made.name)
 
-            def remove(copy: Path = copy) -> None:
-                files = Files()
-                descriptor = files.open_folder(copy)
-                Folder(copy, files, descriptor).discard(made.name)
-                files.close(descriptor)
-
-            files = ours.run._files = InterruptedFiles(n, remove)
+            files = ours.run._files = InterruptedFiles(n, partial(discard, copy, made.name))
             try:
                 loaded = ours.run.load(copy / made.name)
             except CheckpointError as error:
@@ -170,6 +174,34 @@ def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Pa
             before = ours.state()
     assert len(heard) > 10
     assert set(heard) == {(str(copy / made.name), True)}
+
+
+def test_weights_of_one_that_was_removed_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hydra_ext.offload(numbered(3), budget=2**20) as run:
+        run.save(tmp_path)
+    made = next(tmp_path.iterdir())
+    opened, heard = weight_files._opened, 0
+    for n in itertools.count(1):
+        copy, left = tmp_path / f"copy-{n}", itertools.count(n, -1)
+        shutil.copytree(made, copy / made.name)
+
+        def removed(file: Path, copy: Path = copy, left: Iterator[int] = left) -> object:
+            if next(left) == 1:
+                discard(copy, made.name)
+            return opened(file)
+
+        monkeypatch.setattr(weight_files, "_opened", removed)
+        model = None
+        try:
+            model = hydra_ext.materialize(lambda: numbered(0), weights=copy / made.name)
+            fill(model)
+        except WeightsError:
+            heard += 1
+            assert model is None or all(parameter.is_meta for parameter in model.parameters())
+            continue
+        assert all(bool((parameter == 3).all()) for parameter in model.parameters())
+        break
+    assert heard > 6
 
 
 def test_too_many_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
