@@ -78,15 +78,31 @@ class Files:
 
     def lock(self, folder: int) -> bool:
         """Until :meth:`unlock`, or the process's end; False where somebody else holds it."""
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if _locked(folder, fcntl.LOCK_EX):
+            return True
+        if not _locked(folder, fcntl.LOCK_SH):
             return False
+        fcntl.flock(folder, fcntl.LOCK_EX)  # somebody asks :meth:`is_locked`: that ends at once
         return True
+
+    def is_locked(self, folder: int) -> bool:
+        """Whether somebody else holds it."""
+        if not _locked(folder, fcntl.LOCK_SH):
+            return True
+        self.unlock(folder)
+        return False
 
     def unlock(self, folder: int) -> None:
         """For children that were forked meanwhile, too."""
         fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def _locked(folder: int, how: int) -> bool:
+    try:
+        fcntl.flock(folder, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

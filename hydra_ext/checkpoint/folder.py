@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from hydra_ext.checkpoint import manifest as manifests
@@ -25,20 +26,32 @@ _STEP = re.compile(r"step-\d{8,19}(-\d{1,9})?")
 _NOT_OURS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file in a folder's place, a socket
 
 
+_LOOKS = 10  # at a folder that somebody saves into meanwhile, until what one sees is of one time
+
+
+class State(Enum):
+    """What a folder with a checkpoint's name is."""
+
+    WHOLE = "has a manifest that can be read"
+    DAMAGED = "has one that cannot"
+    UNFINISHED = "was being written, or removed, by us"
+    EMPTY = "has nothing: as one of ours for a moment before it has its mark, and after it had"
+    FOREIGN = "has no manifest, and is not ours"
+
+
 @dataclass(frozen=True)
 class Found:
     """A folder with a checkpoint's name.
 
     Attributes:
-        manifest: None if it has none that can be read.
-        error: why it cannot; None if there is none to be read.
-        unfinished: it was being written, or removed, by us.
+        manifest: of a whole one.
+        error: why it is damaged.
     """
 
     name: str
+    state: State
     manifest: Manifest | None = None
     error: CheckpointError | None = None
-    unfinished: bool = False
 
 
 class Folder:
@@ -77,11 +90,36 @@ class Folder:
         return sorted(name for name in self._files.names(self.descriptor) if _STEP.fullmatch(name))
 
     def scan(self) -> list[Found]:
-        """Each of them, with its manifest."""
-        return [found for name in self.names() if (found := self._look(name)) is not None]
+        """Each of them, with its manifest.
+
+        Raises:
+            BlockingIOError: of those that there were, one was removed meanwhile, again and again.
+        """
+        for _ in range(_LOOKS):
+            found = [self._look(name) for name in self.names()]
+            there = [each for each in found if each is not None]
+            if len(there) == len(found):
+                return there
+        raise BlockingIOError(errno.EAGAIN, "checkpoints are removed faster than they can be looked at")
+
+    def scan_beside_saves(self) -> list[Found]:
+        """As :meth:`scan`, for who has not locked it: with a whole one wherever there always is one."""
+        for _ in range(_LOOKS):
+            found = self.scan()
+            if not found or any(each.state is State.WHOLE for each in found):
+                break  # else what they were removed for may be there now, and was not when they were listed
+        return found
+
+    def is_in_use(self) -> bool:
+        """Whether somebody else is saving into it."""
+        try:
+            return self._files.is_locked(self.descriptor)
+        except OSError:  # where nothing can be locked, nobody can save
+            return False
 
     def _look(self, name: str) -> Found | None:
         """None if it has gone meanwhile."""
+        path = self.path / name
         try:
             step = self._files.open_folder_in(name, inside=self.descriptor)
         except FileNotFoundError:
@@ -89,15 +127,21 @@ class Folder:
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
-            path = self.path / name
-            return Found(name, error=CheckpointError(f"{path} is a link or a file, and no folder", file=path))
+            no_folder = CheckpointError(f"{path} is a link or a file, and no folder", file=path)
+            return Found(name, State.DAMAGED, error=no_folder)
         with closing(self._files, step):
             try:
-                manifest = read_manifest(self._files, step, self.path / name)
+                there = self._files.names(step)  # before the manifest, which may have its name a moment later
+                manifest = read_manifest(self._files, step, path)
             except CheckpointError as error:
-                return Found(name, error=error)
-            unfinished = manifest is None and manifests.UNFINISHED in self._files.names(step)
-            return Found(name, manifest, unfinished=unfinished)
+                return Found(name, State.DAMAGED, error=error)
+        if manifest is not None:
+            return Found(name, State.WHOLE, manifest)
+        if manifests.UNFINISHED in there or manifests.NAME in there:
+            return Found(name, State.UNFINISHED)
+        if there:
+            return Found(name, State.FOREIGN)
+        return Found(name, State.EMPTY) if name in self.names() else None  # a folder that is no more lists nothing
 
     def free_name(self, step: int, taken: Sequence[str]) -> str:
         name = f"step-{step:08}"

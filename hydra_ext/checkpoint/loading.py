@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint import model_state
-from hydra_ext.checkpoint.files import Files, closing
-from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
+from hydra_ext.checkpoint.choosing import newest
+from hydra_ext.checkpoint.files import Files
 from hydra_ext.checkpoint.model_state import Named
 from hydra_ext.checkpoint.reader import Reader
 from hydra_ext.errors import CheckpointError, CheckpointMismatch, UnsupportedState
@@ -44,20 +43,19 @@ def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
     """Gives a model the parameters and buffers of a checkpoint, and nothing else: neither optimizer nor randomness.
 
     Args:
-        folder: of checkpoints, of which the newest is taken, or one checkpoint.
+        folder: of checkpoints, of which the newest is taken, or one checkpoint. Somebody may be saving there.
         model: has the tensors that were saved, under their names, and no others; on any device.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; nothing was changed. Should a file change between its being
-            looked at and its being read, the model is partly loaded, and the message says so.
+        CheckpointError: there is none, it is damaged, or was removed meanwhile; nothing was changed. Should a file
+            change between its being looked at and its being read, the model is partly loaded, and the message says so.
         CheckpointMismatch: it is of another model.
         UnsupportedState: the model has tensors that no checkpoint can hold, or that have no memory.
     """
-    path, files = Path(folder), Files()
-    name = choose(path, files)
-    if name is None:
-        raise CheckpointError(f"there is no checkpoint in {path}", file=path)
-    with opened(path, name, files) as reader:
+    path = Path(folder)
+    with newest(path, Files(), lambda reader: reader.hold(("model",))) as reader:
+        if reader is None:
+            raise CheckpointError(f"there is no checkpoint in {path}", file=path)
         tensors = model_state.named_tensors(model)
         expect_none(reader, model_state.differences(tensors, reader.manifest))
         _refuse_without_memory(tensors)
@@ -75,70 +73,6 @@ def _refuse_without_memory(tensors: Sequence[Named]) -> None:
             "hydra_ext.materialize(build, weights=...) of the checkpoint's own folder, or call run.load() inside "
             "hydra_ext.offload"
         )
-
-
-# ---- which ----------------------------------------------------------------------------------------------------------
-
-
-def choose(path: Path, files: Files, *, strict: bool = True) -> str | None:
-    """The newest checkpoint's name in a folder of them, or "." if the folder is one; None if there is none.
-
-    Args:
-        strict: a damaged newest one is an error; else the newest that is whole in every byte is taken.
-
-    Raises:
-        CheckpointError: it is damaged, or all are.
-    """
-    with readable(path), ExitStack() as stack:
-        try:
-            descriptor = stack.enter_context(closing(files, files.open_folder(path)))
-        except FileNotFoundError:
-            return None
-        if manifests.NAME in files.names(descriptor):
-            return "."
-        found = Folder(path, files, descriptor).scan()
-    names = [each.name for each in newest_first(found)]
-    damaged = [each.error for each in perhaps_newer(found) if each.error is not None]
-    if strict or not (names or damaged):
-        if damaged:
-            raise damaged[0]
-        return names[0] if names else None
-    for name in names:
-        try:
-            with opened(path, name, files) as reader:
-                reader.check(manifests.SECTIONS)
-        except CheckpointError as error:
-            damaged.append(error)
-            continue
-        for fault in damaged:
-            logger.warning("%s; the checkpoint %s is taken instead", fault, path / name)
-        return name
-    raise damaged[0]
-
-
-@contextmanager
-def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
-    """
-    Raises:
-        CheckpointError: there is no such checkpoint, or its manifest is damaged.
-    """
-    with ExitStack() as stack:
-        with readable(path):
-            folder = stack.enter_context(closing(files, files.open_folder(path)))
-            if name != ".":
-                folder = stack.enter_context(closing(files, files.open_folder_in(name, inside=folder)))
-            manifest = read_manifest(files, folder, path / name)
-        if manifest is None:
-            raise CheckpointError(f"{path / name} is no checkpoint any more", file=path / name)
-        yield Reader(path / name, manifest, files, folder)
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", file=path) from error
 
 
 # ---- what to do with it ---------------------------------------------------------------------------------------------

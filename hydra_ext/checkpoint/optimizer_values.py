@@ -35,24 +35,40 @@ def check(
     Raises:
         BadValue: the next step would fail, or compute something else.
     """
+    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+        check_group(optimizer, group, names, saved["options"], content["state"], fetch)
+
+
+def check_group(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    names: Mapping[int, str],
+    saved_options: Any,
+    state: Mapping[str, Any],
+    fetch: Callable[[str], Tensor],
+) -> None:
+    """As :func:`check`, of one group.
+
+    Args:
+        state: of its parameters, and perhaps of others, by name.
+    """
     if not f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        options = decode(saved["options"], fetch)
-        _check_options(optimizer, group, options)
-        references: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            entries = content["state"].get(name)
-            if not entries:
-                continue
-            alike = parameter.dtype, parameter.dim()
-            if alike not in references:
-                references[alike] = _reference(optimizer, options, *alike)
-            reference = references[alike]
-            if reference is not None:
-                exact = isinstance(optimizer, HostOptimizer)  # torch's take the types that they find
-                _check_state(name, decode(entries, fetch), reference, parameter, exact=exact)
+    options = decode(saved_options, fetch)
+    _check_options(optimizer, group, options)
+    references: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
+    for parameter in group["params"]:
+        name = names[id(parameter)]
+        entries = state.get(name)
+        if not entries:
+            continue
+        alike = parameter.dtype, parameter.dim()
+        if alike not in references:
+            references[alike] = _reference(optimizer, options, *alike)
+        reference = references[alike]
+        if reference is not None:
+            exact = isinstance(optimizer, HostOptimizer)  # torch's take the types that they find
+            _check_state(name, decode(entries, fetch), reference, parameter, exact=exact)
 
 
 def _check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: dict[str, Any]) -> None:

@@ -1,24 +1,47 @@
 """Reads a checkpoint, of which nothing is believed before it has been looked at.
 
-No file is mapped, no link followed, no memory taken that the files do not fill.
+No file is mapped, no link followed, no memory taken that the files do not fill. A file that was opened stays open: it
+can be read to its end whatever a saver removes meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hydra_ext.checkpoint import checksum, header
-from hydra_ext.checkpoint.files import Files, closing, is_regular, read_all
+from hydra_ext.checkpoint import manifest as manifests
+from hydra_ext.checkpoint.files import Files, is_regular, read_all
 from hydra_ext.checkpoint.header import DTYPES
 from hydra_ext.checkpoint.manifest import Manifest, TensorRecord
 from hydra_ext.checkpoint.tensors import bytes_of, empty
 from hydra_ext.errors import CheckpointError
 
 _PIECE = 4 * 2**20  # bytes that are read at once to be summed
+
+
+class Unavailable(CheckpointError):
+    """Files could not be opened, which tells nothing against what is in them."""
+
+
+class Removed(Unavailable):
+    """A checkpoint was removed before all files of it were open that are needed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} was removed while it was being opened, as saves with keep= remove older checkpoints: load again, "
+            "or keep more of them",
+            file=path,
+        )
+
+
+class TooManyFiles(Unavailable):
+    """The files of a checkpoint cannot all be open at once."""
 
 
 class Reader:
@@ -34,6 +57,29 @@ class Reader:
         self.manifest = manifest
         self._files = files
         self._folder = folder
+        self._open: dict[str, int] = {}  # by name
+
+    def close(self) -> None:
+        """Of what was opened; the folder stays."""
+        while self._open:
+            with suppress(OSError):
+                self._files.close(self._open.popitem()[1])
+
+    def hold(self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None) -> None:
+        """Opens all files that :meth:`check` and then :meth:`read` will want. What is damaged of them is left to these.
+
+        Raises:
+            Removed: the checkpoint is no more.
+            TooManyFiles: this process, or the machine, may not have so many files open.
+        """
+        texts = [name for name, record in self.manifest.files.items() if record.checksum is not None]
+        for name in [*texts, *(name for name, _, _ in self._wanted(sections, only))]:
+            try:
+                self._file(name)
+            except Unavailable:
+                raise
+            except CheckpointError:
+                continue
 
     # ---- looking at it ----------------------------------------------------------------------------------------------
 
@@ -52,15 +98,26 @@ class Reader:
     def faults(
         self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None
     ) -> Iterator[CheckpointError]:
-        """All that is not as it was written; see :meth:`check`."""
+        """All that is not as it was written; see :meth:`check`.
+
+        Raises:
+            Unavailable: it was not held, and cannot be opened.
+        """
         for name, record in self.manifest.files.items():
             if record.checksum is not None:
                 yield from self._faults_of_text(name, record.checksum)
+        for name, tensors, wanted in self._wanted(sections, only):
+            yield from self._faults_of_file(name, tensors, wanted)
+
+    def _wanted(
+        self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None
+    ) -> Iterator[tuple[str, dict[str, TensorRecord], dict[str, TensorRecord]]]:
+        """Files of tensors with all that they hold, and with what is wanted of it."""
         for name, tensors in self._by_file(sections).items():
             section = _section_of(name)
             wanted = tensors if only is None else {each: tensors[each] for each in tensors if each in only[section]}
             if wanted or only is None:
-                yield from self._faults_of_file(name, tensors, wanted)
+                yield name, tensors, wanted
 
     def _by_file(self, sections: tuple[str, ...]) -> dict[str, dict[str, TensorRecord]]:
         """Tensors in the order of their bytes."""
@@ -77,9 +134,11 @@ class Reader:
 
     def _faults_of_text(self, name: str, expected: str) -> Iterator[CheckpointError]:
         try:
-            with self._open(name) as file:
-                if self._sum(file, name, None, 0, self.manifest.files[name].nbytes) != expected:
-                    yield CheckpointError(f"{self.path / name}: {_DIFFERS}", file=self.path / name)
+            file = self._file(name)
+            if self._sum(file, name, None, 0, self.manifest.files[name].nbytes) != expected:
+                yield CheckpointError(f"{self.path / name}: {_DIFFERS}", file=self.path / name)
+        except Unavailable:
+            raise
         except CheckpointError as error:
             yield error
 
@@ -87,11 +146,13 @@ class Reader:
         self, name: str, tensors: dict[str, TensorRecord], wanted: Mapping[str, TensorRecord]
     ) -> Iterator[CheckpointError]:
         try:
-            with self._open(name) as file:
-                self._check_header(file, name, tensors)
-                for tensor, record in wanted.items():
-                    if self._sum(file, name, tensor, record.span.begin, record.span.end) != record.checksum:
-                        yield self._damaged(name, tensor, _DIFFERS)
+            file = self._file(name)
+            self._check_header(file, name, tensors)
+            for tensor, record in wanted.items():
+                if self._sum(file, name, tensor, record.span.begin, record.span.end) != record.checksum:
+                    yield self._damaged(name, tensor, _DIFFERS)
+        except Unavailable:
+            raise
         except CheckpointError as error:
             yield error
 
@@ -119,6 +180,11 @@ class Reader:
             begin += len(wanted)
         return summed
 
+    def described(self, section: str, name: str) -> Tensor:
+        """A tensor on meta, of the type and shape that one has; KeyError where there is none."""
+        span = self.manifest.tensors[section][name].span
+        return torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta")
+
     # ---- reading it -------------------------------------------------------------------------------------------------
 
     def read(self, section: str, name: str) -> Tensor:
@@ -128,29 +194,46 @@ class Reader:
             CheckpointError: it is not as it was written.
         """
         record = self.manifest.tensors[section][name]
-        with self._open(record.file) as file:
-            tensor = empty(DTYPES[record.span.dtype], record.span.shape)
-            data = bytes_of(tensor)
-            self._fill(file, record.file, name, data, record.span.begin)
+        file = self._file(record.file)
+        tensor = empty(DTYPES[record.span.dtype], record.span.shape)
+        data = bytes_of(tensor)
+        self._fill(file, record.file, name, data, record.span.begin)
         if checksum.of(data) != record.checksum:
             raise self._damaged(record.file, name, _DIFFERS)
         return tensor
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
+    def _file(self, name: str) -> int:
+        """Open from now on, and of the size that it was written with."""
         path = self.path / name
-        try:
-            file = self._files.open(name, inside=self._folder)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path) from error
-        with closing(self._files, file):
-            status = self._status(file, path)
-            expected = self.manifest.files[name].nbytes
-            if status != expected:
-                raise CheckpointError(f"{path} has {status} bytes, and had {expected} when it was written", file=path)
-            yield file
+        if name not in self._open:
+            try:
+                self._open[name] = self._files.open(name, inside=self._folder)
+            except OSError as error:
+                raise self._why_not_open(path, error) from error
+        size, expected = self._size(self._open[name], path), self.manifest.files[name].nbytes
+        if size != expected:
+            raise CheckpointError(f"{path} has {size} bytes, and had {expected} when it was written", file=path)
+        return self._open[name]
 
-    def _status(self, file: int, path: Path) -> int:
+    def _why_not_open(self, path: Path, error: OSError) -> CheckpointError:
+        if isinstance(error, FileNotFoundError) and self._is_removed():
+            return Removed(self.path)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return TooManyFiles(
+                f"{path} cannot be opened: {error.strerror}. The {len(self.manifest.files)} files of a checkpoint are "
+                "open at once while it is read: raise the limit (ulimit -n)",
+                file=path,
+            )
+        return CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path)
+
+    def _is_removed(self) -> bool:
+        """Who removes a checkpoint takes the manifest's name from it first, and never gives it back."""
+        try:
+            return manifests.NAME not in self._files.names(self._folder)
+        except OSError:
+            return False
+
+    def _size(self, file: int, path: Path) -> int:
         try:
             status = self._files.status(file)
         except OSError as error:

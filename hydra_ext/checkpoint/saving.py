@@ -18,7 +18,7 @@ from hydra_ext import _C
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint import writer
 from hydra_ext.checkpoint.files import Files, closing, write_all
-from hydra_ext.checkpoint.folder import Folder, Found, newest_first
+from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first
 from hydra_ext.checkpoint.manifest import BadManifest, Manifest, Share
 from hydra_ext.checkpoint.tensors import Entry
 from hydra_ext.errors import SaveFailed
@@ -159,7 +159,7 @@ def unfinished(
                 )
             with folder.locked():
                 before = folder.scan()
-                _discard(folder, [each.name for each in before if each.manifest is None and each.error is None])
+                _discard(folder, [each.name for each in before if each.state not in (State.WHOLE, State.DAMAGED)])
                 _expect_room(folder, files, needed_bytes)
                 with _marked(folder, files, step, before, is_left_alone) as draft:
                     yield draft

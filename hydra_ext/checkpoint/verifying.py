@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hydra_ext.checkpoint import loading
+from hydra_ext.checkpoint import choosing
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files, closing
-from hydra_ext.checkpoint.folder import Folder, Found, newest_first, perhaps_newer
+from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first, perhaps_newer
+from hydra_ext.checkpoint.reader import Removed, Unavailable
 from hydra_ext.errors import CheckpointError
+
+_PERHAPS_UNDER_WAY = (State.UNFINISHED, State.EMPTY)
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,16 @@ class Verdict:
 
     Attributes:
         path: its folder.
-        state: "whole"; "damaged"; "unfinished", which a killed save leaves and the next one removes; or "foreign", a
-            folder of such a name that holds no checkpoint of ours.
+        state: "whole"; "damaged"; "under way", which somebody who saves there now is writing or removing;
+            "unfinished", which a killed save leaves and the next one removes; or "foreign", a folder of such a name
+            that holds no checkpoint of ours.
         newest: it is what a load takes.
         step, serial, nbytes: as its manifest says; None without.
         faults: file, tensor or None, and what is wrong with it.
     """
 
     path: Path
-    state: Literal["whole", "damaged", "unfinished", "foreign"]
+    state: Literal["whole", "damaged", "under way", "unfinished", "foreign"]
     newest: bool = False
     step: int | None = None
     serial: int | None = None
@@ -49,34 +53,64 @@ class Verdict:
 def verify(path: Path) -> list[Verdict]:
     """Of each checkpoint in a folder, oldest first; or of the one that the folder is.
 
+    Somebody may be saving there: what is removed before its turn comes is left out.
+
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: there is no such folder; its checkpoint was removed; so many files cannot be open at once.
     """
     files = Files()
-    with loading.readable(path), closing(files, files.open_folder(path)) as descriptor:
-        if manifests.NAME in files.names(descriptor):
-            return [_read(path, ".", newest=False)]
-        found = Folder(path, files, descriptor).scan()
-    newest = newest_first(found)
-    taken = newest[0] if newest and not perhaps_newer(found) else None
-    others = [each for each in found if each.manifest is None]
-    ordered = [*others, *reversed(newest)]
-    return [_look(path, each, newest=each is taken) for each in ordered]
+    for _ in range(choosing.ATTEMPTS):
+        with choosing.readable(path), closing(files, files.open_folder(path)) as descriptor:
+            if manifests.NAME in files.names(descriptor):
+                verdict = _read(path, choosing.SELF, files, newest=False)
+                if verdict is None:
+                    raise Removed(path)
+                return [verdict]
+            found, in_use = _scanned(Folder(path, files, descriptor))
+        whole = newest_first(found)
+        taken = whole[0] if whole and not perhaps_newer(found) else None
+        # The newest comes first: it is the last to be removed.
+        read = [_read(path, each.name, files, newest=each is taken) for each in whole]
+        if not read or read[0] is not None:
+            others = [_others(path, each, in_use) for each in found if each.state is not State.WHOLE]
+            return [*others, *(verdict for verdict in reversed(read) if verdict is not None)]
+    raise Removed(path / whole[0].name)
 
 
-def _look(path: Path, found: Found, *, newest: bool) -> Verdict:
+def _scanned(folder: Folder) -> tuple[list[Found], bool]:
+    """What there is, and whether somebody saves there, where that matters for it."""
+    found = folder.scan_beside_saves()
+    for _ in range(choosing.ATTEMPTS):
+        if not any(each.state in _PERHAPS_UNDER_WAY for each in found):
+            return found, False
+        if folder.is_in_use():
+            return found, True
+        before = [(each.name, each.state) for each in found]
+        found = folder.scan_beside_saves()
+        if before == [(each.name, each.state) for each in found]:  # so nobody has saved meanwhile
+            return found, False
+    return found, True
+
+
+def _others(path: Path, found: Found, in_use: bool) -> Verdict:
     if found.error is not None:
         return Verdict(path / found.name, "damaged", faults=(_fault(found.error),))
-    if found.manifest is None:
-        return Verdict(path / found.name, "unfinished" if found.unfinished else "foreign")
-    return _read(path, found.name, newest=newest)
+    if in_use and found.state in _PERHAPS_UNDER_WAY:
+        return Verdict(path / found.name, "under way")
+    return Verdict(path / found.name, "unfinished" if found.state is State.UNFINISHED else "foreign")
 
 
-def _read(path: Path, name: str, *, newest: bool) -> Verdict:
+def _read(path: Path, name: str, files: Files, *, newest: bool) -> Verdict | None:
+    """None if it was removed before its files were open."""
     try:
-        with loading.opened(path, name, Files()) as reader:
+        with choosing.opened(path, name, files) as reader:
+            reader.hold(manifests.SECTIONS)
             faults = tuple(map(_fault, reader.faults(manifests.SECTIONS)))
             manifest = reader.manifest
+    except Removed:
+        return None
+    except Unavailable:
+        raise
     except CheckpointError as error:
         return Verdict(path / name, "damaged", faults=(_fault(error),))
     return Verdict(

@@ -92,7 +92,7 @@ class Resumable(ABC):
         pipeline's ``seed`` becomes that of the checkpoint. Gradients are dropped.
 
         Args:
-            folder: of checkpoints, or one checkpoint.
+            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule: what :meth:`save` was given.
 
@@ -100,7 +100,8 @@ class Resumable(ABC):
             What was loaded; None if there is no checkpoint, or no such folder: the training begins.
 
         Raises:
-            CheckpointError: it is damaged; on all ranks, with the first file and tensor that is.
+            CheckpointError: it is damaged, or was removed before it could be read; on all ranks, with the first
+                file and tensor that is damaged.
             CheckpointMismatch: it is of another model or optimizer, or of a schedule whose steps use older weights than
                 this one's, or newer ones; the error lists all differences.
             StateError: a step is under way, or the model is not cut yet.

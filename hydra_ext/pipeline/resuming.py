@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hydra_ext.checkpoint import checksum, helper_state, loading, model_state, optimizer_state
+from hydra_ext.checkpoint import choosing, helper_state, loading, model_state, optimizer_state
+from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files
 from hydra_ext.checkpoint.header import is_count
 from hydra_ext.checkpoint.helper_state import Stateful
@@ -44,33 +44,30 @@ def load(
         RankFailed: another rank has failed.
         Exception: see :meth:`hydra_ext.Pipeline.load`.
     """
-    first = together.rank == 0
-    name = _sound(together, lambda: (loading.choose(path, files, strict=strict) or "") if first else "")[0]
-    if not name:
-        logger.info("there is no checkpoint in %s: the training begins at step %d", path, engine.batches)
-        return None
-    with ExitStack() as stack:
-        readers: list[Reader] = []
+    agreed: list[Holdings] = []
+    restored: list[Restored] = []
 
-        def identity() -> str:
-            readers.append(stack.enter_context(loading.opened(path, name, files)))
-            return checksum.of(readers[0].manifest.write())
+    def hold(reader: Reader) -> None:
+        restored[:] = [Restored(engine, agreed[-1], reader, schedules)]
+        restored[0].hold()
 
-        identities = _sound(together, identity)
-        if len(set(identities)) > 1:
-            raise CheckpointError(f"{path / name} is not the same on all ranks: give a shared folder", file=path)
-        holdings = agree(engine, together, _WHAT)
-        restored: list[Restored] = []
-
-        def compared() -> list[str]:
-            restored.append(Restored(engine, holdings, readers[0], schedules))
-            return restored[0].differences
-
-        differences = [line for lines in _sound(together, compared) for line in lines]
-        loading.expect_none(readers[0], list(dict.fromkeys(differences)))
+    with choosing.newest(
+        path,
+        files,
+        hold,
+        strict=strict,
+        everywhere=partial(_sound, together),
+        before_holding=lambda: agreed.append(agree(engine, together, _WHAT)),
+        rank=together.rank,
+    ) as reader:
+        if reader is None:
+            logger.info("there is no checkpoint in %s: the training begins at step %d", path, engine.batches)
+            return None
+        differences = [line for lines in _sound(together, lambda: restored[0].differences) for line in lines]
+        loading.expect_none(reader, list(dict.fromkeys(differences)))
         _sound(together, restored[0].check)
         together.do(_WHAT, restored[0].put)
-        return loading.loaded(readers[0])
+        return loading.loaded(reader)
 
 
 def _sound(together: Together, work: Callable[[], Result]) -> list[Result]:
@@ -238,15 +235,31 @@ class Restored:
             if name in own
         }
 
+    def hold(self) -> None:
+        """Opens what will be read here.
+
+        Raises:
+            Removed: the checkpoint is no more.
+            TooManyFiles: not so many files can be open.
+        """
+        self._reader.hold(manifests.SECTIONS, self._only())
+
     def check(self) -> None:
-        """Reads every byte that will be wanted here.
+        """Reads every byte that will be wanted here, and sees that the optimizers can go on from it.
 
         Raises:
             CheckpointError: something is not as it was written.
         """
+        try:
+            for state in self._optimizers:
+                state.check(partial(self._reader.described, "optimizer"))
+        except BadValue as error:
+            raise CheckpointError(f"{self._reader.path}: {error}", file=self._reader.path) from error
+        self._reader.check(manifests.SECTIONS, self._only())
+
+    def _only(self) -> dict[str, Collection[str]]:
         optimizer = {name for state in self._optimizers for name in state.tensors}
-        only = {"model": self._holdings.own.keys(), "optimizer": optimizer, "training": self._wanted}
-        self._reader.check(("model", "optimizer", "training"), only)
+        return {"model": self._holdings.own.keys(), "optimizer": optimizer, "training": self._wanted}
 
     # ---- taking it --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ext.checkpoint import optimizer_state, strict_json
+from hydra_ext.checkpoint import optimizer_state, optimizer_values, strict_json
 from hydra_ext.checkpoint.values import decode
 from hydra_ext.errors import UnsupportedState
 from hydra_ext.pipeline.update import same_setting
@@ -78,6 +78,7 @@ class StageState:
         self._name_of = names
         self._fetch = fetch
         self._content: dict[str, Any] = {}
+        self._known: list[bool] = []  # by group: whether it has parameters that were in one
         if saved is None:
             self.differences.append("there was no optimizer, and there is one now")
             return
@@ -103,6 +104,7 @@ class StageState:
             self.differences.append(f"group {number} of the optimizer has {new} in addition"[:400])
         groups = {id(found): found for name, _ in members if (found := group_of.get(name)) is not None}
         several = [found["options"] for found in groups.values()]
+        self._known.append(bool(several))
         if any(not self._same(several[0], other) for other in several[1:]):
             self.differences.append(
                 f"group {number} of the optimizer has parameters that were in groups with different options"
@@ -112,6 +114,20 @@ class StageState:
     def _same(self, options: Any, other: Any) -> bool:
         ours, theirs = decode(options, self._fetch), decode(other, self._fetch)
         return ours.keys() == theirs.keys() and all(same_setting(ours[key], theirs[key]) for key in ours)
+
+    def check(self, described: Callable[[str], Tensor]) -> None:
+        """
+        Args:
+            described: gives a tensor on meta, of the type and shape of the one with this name.
+
+        Raises:
+            BadValue: the next step would fail, or compute something else.
+        """
+        optimizer, content = self._optimizer, self._content
+        for known, group, saved in zip(self._known, optimizer.param_groups, content["groups"], strict=True):
+            if known:
+                options = saved["options"]
+                optimizer_values.check_group(optimizer, group, self._name_of, options, content["state"], described)
 
     def restore(self) -> None:
         """Weights have to be there already."""

@@ -9,7 +9,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +20,7 @@ from hydra_ext import _C
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.checkpoint.files import Files
-from hydra_ext.errors import CheckpointError, InvalidArgument, StateError
+from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.runtime.figures import StepMeter
 from hydra_ext.runtime.replicas import Replicas
 
@@ -116,7 +116,7 @@ class Resumable(ABC):
         it, and see the same folder.
 
         Args:
-            folder: of checkpoints, or one checkpoint.
+            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule, scaler: what :meth:`save` was given.
 
@@ -124,7 +124,7 @@ class Resumable(ABC):
             What was loaded; None if there is no checkpoint, or no such folder: the training begins.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: it is damaged, or was removed before it could be read.
             CheckpointMismatch: it is of another model or optimizer; the error lists all differences.
             StateError: the model's forward or backward is under way.
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
@@ -136,26 +136,23 @@ class Resumable(ABC):
             return self._load(path, training, strict=strict)
 
     def _load(self, path: Path, training: Training, *, strict: bool) -> Loaded | None:
-        from hydra_ext.checkpoint import checksum, loading
+        from hydra_ext.checkpoint import choosing, loading, manifest
         from hydra_ext.runtime import snapshot
 
         self._together(lambda: self._expect_rest("run.load"))
         _C.suspend_charging()
-        name = self._from_first(lambda: loading.choose(path, self._files, strict=strict) or "")
-        if not name:
-            logger.info("there is no checkpoint in %s: the training begins at step %d", path, self.steps)
-            return None
-        with ExitStack() as stack:
-            reader = self._together(lambda: stack.enter_context(loading.opened(path, name, self._files)))
-            identity = checksum.of(reader.manifest.write())
-            first = self._from_first(lambda: identity)
-
-            def prepared() -> snapshot.Return:
-                if identity != first:
-                    raise CheckpointError(f"{reader.path} is another one on rank 0: give a shared folder", file=path)
-                return snapshot.Return(training, reader)
-
-            self._together(self._together(prepared).put)
+        with choosing.newest(
+            path,
+            self._files,
+            lambda reader: reader.hold(manifest.SECTIONS),
+            strict=strict,
+            everywhere=self._everywhere,
+            rank=0 if self.replicas is None else self.replicas.rank,
+        ) as reader:
+            if reader is None:
+                logger.info("there is no checkpoint in %s: the training begins at step %d", path, self.steps)
+                return None
+            self._together(self._together(lambda: snapshot.Return(training, reader)).put)
             self._gradients_used = True
             self.meter.updates = reader.manifest.step
             if self._saving is not None and self._saving.learns:
@@ -279,9 +276,14 @@ class Resumable(ABC):
     def _together(self, work: Callable[[], Result]) -> Result:
         return work() if self.replicas is None else self.replicas.together(work)
 
+    def _everywhere(self, work: Callable[[], str]) -> list[str]:
+        """What it gives on each rank, on all of them."""
+        if self.replicas is None:
+            return [work()]
+        found = self.replicas.together(work)
+        return [os.fsdecode(each) for each in self.replicas.gather(os.fsencode(found))]
+
     def _from_first(self, work: Callable[[], str]) -> str:
         """What it gives on rank 0, where alone it is done, on every rank."""
-        if self.replicas is None:
-            return work()
-        found = self.replicas.together(work if self.replicas.rank == 0 else str)
-        return os.fsdecode(self.replicas.gather(os.fsencode(found))[0])
+        alone = self.replicas is None or self.replicas.rank == 0
+        return self._everywhere(work if alone else str)[0]

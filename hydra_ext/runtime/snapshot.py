@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, optimizer_values, strict_json
-from hydra_ext.checkpoint.header import DTYPES
 from hydra_ext.checkpoint.helper_state import Stateful
 from hydra_ext.checkpoint.model_state import Named
 from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
@@ -185,11 +184,8 @@ class Return:
                 raise BadValue(f"{name} is no list of what each rank had")
 
     def _check_optimizer(self) -> None:
-        def described(name: str) -> Tensor:
-            span = self._reader.manifest.tensors["optimizer"][name].span
-            return torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta")
-
         if self._training.optimizer is not None:
+            described = partial(self._reader.described, "optimizer")
             optimizer_values.check(self._training.optimizer, self._names, self._content["optimizer"], described)
 
     def _stand_in(self, section: str, name: str) -> Tensor:

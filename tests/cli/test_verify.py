@@ -1,6 +1,8 @@
 """`verify`: says of each checkpoint in a folder whether it is whole."""
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,25 @@ def test_what_killed_saves_have_left_is_no_damage(folder: Path, capsys: pytest.C
     (folder / "step-00000000-3" / "manifest.json").rename(folder / "step-00000000-3" / "manifest.json.unfinished")
     assert main.run(["verify", str(folder)]) == 0
     assert "step-00000000-3  unfinished\n" in capsys.readouterr().out
+
+
+def test_what_somebody_is_saving_now_is_under_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "step-00000000-3" / "manifest.json").rename(folder / "step-00000000-3" / "manifest.json.unfinished")
+    (folder / "step-00000007").mkdir()
+    (folder / "step-00000008").mkdir()
+    (folder / "step-00000008" / "notes.txt").write_text("mine")
+    saving = os.open(folder, os.O_RDONLY)
+    fcntl.flock(saving, fcntl.LOCK_EX)
+    assert main.run(["verify", str(folder)]) == 0
+    os.close(saving)
+    states = dict(line.split("  ")[:2] for line in capsys.readouterr().out.splitlines())
+    assert states == {
+        "step-00000000": "whole",
+        "step-00000000-2": "whole",
+        "step-00000000-3": "under way",
+        "step-00000007": "under way",
+        "step-00000008": "foreign",
+    }
 
 
 def test_a_folder_without_any_and_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from hydra_ext.errors import CheckpointError
 from hydra_ext.pipeline import Pipeline
 from support import damaged, pipelines
+from support import pipeline_save_failures as bodies
 from support.pipeline_save_failures import own
+from support.ranks import run_ranks
 
 WEIGHT = "0.0.embedding.weight"
 NORM = "0.1.norm.weight"
@@ -63,9 +66,23 @@ LIES = {
     "a buffer of another shape": put("buffers", 0, value={WEIGHT: {"$": "tensor", "name": f"1 before/{NORM}"}}),
     "the optimizer's groups": put("optimizer", "groups", value=[{}]),
     "the optimizer's state": put("optimizer", "state", WEIGHT, value=[]),
+    "a moment that is a number": put("optimizer", "state", WEIGHT, "exp_avg", value=1.0),
+    "a moment of another shape": put(
+        "optimizer", "state", WEIGHT, "exp_avg", value={"$": "tensor", "name": f"{NORM}/exp_avg"}
+    ),
+    "no moments": put("optimizer", "state", NORM, value={"step": 1.0}),
+    "a rate that is text": put("optimizer", "groups", 0, "options", "lr", value="x"),
+    "betas of 2": put("optimizer", "groups", 0, "options", "betas", value=[2.0, 2.0]),
     "the schedule": put("schedule", value=5),
     "the scaler": put("scaler", value=5),
 }
+
+
+FORGED = (  # what is wrong for the optimizer of the first stage, of the second one, and of both
+    put("optimizer", "state", "0.0.embedding.weight", value={"step": 1.0}),
+    put("optimizer", "state", "1.2.head.weight", "exp_avg_sq", value=None),
+    put("optimizer", "groups", 0, "options", "lr", value="x"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +111,13 @@ def test_a_lie_changes_nothing(lie: str, saved: Path) -> None:
             assert pipe.load(saved) is not None
     finally:
         manifest.write_bytes(truth)
+
+
+def test_an_optimizer_that_cannot_go_on_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
+    run_ranks(bodies.saves_once, tmp_path / "ckpt", folder=tmp_path)
+    forged = [tmp_path / str(number) for number in range(len(FORGED))]
+    for lie, folder in zip(FORGED, forged, strict=True):
+        shutil.copytree(tmp_path / "ckpt", folder)
+        damaged.change(next(folder.iterdir()), lie)
+    for heard in run_ranks(bodies.refused_loads, tmp_path / "ckpt", forged, folder=tmp_path):
+        assert heard == [["CheckpointError", "step-00000001", None, True]] * len(forged)

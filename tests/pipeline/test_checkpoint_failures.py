@@ -11,7 +11,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext.checkpoint.verifying import verify
 from support import pipeline_save_failures as bodies
-from support import pipelines
+from support import pipelines, saving_beside
 from support.pipeline_failures import run_to_the_end
 from support.ranks import run_ranks
 
@@ -28,6 +28,14 @@ def test_whatever_fails_on_one_rank_fails_on_both_and_the_pipeline_goes_on(strid
     assert [verdict.state for verdict in verify(folder)] == ["whole", "whole"]
     assert sorted(each.name for each in folder.iterdir())[-1] == "step-00000003"
     assert hydra_ext.load_model(folder, nn.Sequential(*pipelines.make_stages(2))).step == 3
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(2, marks=pytest.mark.full)])
+def test_a_pipeline_is_loaded_whole_whenever_somebody_saves(stride: int, tmp_path: Path) -> None:
+    first, second = run_ranks(saving_beside.rotated_loads, tmp_path, stride, folder=tmp_path)
+    assert first == second
+    assert all(name for _, _, name in first)
+    assert len(first) > 100 / stride
 
 
 KILLS = [

@@ -133,6 +133,25 @@ def damaged_loads(rank: int, folder: Path, places: list[tuple[str, int]]) -> dic
     return {"heard": heard, "unchanged": unchanged, "losses": losses}
 
 
+def saves_once(rank: int, folder: Path) -> None:
+    with pipeline() as pipe:
+        step(pipe, 0)
+        pipe.save(folder)
+
+
+def refused_loads(rank: int, folder: Path, forged: list[Path]) -> list[list[Any]]:
+    """What was heard of each, and whether the training was as before; the true one is loaded in the end."""
+    heard: list[list[Any]] = []
+    with pipeline() as pipe:
+        step(pipe, 5)
+        before = own(pipe)
+        for each in forged:
+            found = fault(lambda each=each: pipe.load(each))
+            heard.append([*found, all(map(torch.equal, own(pipe), before))])
+        assert pipe.load(folder) is not None
+    return heard
+
+
 def _flip_together(rank: int, pipe: Pipeline, checkpoint: Path, file: str, place: int) -> None:
     pipe._together.do("to be here", lambda: None)
     if rank == 0:
