@@ -1,0 +1,24 @@
+"""Importing hydra_ext adds little to importing torch: few modules, and none of a large package."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+MOST_MODULES = 120
+LIGHT = {"hydra_ext", "safetensors"}
+
+PROGRAM = """
+import json, sys, torch
+before = set(sys.modules)
+import hydra_ext
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_import_brings_in_few_modules_beyond_torch(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    modules = json.loads(subprocess.check_output(command, text=True, cwd=tmp_path))
+    assert "hydra_ext.runtime.run" in modules
+    assert len(modules) <= MOST_MODULES
+    assert {name.partition(".")[0] for name in modules} <= LIGHT | sys.stdlib_module_names
