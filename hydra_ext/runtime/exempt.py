@@ -55,6 +55,13 @@ SCRATCH = Exemption(
     once_bytes=0,
     passing_bytes=64 * _KIB,
 )
+HALF_PRECISION = Exemption(
+    "half precision without instructions",
+    "A processor that cannot multiply bfloat16 has one tensor at a time of a matrix product copied to float: on the "
+    "heap, or where kernels have their scratch. Twice the bytes of the largest tensor, so as large as that has to be.",
+    once_bytes=0,
+    passing_bytes=None,
+)
 BOOKKEEPING = Exemption(
     "bookkeeping",
     "Python objects, autograd's nodes, tables of dispatcher and pager, OpenMP's pool: heap blocks that hold no tensor.",
@@ -68,4 +75,12 @@ FOREIGN_STORAGE = Exemption(
     passing_bytes=None,
 )
 
-EXEMPTIONS: tuple[Exemption, ...] = (HOST_ARENA, OPTIMIZER, KERNELS, SCRATCH, BOOKKEEPING, FOREIGN_STORAGE)
+EXEMPTIONS: tuple[Exemption, ...] = (
+    HOST_ARENA,
+    OPTIMIZER,
+    KERNELS,
+    SCRATCH,
+    HALF_PRECISION,
+    BOOKKEEPING,
+    FOREIGN_STORAGE,
+)

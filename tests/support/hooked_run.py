@@ -22,12 +22,13 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Scenario:
-    """What to train, and the budget."""
+    """What to train, the budget, and whether with the kernels of a processor that has no instructions for bfloat16."""
 
     family: str
     checkpointing: str
     autocast: bool
     budget: int
+    without_bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class StepSeen:
     hook_device_peak: int
     hook_heap_peak: int
     hook_mapped_peak: int
+    largest_tensor: int
     ledger_peak: int
 
 
@@ -79,11 +81,19 @@ def build_hook(folder: Path) -> Path:
 
 
 def observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
-    """Runs the scenarios, in order, in a process of their own under the hook."""
+    """Runs the scenarios, in order, in one process under the hook for each kind of kernels."""
+    with_others = [[one for one in scenarios if one.without_bf16 == without] for without in (False, True)]
+    runs = {one: run for same in with_others for one, run in zip(same, _observe(hook, same), strict=True)}
+    return [runs[one] for one in scenarios]
+
+
+def _observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
+    kernels = {"ONEDNN_MAX_CPU_ISA": "AVX2"} if any(one.without_bf16 for one in scenarios) else {}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.hooked_run", json.dumps([asdict(one) for one in scenarios])],
         env={
             **os.environ,
+            **kernels,
             "LD_PRELOAD": str(hook),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             # Python maps a MiB for small objects whenever the last one is full: no mapping of a step's.
@@ -107,7 +117,7 @@ def _parse(run: dict[str, Any]) -> HookedRun:
 class _Hook:
     def __init__(self) -> None:
         self.library = ctypes.CDLL(None)
-        for name in ("hook_live", "hook_peak", "hook_aligned_peak"):
+        for name in ("hook_live", "hook_peak", "hook_aligned_peak", "hook_largest_aligned"):
             getattr(self.library, name).restype = ctypes.c_long
 
     def moment(self, ledger: Any, arena: Any, arena_before: int) -> Moment:
@@ -144,6 +154,7 @@ class _Hook:
             hook_device_peak=self.library.hook_aligned_peak() - before.tensors - before.slots,
             hook_heap_peak=self.library.hook_peak(HEAP) - before.heap,
             hook_mapped_peak=self.library.hook_peak(MAPPED) - before.mapped,
+            largest_tensor=self.library.hook_largest_aligned(),
             ledger_peak=ledger_peak,
         )
 

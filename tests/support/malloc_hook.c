@@ -31,7 +31,7 @@ struct block {
 
 static struct block blocks[CAPACITY];
 static long count;
-static long live[KINDS], peak[KINDS], aligned_peak;
+static long live[KINDS], peak[KINDS], aligned_peak, largest_aligned;
 static atomic_int region;
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 
@@ -63,6 +63,9 @@ static void add(void *pointer, size_t bytes, int kind) {
   }
   if (live[ALIGNED] + live[PAGE_ALIGNED] > aligned_peak) {
     aligned_peak = live[ALIGNED] + live[PAGE_ALIGNED];
+  }
+  if (kind == ALIGNED && (long)bytes > largest_aligned) {
+    largest_aligned = (long)bytes;
   }
   unlock();
 }
@@ -98,12 +101,14 @@ void hook_end(void) { atomic_store(&region, 0); }
 long hook_live(int kind) { return live[kind]; }
 long hook_peak(int kind) { return peak[kind]; }
 long hook_aligned_peak(void) { return aligned_peak; }
+long hook_largest_aligned(void) { return largest_aligned; }
 void hook_reset_peaks(void) {
   lock();
   for (int kind = 0; kind < KINDS; ++kind) {
     peak[kind] = live[kind];
   }
   aligned_peak = live[ALIGNED] + live[PAGE_ALIGNED];
+  largest_aligned = 0;
   unlock();
 }
 
