@@ -146,10 +146,10 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/paged_model_update.cpp",
-        "  trainable_stale_ = true;\n  ++deferred_updates_;\n",
-        "  ++deferred_updates_;\n",
+        "      parameter->note_moved();\n      if (!disk_ ||",
+        "      if (!disk_ ||",
         "slots keep the weights from before a step",
-        python=_CASES,
+        python=(*_CASES, "runtime/test_frozen_layers.py"),
     ),
     M(
         "csrc/pytorch/paged_model_update.cpp",
@@ -160,8 +160,8 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/paged_model_update.cpp",
-        "    update.plan.on_host().run(pool, scale);\n    trainable_stale_ = true;\n",
-        "    update.plan.on_host().run(pool, scale);\n",
+        "      parameter->note_moved();\n    }\n  }\n}",
+        "    }\n  }\n}",
         "a block that left its home before the step keeps its old bytes",
         python=_HOMES,
     ),
@@ -360,5 +360,33 @@ TORCH: tuple[M, ...] = (
         "wanted <= *budget_",
         "a stash's budget forgets what stays",
         python=(*_STASH, "stash/test_vdnn.py"),
+    ),
+    M(
+        "csrc/pytorch/update_hold.cpp",
+        "    if (!held.waits_for.empty()) {\n      continue;\n    }\n",
+        "",
+        "a storage is given back before the last of its blocks is updated",
+        python=("runtime/test_shared_storages.py",),
+    ),
+    M(
+        "csrc/pytorch/paged_model_window.cpp",
+        "      parameter->moved = true;\n    }\n  }\n}",
+        "    }\n  }\n}",
+        "what one parameter of a storage tells is not true of the others",
+        python=("runtime/test_shared_storages.py", "runtime/test_frozen_layers.py"),
+    ),
+    M(
+        "csrc/pytorch/device_homes_contents.cpp",
+        "  pager_.note_written(block, home->updated);\n",
+        "",
+        "a forward reads a home that an update still writes",
+        python=("runtime/test_homes_asynchronous.py",),
+    ),
+    M(
+        "csrc/pytorch/saved_digest.cpp",
+        "more = ++place[i] < outer[i].size;",
+        "more = false;",
+        "only the first row of a saved view is compared",
+        python=("pytorch/test_saved_digest.py", "rounds/test_repetitions.py"),
     ),
 )
