@@ -1,6 +1,8 @@
 // A block for the pager's tests.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <atomic>
 #include <cstring>
 #include <functional>
@@ -20,6 +22,7 @@ class FakeBlock final : public BlockClient {
   Job fill(void* slot) override {
     Job job;
     job.segments.push_back({slot, host_.data(), static_cast<Bytes>(host_.size())});
+    job.after = [this] { ++filled; };
     return job;
   }
   Job write_back(void* slot) override {
@@ -29,7 +32,10 @@ class FakeBlock final : public BlockClient {
     return job;
   }
   void publish(void* slot) noexcept override { slot_ = slot; }
-  void withdraw() noexcept override { slot_ = nullptr; }
+  void withdraw() noexcept override {
+    EXPECT_TRUE(readable()) << "nothing was published";
+    slot_ = nullptr;
+  }
 
   bool readable() const { return slot_.load() != nullptr; }
   bool equal() const { return readable() && std::memcmp(slot_.load(), host_.data(), host_.size()) == 0; }
@@ -37,6 +43,7 @@ class FakeBlock final : public BlockClient {
   std::uint8_t* slot() { return static_cast<std::uint8_t*>(slot_.load()); }
 
   std::function<void()> during_write_back;
+  std::atomic<int> filled{0};
 
  private:
   std::vector<std::uint8_t> host_;

@@ -146,6 +146,64 @@ TEST_P(PagerTest, EvictsNothingWithRoomForAllAndReloadsOnlyWhatChanged) {
   EXPECT_EQ(pager_->statistics().evictions, 0);
 }
 
+TEST_P(PagerTest, TakesWhatIsNeededLastFromThoseThatThePlanWants) {
+  make(4, 4 * kBlock);
+  step(4);
+  step(4);
+  pager_->begin_pass(PassKind::kForward);
+  visit(0);
+  EXPECT_TRUE(pager_->evict_one(true));
+  EXPECT_EQ(pager_->state(3), BlockState::kAbsent);
+  for (std::int32_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(pager_->state(i), BlockState::kPresent) << "block " << i;
+  }
+  pager_->end_pass(false);
+}
+
+TEST_P(PagerTest, HasFilledAllItBeganWhenAPassEnds) {
+  make(4, 4 * kBlock);
+  step(4);
+  step(4);
+  for (std::int32_t i = 0; i < 4; ++i) {
+    pager_->invalidate(i);
+    blocks_[static_cast<std::size_t>(i)]->filled = 0;
+  }
+  faults_->jitter(Operation::kToDevice, 0.02, 1);
+  pager_->begin_pass(PassKind::kForward);
+  visit(0);
+  pager_->end_pass(false);
+  for (FakeBlock* const block : blocks_) {
+    EXPECT_EQ(block->filled, 1) << "an optimizer may write the host from now on";
+  }
+}
+
+TEST_P(PagerTest, InvalidatesABlockThatIsOnItsWay) {
+  make(2, 2 * kBlock);
+  step(2);
+  step(2);
+  pager_->invalidate(0);
+  pager_->invalidate(1);
+  pager_->begin_pass(PassKind::kForward);
+  pager_->arrive(0);
+  EXPECT_EQ(pager_->state(1), BlockState::kLoading);
+  pager_->invalidate(1);
+  EXPECT_EQ(pager_->state(1), BlockState::kStale);
+  blocks_[1]->host()[5] ^= 1;
+  pager_->release(0, AcquireReason::kHook);
+  visit(1);
+  pager_->end_pass(true);
+}
+
+TEST_P(PagerTest, WritesBackWhatComputeHasWritten) {
+  make(1, kBlock);
+  pager_->acquire(0, AcquireReason::kFault);
+  device_->note_write(blocks_[0]->slot(), kBlock);
+  pager_->mark_dirty(0);
+  pager_->release(0, AcquireReason::kFault);
+  pager_->write_back_dirty();
+  EXPECT_EQ(device_->hazards(), 0) << device_->first_hazard();
+}
+
 TEST_P(PagerTest, NeverTakesAPinnedBlock) {
   make(3, 2 * kBlock);
   pager_->acquire(0, AcquireReason::kHook);

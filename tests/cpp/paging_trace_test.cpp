@@ -47,6 +47,20 @@ TEST(Trace, ExpectsTheOrderOfTheLastPassAndTheRoomItsActivationsLeft) {
   EXPECT_EQ(future[2].room, 50);
 }
 
+TEST(Trace, LeavesRoomForWhatWasThereBeforeTheFirstBlock) {
+  Trace trace;
+  trace.begin(PassKind::kForward);
+  trace.arrive(0, 40);
+  trace.arrive(1, 10);
+  trace.end(20, true);
+  trace.begin(PassKind::kForward);
+  trace.arrive(0, 0);
+  const std::vector<Use> future = trace.future(kLimit, 0, 2);
+  ASSERT_GE(future.size(), 2U);
+  EXPECT_EQ(future[0].room, 60);
+  EXPECT_EQ(future[1].room, 80);
+}
+
 TEST(Trace, SeesThroughToThePassesThatFollowAndMarksThemNotLoadable) {
   Trace trace;
   for (int step = 0; step < 2; ++step) {
