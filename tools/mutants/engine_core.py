@@ -324,7 +324,7 @@ CORE: tuple[M, ...] = (
     M(
         "csrc/memory/ledger.cpp",
         "  by_class_[index(from)].fetch_sub(bytes, kRelaxed);\n  by_class_[index(to)].fetch_add(bytes, kRelaxed);\n",
-        "  by_class_[index(to)].fetch_add(bytes, kRelaxed);\n",
+        "  static_cast<void>(from);\n  by_class_[index(to)].fetch_add(bytes, kRelaxed);\n",
         "bytes that change their class are counted twice",
         "Ledger.*",
     ),

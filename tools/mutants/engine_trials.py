@@ -26,6 +26,10 @@ _CPP_SECONDS = 300.0
 _FILE_SECONDS = 1800.0
 
 
+class BuildFailed(RuntimeError):
+    """The compiler takes a mutation for an error."""
+
+
 class Engine:
     """A copy of the engine's sources with two builds: the C++ tests, and the extension."""
 
@@ -87,7 +91,7 @@ def _run(*words: str | Path) -> None:
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-30:])
-        raise RuntimeError(f"{' '.join(map(str, words))} ended with code {done.returncode}\n{tail}")
+        raise BuildFailed(f"{' '.join(map(str, words))} ended with code {done.returncode}\n{tail}")
 
 
 def expect_places(root: Path, table: Sequence[EngineMutation]) -> None:
@@ -105,16 +109,23 @@ def try_engine(
     packages: Packages,
     engine: Engine,
 ) -> None:
-    """Tries each of these mutations that has no result yet."""
+    """Tries each of these mutations that has no result yet; raises in the end where some cannot be built."""
     waiting = [mutation for mutation in table if results.get(mutation.key) is None]
+    not_built: list[str] = []
     for number, mutation in enumerate(waiting, 1):
-        with engine.mutated([mutation]):
-            killed, tests, seconds = _tried(mutation, judge, packages, engine)
+        try:
+            with engine.mutated([mutation]):
+                killed, tests, seconds = _tried(mutation, judge, packages, engine)
+        except BuildFailed as error:
+            not_built.append(f"{mutation.place(root)} {mutation.breaks}: {error}")
+            continue
         outcome = Outcome.KILLED if killed else Outcome.SURVIVED
         by, why = killed or ("", "")
         results.add(engine_result(root, mutation, outcome, by, why, tests, seconds))
         left = len(waiting) - number
         print(f"{outcome.value:9} {mutation.place(root)} {by or mutation.breaks} ({left} left)", flush=True)
+    if not_built:
+        raise BuildFailed("\n".join(not_built))
 
 
 def engine_result(
