@@ -166,7 +166,8 @@ class TraceFileError(HydraError, OSError):
 
 
 class MissingDependency(HydraError, ImportError):
-    """Something needs a library that is not installed; the message names the extra that installs it."""
+    """Something needs a library that is not installed, or not in a version that can be used; the message says what
+    installs it."""
 
 
 class InvalidOptimizer(HydraError, ValueError):

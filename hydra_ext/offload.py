@@ -84,6 +84,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             or one fails while it is read. What has its numbers then keeps them, and entering again goes on from there.
         BuildDiffers: on entering: the constructor makes something else now. As above.
         RankFailed: on entering: that happened on another rank.
+        MissingDependency: on entering: this torch is none in which compiled models can be followed.
     """
 
     def __init__(

@@ -16,7 +16,16 @@ def not_traced(function: Function) -> Function:
     ``torch.compiler.disable(recursive=False)`` does the same, but imports torch's compiler: seconds that everyone
     would wait who imports hydra_ext.
     """
-    action = eval_frame._FrameAction
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return _left_alone(function, eval_frame._FrameAction.DEFAULT)
+
+
+def nothing_traced(function: Function) -> Function:
+    """Runs ``function``, and all that it calls, as it is. Dynamo raises at what it cannot trace with fullgraph=True."""
+    return _left_alone(function, eval_frame._FrameAction.SKIP)
+
+
+def _left_alone(function: Function, inside: eval_frame._FrameAction) -> Function:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, inside)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function

@@ -22,7 +22,7 @@ from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
-from hydra_ext.tracing import not_traced
+from hydra_ext.tracing import not_traced, nothing_traced
 
 
 class Saving:
@@ -100,6 +100,7 @@ class Saving:
             call.remove()
 
     @contextmanager
+    @nothing_traced
     def inside(self) -> Iterator[None]:
         """What the calling thread saves meanwhile goes to the stash."""
         with saved_tensors_hooks(self._core.pack, self._core.unpack):

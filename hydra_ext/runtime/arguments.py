@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.runtime.devices import MOVED
-from hydra_ext.tracing import not_traced
+from hydra_ext.tracing import nothing_traced
 
 # Exactly these: a subclass may do more in __setitem__ than keep what it is given.
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -36,11 +36,11 @@ class Arguments:
         self._moved: dict[int, tuple[Any, Any, int]] = {}  # by the moved one's identity: host, moved, its version
         self._lent: list[Any] = []  # containers with moved tensors in them
 
-    @not_traced
+    @nothing_traced
     def place(self, value: Any) -> Any:
         return self._place(value)[0]
 
-    @not_traced
+    @nothing_traced
     def give_back(self) -> None:
         kept = {key for key, (host, moved, version) in self._moved.items() if _bring_home(host, moved, version)}
         for container in self._lent:
@@ -48,7 +48,6 @@ class Arguments:
                 if id(item) in self._moved and id(item) not in kept:
                     container[key] = self._moved[id(item)][0]
 
-    @not_traced
     def _place(self, value: Any) -> tuple[Any, bool]:
         """What stands for ``value`` in the call, and whether it, or anything inside it, is another."""
         if id(value) not in self._placed:
@@ -56,7 +55,6 @@ class Arguments:
             self._placed[id(value)] = (value, *self._place_anew(value))
         return self._placed[id(value)][1:]
 
-    @not_traced
     def _place_anew(self, value: Any) -> tuple[Any, bool]:
         if isinstance(value, MOVED):
             return self._place_tensor(value)
@@ -75,7 +73,6 @@ class Arguments:
             return value, exchanged
         return tree_unflatten([new for new, _ in placed], spec), True
 
-    @not_traced
     def _place_tensor(self, host: Any) -> tuple[Any, bool]:
         with ExitStack() as modes:
             if torch.is_inference_mode_enabled():
@@ -87,7 +84,6 @@ class Arguments:
             self._moved[id(moved)] = (host, moved, _writes(moved))
         return moved, moved is not host
 
-    @not_traced
     def _exchange(self, container: Any) -> bool:
         exchanged = lent = False
         for key, item in _entries(container):
@@ -101,17 +97,14 @@ class Arguments:
         return exchanged
 
 
-@not_traced
 def _entries(container: Any) -> list[tuple[Any, Any]]:
     return list(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-@not_traced
 def _writes(moved: Any) -> int:
     return moved._version if isinstance(moved, torch.Tensor) else 0
 
 
-@not_traced
 def _bring_home(host: Any, moved: Any, version: int) -> bool:
     """What the forward wrote. True where the moved tensor has become a result, with a history that the host's lacks."""
     if _writes(moved) == version:

@@ -23,6 +23,7 @@ from hydra_ext.checkpoint.files import Files
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.runtime.figures import StepMeter
 from hydra_ext.runtime.replicas import Replicas
+from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
     from hydra_ext.checkpoint.helper_state import Stateful
@@ -202,6 +203,7 @@ class Resumable(ABC):
         snapshot.randomness(training)
         self._termination = Termination(note, saved, self.replicas)
 
+    @nothing_traced
     def _step_begins(self) -> None:
         """Perhaps: it is called by every forward that might be its first, which one without gradients is not."""
         if self._termination is not None and not (self.meter.inside or self.core.window_open):

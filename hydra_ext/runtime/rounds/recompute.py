@@ -28,7 +28,7 @@ from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.fibers import Fiber
 from hydra_ext.state.randomness import TorchRandomness, generators
-from hydra_ext.tracing import not_traced
+from hydra_ext.tracing import not_traced, nothing_traced
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Repetition:
 class _SiteCall(RepeatableCall):
     """One whose site is kept from the moment that a repetition differs."""
 
+    @nothing_traced
     def __init__(
         self, kept: set[int], number: int, site: Site, call: Call, args: Any, kwargs: Any, *, in_full: bool
     ) -> None:
