@@ -79,6 +79,17 @@ TEST(DeferredUpdate, ABlockThatIsWaitedForIsDoneWhenWaitReturns) {
   }
 }
 
+TEST(DeferredUpdate, ABlockThatIsWaitedForIsUpdatedBeforeThoseOfAnEarlierTurn) {
+  bool before = false;  // a waiter may come too late, but not every time
+  for (int attempt = 0; attempt < 200 && !before; ++attempt) {
+    Blocks blocks(8);
+    DeferredUpdate update(blocks.parts({0, 1, 2, 3, 4, 5, 6, 7}), pool(1), 1.0F);
+    update.wait(7);
+    before = !update.finished(6);
+  }
+  EXPECT_TRUE(before);
+}
+
 TEST(DeferredUpdate, ThreadsMayWaitForDifferentBlocksAtOnce) {
   Blocks wanted(12);
   wanted.update_now(1.0F);
