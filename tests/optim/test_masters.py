@@ -134,6 +134,19 @@ def test_stochastic_rounding_is_right_on_average_and_its_own_for_every_parameter
     assert not torch.equal(drawn[0], drawn[1])
 
 
+def test_both_moments_of_an_element_are_rounded_independently() -> None:
+    """Both are 0.1, which lies four fifths of the way to the next number of 16 bits."""
+    weights = nn.Parameter(torch.zeros(20_000))
+    optimizer = AdamW([weights], moments=torch.bfloat16, betas=(0.9, 0.9))
+    weights.grad = torch.ones_like(weights)
+    optimizer.step()
+    state = optimizer.state[weights]
+    above = [state[name].float() > 0.1 for name in ("exp_avg", "exp_avg_sq")]
+    for one in above:
+        assert one.float().mean().item() == pytest.approx(0.8, abs=0.02)
+    assert (above[0] & above[1]).float().mean().item() == pytest.approx(0.8**2, abs=0.02)
+
+
 def test_stochastic_rounding_repeats_itself() -> None:
     runs = []
     for _ in range(2):

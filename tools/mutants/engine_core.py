@@ -404,7 +404,7 @@ CORE: tuple[M, ...] = (
         "Vector::upper_half(random)",
         "both moments are rounded by the same random bits",
         _UPDATE,
-        ("optim/test_rules.py",),
+        ("optim/test_rules.py", "optim/test_masters.py"),
     ),
     # ---- schedules
     M(
