@@ -36,7 +36,7 @@ std::uint64_t fingerprint(const std::byte* data, std::size_t bytes) noexcept {
   }
   std::uint64_t hash = bytes;
   for (std::size_t i = 0; i < kLines; ++i) {
-    hash = hash_line(hash, data + (bytes - kLine) / (kLines - 1) * i, kLine);
+    hash = hash_line(hash, data + (bytes - kLine) * i / (kLines - 1), kLine);
   }
   return hash;
 }

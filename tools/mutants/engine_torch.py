@@ -8,7 +8,7 @@ _PARITY = ("parity/test_controls.py", "parity/test_hook.py", "parity/test_budget
 _HOMES = ("runtime/test_homes.py", "runtime/test_homes_disturbed.py", "runtime/test_homes_owned.py")
 _DISK = ("runtime/test_state_on_disk.py", "runtime/test_model_on_disk.py")
 _STASH = ("stash/test_models.py", "stash/test_parts.py", "stash/test_in_offload.py", "stash/test_growth.py")
-_CASES = ("runtime/test_window_cases.py", "runtime/test_updates.py")
+_CASES = ("runtime/test_window_cases.py", "runtime/test_updates.py", "runtime/test_silent_writes.py")
 
 TORCH: tuple[M, ...] = (
     M(
@@ -27,7 +27,7 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/host_parameter.cpp",
-        "(bytes - kLine) / (kLines - 1) * i",
+        "(bytes - kLine) * i / (kLines - 1)",
         "bytes / kLines * i",
         "the last bytes of a parameter are not looked at",
         python=_CASES,
