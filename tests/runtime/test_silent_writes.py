@@ -68,3 +68,18 @@ def test_gradients_that_are_kept_keep_their_numbers() -> None:
         assert run.report().windows > 0
     assert len(kept) == 12
     assert all(torch.equal(one, other) for one, other in zip(kept, expected, strict=True))
+
+
+def test_a_graph_that_has_saved_a_gradient_sees_what_is_added_to_it() -> None:
+    model = stack()
+    with hydra_ext.offload(model, budget=60_000, blocks=[model[0], model[2]]) as run:
+        model(INPUTS).pow(2).mean().backward()
+        gradient = model[2].weight.grad
+        assert gradient is not None
+        factor = torch.ones((), requires_grad=True)
+        product = (factor * gradient).sum()
+        model(INPUTS).pow(2).mean().backward()
+        assert model[2].weight.grad is gradient
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+        assert run.report().windows > 0
