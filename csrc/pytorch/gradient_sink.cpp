@@ -165,9 +165,6 @@ Bytes AccumulatingSink::leaving_bytes() const {
 
 void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::Tensor& gradient) {
   drain();
-  if (FencePtr fence = backend_.record()) {
-    fence->wait();
-  }
   const Activity::Time begin = backend_.activity().now();
   const HostScope on_the_host;
   // With a graph of its own the copy belongs to the graph, as the sum does.

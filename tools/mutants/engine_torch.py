@@ -90,13 +90,6 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/gradient_sink.cpp",
-        "  drain();\n  if (FencePtr fence = backend_.record()) {\n    fence->wait();\n  }\n",
-        "  drain();\n",
-        "a gradient is read on the host before it is written",
-        python=("runtime/test_simulated_device.py", *_CASES),
-    ),
-    M(
-        "csrc/pytorch/gradient_sink.cpp",
         "      oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad() = at::Tensor();\n",
         "",
         "what did not arrive stays as a gradient",

