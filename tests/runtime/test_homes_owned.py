@@ -29,7 +29,7 @@ def swap_data(a: nn.Parameter, b: nn.Parameter) -> None:
 DATA: dict[str, Callable[[nn.Sequential], Any]] = {
     "swapped between blocks": lambda model: swap_data(model[2].weight, model[4].weight),
     "another block's": lambda model: setattr(model[2].weight, "data", model[3].weight.data),
-    "another's of the block": lambda model: setattr(model[2].bias, "data", model[2].weight.data[0]),
+    "another's of the block": lambda model: setattr(model[2].bias, "data", model[2].weight.data[1]),
     "its own": lambda model: setattr(model[2].weight, "data", model[2].weight.data),
     "a copy": lambda model: setattr(model[2].weight, "data", model[2].weight.data * 2),
 }
@@ -80,6 +80,26 @@ def test_a_block_whose_memory_somebody_knows_stays_on_the_host() -> None:
         train(*ours)
         assert run.report().homes == tuple(str(layer) for layer in range(LAYERS) if layer != 3)
         assert "knows memory of '3'" in run.report().homes_reason
+    train(*plain)
+    assert_same(state(*plain), state(*ours))
+
+
+def test_a_block_whose_memory_somebody_gets_to_know_inside_stays_on_the_host() -> None:
+    plain, ours = make(), make()
+    for _ in range(3):
+        train(*plain)
+    with offloaded(ours) as run:
+        train(*ours)
+        assert "3" in run.report().homes
+        run.sync()
+        array = ours[0][3].weight.detach().numpy()
+        for _ in range(2):
+            train(*ours)
+            run.sync()
+            assert (array == ours[0][3].weight.detach().numpy()).all()
+        assert (array == plain[0][3].weight.detach().numpy()).all()
+        train(*ours)
+        assert "3" not in run.report().homes
     train(*plain)
     assert_same(state(*plain), state(*ours))
 

@@ -128,7 +128,7 @@ TORCH: tuple[M, ...] = (
         "return is_whole(tensor) && tensor.storage().use_count() == 1;",
         "return is_whole(tensor);",
         "a storage that others hold goes to the device",
-        python=_HOMES,
+        python=(*_HOMES, *_DISK),
     ),
     M(
         "csrc/pytorch/paged_model_update.cpp",

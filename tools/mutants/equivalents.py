@@ -39,6 +39,16 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="It tells the emulated device what to hold back, and does nothing elsewhere: without it tests see less.",
     ),
     Equivalent(
+        file="csrc/pytorch/withheld.cpp",
+        function="a part of a storage at home is read at its begin",
+        change=(
+            "- withheld->at_home + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize())",
+            "+ withheld->at_home",
+        ),
+        proof="Only whole tensors get a home on the device (is_alone), and one that is given a part of another's memory "
+        "ends its block's home: the offset is 0.",
+    ),
+    Equivalent(
         file="csrc/pytorch/landing_ring.h",
         function="a landing place is used again before it was added",
         change=("- pieces_(in_flight + 1)", "+ pieces_(in_flight)"),
