@@ -45,8 +45,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
             "- withheld->at_home + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize())",
             "+ withheld->at_home",
         ),
-        proof="Only whole tensors get a home on the device (is_alone), and one that is given a part of another's memory "
-        "ends its block's home: the offset is 0.",
+        proof="Only whole tensors get a home on the device (is_alone), and one that is given a part of another's "
+        "memory ends its block's home: the offset is 0.",
     ),
     Equivalent(
         file="csrc/pytorch/landing_ring.h",
