@@ -321,3 +321,20 @@ def test_a_transfer_that_fails_is_an_error_and_never_a_wrong_number(
             theirs.step()
             theirs.zero_grad()
         assert_same(state(plain, theirs), state(model, ours))
+
+
+def test_a_gradient_that_did_not_reach_the_disk_ends_a_step_before_anything_is_changed(tmp_path: Path) -> None:
+    _, _, model, ours = pair()
+    files = FaultyFiles()
+    ended = False
+    with contextlib.suppress(hydra_ext.errors.SpillError), offloaded(model, ours, tmp_path, files=files) as run:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        run.core.drain()
+        files.fail(FileOperation.WRITE, FileFault.ERROR, DEPTH, error=errno.EIO)  # that of the last gradient
+        model(BATCHES[0]).pow(2).mean().backward()
+        with pytest.raises(hydra_ext.errors.SpillError, match="Input/output error"):
+            ours.step()
+        assert files.met() == 1
+        assert_same(before, [parameter.detach().clone() for parameter in model.parameters()])
+        ended = True
+    assert ended

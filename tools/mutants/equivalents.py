@@ -39,6 +39,25 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="It tells the emulated device what to hold back, and does nothing elsewhere: without it tests see less.",
     ),
     Equivalent(
+        file="csrc/pytorch/paged_model_update.cpp",
+        function="a step begins while the last one runs",
+        change=(
+            "- finish_update();",
+            "- if (disk_) {",
+            "- disk_->expect_gradients();",
+            "+ if (disk_) {",
+            "+ disk_->expect_gradients();",
+        ),
+        proof="Updates.parts(), by which every step begins, has waited for the last one.",
+    ),
+    Equivalent(
+        file="csrc/pytorch/paged_model_update.cpp",
+        function="slots keep the weights from before a step",
+        change=("- parameter->note_moved();", "- if (!disk_ ||", "+ if (!disk_ ||"),
+        proof="HostOptimizer.finish() has raised the version of all that the step writes, and a slot of another version "
+        "is filled again; only the face's version would rise later, with the next window.",
+    ),
+    Equivalent(
         file="csrc/pytorch/withheld.cpp",
         function="a part of a storage at home is read at its begin",
         change=(
