@@ -101,7 +101,7 @@ bool Window::exit_to(std::thread::id thread, std::int64_t thread_depth) {
     inside_.erase(found);
     left_.notify_all();
   }
-  return left > 0 && total_ == 0;
+  return total_ == 0;
 }
 
 bool Window::exit_all() {

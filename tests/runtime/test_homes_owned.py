@@ -124,6 +124,32 @@ def test_a_write_of_the_forwards_is_not_lost_on_a_block_that_comes_home_meanwhil
     compare(work, make=make_shrinking)
 
 
+# ---- gradients at home ----------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_at_home_rises_in_version_with_each_sum() -> None:
+    plain, ours = make(), make()
+
+    def versions(made: Made) -> list[int]:
+        model, optimizer = made
+        seen = []
+        for batch in BATCHES[:3]:
+            model(batch).pow(2).mean().backward()
+            gradient = model[3].weight.grad
+            assert gradient is not None
+            seen.append(gradient._version)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [one - seen[0] for one in seen]
+
+    expected = [versions(plain) for _ in range(2)]
+    with offloaded(ours) as run:
+        found = [versions(ours) for _ in range(2)]
+        assert "3" in run.report().homes
+    assert expected == found == [[0, 1, 2]] * 2
+    assert_same(state(*plain), state(*ours))
+
+
 # ---- gradients of others --------------------------------------------------------------------------------------------
 
 

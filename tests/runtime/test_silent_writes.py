@@ -83,3 +83,56 @@ def test_a_graph_that_has_saved_a_gradient_sees_what_is_added_to_it() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
         assert run.report().windows > 0
+
+
+def test_a_refused_change_does_not_forget_that_weights_are_to_be_read_anew() -> None:
+    model = stack()
+    model[2] = nn.Linear(77, 61, bias=False)  # nothing else of its block is brought up to date
+    with hydra_ext.offload(model, budget=2**20, blocks=[model[0], model[2]]) as run, torch.no_grad():
+        model(INPUTS)
+        weight = model[2].weight
+        weight.detach().numpy()[UNSAMPLED] += 1.0
+        run.refresh()
+        data = weight.data
+        weight.data = data.t()
+        with pytest.raises(hydra_ext.errors.ModelChanged, match="other strides|was float32"):
+            model(INPUTS)
+        weight.data = data
+        seen = model(INPUTS)
+    assert torch.equal(seen, model(INPUTS))
+
+
+class WritesOnce(nn.Linear):
+    """Scales its weight in its first call."""
+
+    written = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not self.written:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            self.written = True
+        return super().forward(inputs)
+
+
+def test_a_write_of_one_forward_is_none_of_the_next() -> None:
+    """A graph on the host's side that has saved the weight goes backward after another forward."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(WritesOnce(61, 77), nn.ReLU(), WritesOnce(77, 61))
+    model = copy.deepcopy(plain)
+
+    def work(one: nn.Sequential) -> list[Tensor]:
+        one(INPUTS)
+        penalty = one[2].weight.pow(2).sum()
+        loss = one(INPUTS).pow(2).mean()
+        penalty.backward()
+        loss.backward()
+        return [parameter.grad for parameter in one.parameters() if parameter.grad is not None]
+
+    expected = work(plain)
+    with hydra_ext.offload(model, budget=90_000, blocks=[model[0], model[2]]) as run:
+        found = work(model)
+        assert run.report().windows > 0
+    assert len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)  # a penalty on the host adds in another order

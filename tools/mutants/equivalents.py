@@ -58,6 +58,25 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "is filled again; only the face's version would rise later, with the next window.",
     ),
     Equivalent(
+        file="csrc/pytorch/paged_model_window.cpp",
+        function="a backward writes gradients that a step still reads",
+        change=("- finish_update();  // the last step's gradients are free again", "+ settle_update();"),
+        proof="The forward has waited for each block that it used, and gradients that a step holds are not written: "
+        "those of other blocks would take memory beside.",
+    ),
+    Equivalent(
+        file="csrc/pytorch/fault_path.cpp",
+        function="an operation in place is not seen as one",
+        change=("- return (view && !writes) || op", "+ return view || op"),
+        proof="Of torch's operators none that takes tensors returns a view and writes.",
+    ),
+    Equivalent(
+        file="csrc/pytorch/device_homes.cpp",
+        function="a home returns before its update has ended",
+        change=("- planned.after.push_back(home.updated);",),
+        proof="The slot's last uses, which come first in the list, have the same fence: Pager::note_written().",
+    ),
+    Equivalent(
         file="csrc/pytorch/withheld.cpp",
         function="a part of a storage at home is read at its begin",
         change=(
