@@ -6,7 +6,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -248,6 +248,7 @@ class Stepper:
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
+        """Of all of them; of none where each is to have a round of its own, which can be undone by itself."""
         self._undo.round_begins(self._owner)
         if self._looped:
             return self._one_at_a_time(works, seeds, last)
@@ -260,23 +261,13 @@ class Stepper:
         except Refused as refused:
             self._refuse(refused)
             self._undo.undo(whole=False)
-        return self._one_at_a_time(works, seeds, last) if self._looped else self._each(works, seeds, decision, last)
+        return self._one_at_a_time(works, seeds, last) if self._looped else []
 
     def _refuse(self, error: Refused | NotAsALoop) -> None:
         self.refusals += 1
         logger.warning("run.step runs one microbatch at a time from now on: %s", error)
         self._alone = isinstance(error, (DrawnOutOfOrder, NotAsALoop))
         self._looped = not self._alone
-
-    def _each(
-        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
-    ) -> list[Outcome]:
-        """Each microbatch in a round of its own: as the loop, in no more memory than a round."""
-        outcomes: list[Outcome] = []
-        for work, seed in zip(works, seeds, strict=True):
-            complete = last if len(outcomes) == len(works) - 1 else LastGradients()
-            outcomes += self._run([work], [seed], replace(decision, size=1), complete)
-        return outcomes
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
