@@ -1,8 +1,8 @@
 """What modules hold beside parameters and the values of buffers, as it was before a round that has to be undone.
 
-That is their attributes, and what is in lists, dictionaries and sets among them, however deep; the names of their
-buffers; and their hooks: libraries install some in the first forward, and note in an attribute that they have. Objects
-of other classes are not looked into.
+That is their attributes, and what is in lists, tuples, dictionaries and sets among them, however deep; the states of
+generators of random numbers there; the names of their buffers; and their hooks: libraries install some in the first
+forward, and note in an attribute that they have. Objects of other classes are not looked into.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from hydra_ext.activations.module_state import is_small
+from hydra_ext.state import numbers
+from hydra_ext.state.randomness import OwnRandomness, is_generator
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_LOOKED_INTO = _DICTS | {list, deque, set, Tensor}
-_SMALL = 2**20  # bytes
+_CONTAINERS = _DICTS | {list, deque, set}
 _ABSENT: Any = object()
 
 
@@ -26,7 +28,7 @@ _ABSENT: Any = object()
 class _NotedTensor:
     tensor: Tensor
     version: int
-    value: Tensor | None  # None: too large to be copied each time, and trusted to its version
+    value: Tensor | None  # None: too large to be copied each time, or sparse, and trusted to its version
 
 
 @dataclass
@@ -36,6 +38,8 @@ class ModuleContents:
     _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _containers: list[tuple[Any, Any]] = field(default_factory=list)
     _tensors: list[_NotedTensor] = field(default_factory=list)
+    _generators: list[Any] = field(default_factory=list)
+    _randomness: OwnRandomness = field(default_factory=lambda: OwnRandomness(()))
 
     @classmethod
     def of(cls, models: Sequence[nn.Module]) -> ModuleContents:
@@ -48,22 +52,28 @@ class ModuleContents:
             contents._containers.append((module._buffers, dict(module._buffers)))
             for value in before.values():
                 contents._note(value, known)
+        contents._randomness = OwnRandomness(contents._generators)
         return contents
 
     def _note(self, value: Any, known: set[int]) -> None:
         kind = type(value)
-        if kind not in _LOOKED_INTO or id(value) in known:
-            return
-        known.add(id(value))
-        if kind is Tensor:
-            if not value.requires_grad and value.layout is torch.strided and not value.is_inference():
-                copy = value.detach().to("cpu", copy=True) if value.nbytes <= _SMALL else None
+        if kind in _CONTAINERS:
+            if id(value) not in known:
+                known.add(id(value))
+                self._containers.append((value, dict(value) if kind in _DICTS else kind(value)))
+                for inner in value.values() if kind in _DICTS else value:
+                    self._note(inner, known)
+        elif kind is Tensor:
+            if id(value) not in known and value.is_leaf and not value.is_inference():
+                known.add(id(value))
+                copy = numbers.on_host(value) if is_small(value) else None
                 self._tensors.append(_NotedTensor(value, value._version, copy))
-            return
-        self._containers.append((value, dict(value) if kind in _DICTS else kind(value)))
-        for inner in value.values() if kind in _DICTS else value:
-            if type(inner) in _LOOKED_INTO:
+        elif issubclass(kind, tuple):
+            for inner in value:
                 self._note(inner, known)
+        elif is_generator(value) and id(value) not in known:
+            known.add(id(value))
+            self._generators.append(value)
 
     def obstacle(self) -> str:
         """What was changed and cannot be put back; empty if all can."""
@@ -73,7 +83,6 @@ class ModuleContents:
                 return f"a tensor of {size}, an attribute of a module, was written to; register it as a buffer"
         return ""
 
-    @torch.no_grad()
     def restore(self) -> None:
         for names, before in self._names:
             for name in [name for name in names if name not in before and name not in _OWN]:
@@ -85,7 +94,8 @@ class ModuleContents:
             _refill(container, before)
         for noted in self._tensors:
             if noted.value is not None:
-                noted.tensor.copy_(noted.value)
+                numbers.put(noted.tensor, noted.value)
+        self._randomness.restore()
 
 
 def _refill(container: Any, before: Any) -> None:

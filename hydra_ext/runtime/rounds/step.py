@@ -254,14 +254,20 @@ class Stepper:
             return self._one_at_a_time(works, seeds, last)
         try:
             outcomes = self._round(works, seeds, decision, last)
-            while outcomes is None:  # some activations are to be kept
-                self._undo.undo(whole=False)
+            while outcomes is None:
+                self._undo_round("some activations are to be kept, so that the forward has to be run again")
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
             self._refuse(refused)
-            self._undo.undo(whole=False)
+            self._undo_round(refused)
         return self._one_at_a_time(works, seeds, last) if self._looped else []
+
+    def _undo_round(self, why: object) -> None:
+        obstacle = self._undo.obstacle(whole=False)
+        if obstacle:
+            raise UnsupportedModel(f"{why}, and run.step cannot take that back: {obstacle}")
+        self._undo.undo(whole=False)
 
     def _refuse(self, error: Refused | NotAsALoop) -> None:
         self.refusals += 1
