@@ -23,6 +23,7 @@ _ABSENT: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_COPIED = _CONTAINERS | {Tensor}
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
 Names = dict[str, Any]  # a module's attributes, or its buffers
@@ -92,8 +93,8 @@ class ModuleState:
         for names, name, value in self._names:
             _set(names, name, value.tensor() if isinstance(value, _Held) else value)
         for names in self._held:
-            for name, value in list(names.items()):
-                if name not in _OWN:
+            for name, value in names.items():
+                if (type(value) in _COPIED or isinstance(value, tuple)) and name not in _OWN:
                     _set(names, name, copies.of(value))
         self._generators.restore()
         try:
@@ -101,9 +102,12 @@ class ModuleState:
         finally:
             generators_now.restore()
             for names, now in held_now:
-                for name in [*names.keys(), *now]:
-                    _set(names, name, now.get(name, _ABSENT))
-            self.escaped = copies.escaped()
+                if type(names) is dict and names.keys() == now.keys():
+                    names.update(now)
+                else:
+                    for name in [*names.keys(), *now]:
+                        _set(names, name, now.get(name, _ABSENT))
+            self.escaped = copies.end()
 
 
 class _Copies:
@@ -117,6 +121,7 @@ class _Copies:
         self._written = {id(tensor) for tensor in written}
         self._known: dict[int, tuple[Any, Any]] = {}  # with the original, so that no other object takes its identity
         self._originals: list[tuple[Tensor, int]] = []
+        self._empty: list[Any] = []  # containers, most of them of hooks
 
     def take(self, original: Tensor, made: Tensor) -> None:
         self._known[id(original)] = original, made
@@ -125,11 +130,13 @@ class _Copies:
     def of(self, value: Any) -> Any:
         """In place of it: tensors and containers are copied, however deep, each once."""
         kind = type(value)
-        if kind in _CONTAINERS or kind is Tensor:
+        if kind in _CONTAINERS and not value:
+            self._empty.append(value)
+        elif kind in _COPIED:
             if id(value) not in self._known:
                 self._add(value)
             return self._known[id(value)][1]
-        if isinstance(value, tuple):
+        elif isinstance(value, tuple):
             parts = [self.of(part) for part in value]
             if any(one is not other for one, other in zip(parts, value, strict=True)):
                 return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
@@ -138,7 +145,7 @@ class _Copies:
     def _add(self, value: Any) -> None:
         if isinstance(value, Tensor):
             copies = _is_state(value) and (id(value) in self._written or is_small(value))
-            made = copied(value).requires_grad_(value.requires_grad) if copies else value
+            made = copied(value) if copies else value
             self._known[id(value)] = value, made
             if _is_state(value):
                 self._originals.append((value, value._version))
@@ -151,14 +158,16 @@ class _Copies:
         elif isinstance(value, dict):
             made.update({key: self.of(inner) for key, inner in value.items() if not isinstance(inner, _PLAIN)})
 
-    def escaped(self) -> bool:
-        """Whether an original has been written to all the same."""
+    def end(self) -> bool:
+        """After the second call: whether an original has been written to all the same."""
+        for container in self._empty:
+            container.clear()
         return any(tensor._version != version for tensor, version in self._originals)
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a tensor that may be written to in place; one with a graph is what a call has computed."""
-    return type(value) is Tensor and value.is_leaf and not value.is_inference()
+    """Whether it is a tensor that a call may write to in place, and neither a weight nor computed with a graph."""
+    return type(value) is Tensor and not value.requires_grad and not value.is_inference()
 
 
 def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
