@@ -131,7 +131,8 @@ def in_rounds(
 
     if failure is not None:
         model.layers[failure.layer].register_forward_hook(called)
-    blocks, checks = [*model.layers, model.head], Checks(poison_hosts=True)
+    others = [child for child in model.children() if not isinstance(child, nn.ModuleList)]
+    blocks, checks = [*model.layers, *others], Checks(poison_hosts=True)
     with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=blocks, checks=checks) as run:
         for step, inputs in enumerate(batches()):
             armed[0] = failure is not None and step == failure.step

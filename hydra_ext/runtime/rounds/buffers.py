@@ -44,11 +44,32 @@ class ModelBuffers:
         return found
 
 
+def note(modules: Sequence[nn.Module]) -> list[NotedBuffer]:
+    """Of these modules themselves, those inside left out."""
+    found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    return [
+        NotedBuffer(module, name, buffer, buffer._version, numbers.on_host(buffer))
+        for module, name, buffer in found
+        if buffer is not None
+    ]
+
+
 def differs(noted: NotedBuffer) -> bool:
     """Whether the buffer is another one now, or has other numbers."""
     if noted.module._buffers.get(noted.name) is not noted.buffer:
         return True
     return may_have_changed(noted.buffer, noted.version) and numbers.differ(noted.buffer, noted.value)
+
+
+def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[nn.Module]:
+    """Whose buffers are others between two times, or have other numbers."""
+    known = {(id(noted.module), noted.name): noted for noted in before}
+    found = []
+    for noted in after:
+        old = known.get((id(noted.module), noted.name))
+        if old is not None and (old.buffer is not noted.buffer or numbers.differ(noted.value, old.value)):
+            found.append(noted.module)
+    return found
 
 
 def restore(noted: Sequence[NotedBuffer]) -> None:
