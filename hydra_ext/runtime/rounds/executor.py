@@ -118,7 +118,7 @@ class Round(Generic[Result]):
             self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
         return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
 
-    def unwatched(self, changed: Iterable[nn.Module]) -> list[nn.Module]:
+    def unwatched(self, changed: Sequence[nn.Module]) -> list[nn.Module]:
         """Those among the modules which forwards have written to that have to be watched: the round is to be made anew.
 
         Raises:

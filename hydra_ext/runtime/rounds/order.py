@@ -58,9 +58,11 @@ class Order:
             if not watched.end_turn(index, ended=ended):
                 self._refuse(module)
 
-    def unwatched(self, changed: Iterable[nn.Module]) -> list[nn.Module]:
+    def unwatched(self, changed: Sequence[nn.Module]) -> list[nn.Module]:
         """After the forward: those among these modules, which something was written to on, that have to be watched.
         Of the others it is known whether that was in order."""
+        if not changed:
+            return []
         within = {number: set(site.module.modules()) for number, site in enumerate(self._sites)}
         parts = {number for number in within if not self._has_sites(self._sites[number].module)}
         found = []
