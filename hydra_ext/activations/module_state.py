@@ -6,44 +6,62 @@ are trusted to their version.
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hydra_ext.state.layout import Layout, copied
 from hydra_ext.state.randomness import OwnRandomness
 
 _SMALL = 2**20  # bytes
 _ABSENT: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_COPIED = _CONTAINERS | {Tensor}
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
+Names = dict[str, Any]  # a module's attributes, or its buffers
 
 
 def may_have_changed(buffer: Tensor, version: int) -> bool:
-    return buffer._version != version or buffer.nbytes <= _SMALL
+    return buffer._version != version or is_small(buffer)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a copy may be made each time, in place of trusting a version."""
+    return tensor.layout == torch.strided and tensor.nbytes <= _SMALL
 
 
 class ModuleState:
     """The buffers and attributes of a module, and of those inside it, as they are when this is made.
 
     Of attributes: what the call itself sets, all numbers, flags and texts, and the states of generators of random
-    numbers. What is inside a list, a dictionary or another object is not looked at.
+    numbers. What is written to in place, tensors and containers, is another one for the second call, with what it has
+    by then: that call leaves no trace in it, and graphs that have saved it keep their numbers.
 
     Attributes:
         trusted: buffers that are not copied, and their versions.
+        escaped: whether the second call has written to what was to stay as it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        held = [names for inner in module.modules() for names in (inner.__dict__, inner._buffers)]
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = [(names, dict(names)) for names in held]
-        self._copies = [(buffer, buffer._version, buffer.detach().clone()) for buffer in module.buffers()]
-        self._generators = OwnRandomness(value for names, _ in self._before for value in names.values())
-        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._held: list[Names] = [names for inner in module.modules() for names in (inner.__dict__, inner._buffers)]
+        self._before: list[tuple[Names, Names]] = [(names, dict(names)) for names in self._held]
+        self._copies = [(buffer, buffer._version, copied(buffer)) for buffer in module.buffers()]
+        values = [value for _, before in self._before for value in before.values()]
+        self._generators = OwnRandomness(values)
+        self._versions = [(value, value._version) for value in values if _is_state(value)]
+        self._names: list[tuple[Names, str, Any]] = []
         self._values: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._written: list[Tensor] = []
         self.trusted: list[tuple[Tensor, int]] = []
+        self.escaped = False
 
     def drop_unchanged(self, hold: Hold) -> None:
         """After the call: tensors that it has changed are held by ``hold``, the others are not kept."""
@@ -59,28 +77,104 @@ class ModuleState:
                 self._values.append((buffer, hold(value)))
             else:
                 self.trusted.append((buffer, version))
+        self._written = [tensor for tensor, version in self._versions if tensor._version != version]
         self._before.clear()
         self._copies.clear()
+        self._versions.clear()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The module is as noted meanwhile, and afterwards as it is now."""
         generators_now = self._generators.now()
-        names_now = [(names, name, names.get(name, _ABSENT)) for names, name, _ in self._names]
-        values_now = [(buffer, buffer.detach().clone()) for buffer, _ in self._values]
+        held_now = [(names, dict(names)) for names in self._held]
+        copies = _Copies(self._written)
+        for buffer, noted in self._values:
+            copies.take(buffer, _lying_as(buffer, noted()))
         for names, name, value in self._names:
             _set(names, name, value.tensor() if isinstance(value, _Held) else value)
-        for buffer, noted in self._values:
-            buffer.data.copy_(noted())  # no new version: other graphs hold the buffer
+        for names in self._held:
+            for name, value in names.items():
+                if (type(value) in _COPIED or isinstance(value, tuple)) and name not in _OWN:
+                    _set(names, name, copies.of(value))
         self._generators.restore()
         try:
             yield
         finally:
             generators_now.restore()
-            for buffer, now in values_now:
-                buffer.data.copy_(now)
-            for names, name, value_now in names_now:
-                _set(names, name, value_now)
+            for names, now in held_now:
+                if type(names) is dict and names.keys() == now.keys():
+                    names.update(now)
+                else:
+                    for name in [*names.keys(), *now]:
+                        _set(names, name, now.get(name, _ABSENT))
+            self.escaped = copies.end()
+
+
+class _Copies:
+    """What the second call may write to.
+
+    Args:
+        written: tensors that the first call has written to; of others only small ones are copied.
+    """
+
+    def __init__(self, written: list[Tensor]) -> None:
+        self._written = {id(tensor) for tensor in written}
+        self._known: dict[int, tuple[Any, Any]] = {}  # with the original, so that no other object takes its identity
+        self._originals: list[tuple[Tensor, int]] = []
+        self._empty: list[Any] = []  # containers, most of them of hooks
+
+    def take(self, original: Tensor, made: Tensor) -> None:
+        self._known[id(original)] = original, made
+        self._originals.append((original, original._version))
+
+    def of(self, value: Any) -> Any:
+        """In place of it: tensors and containers are copied, however deep, each once."""
+        kind = type(value)
+        if kind in _CONTAINERS and not value:
+            self._empty.append(value)
+        elif kind in _COPIED:
+            if id(value) not in self._known:
+                self._add(value)
+            return self._known[id(value)][1]
+        elif isinstance(value, tuple):
+            parts = [self.of(part) for part in value]
+            if any(one is not other for one, other in zip(parts, value, strict=True)):
+                return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+        return value
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            copies = _is_state(value) and (id(value) in self._written or is_small(value))
+            made = copied(value) if copies else value
+            self._known[id(value)] = value, made
+            if _is_state(value):
+                self._originals.append((value, value._version))
+            return
+        made = value.copy()
+        self._known[id(value)] = value, made
+        if isinstance(value, (list, deque)):
+            made.clear()
+            made.extend(map(self.of, value))
+        elif isinstance(value, dict):
+            made.update({key: self.of(inner) for key, inner in value.items() if not isinstance(inner, _PLAIN)})
+
+    def end(self) -> bool:
+        """After the second call: whether an original has been written to all the same."""
+        for container in self._empty:
+            container.clear()
+        return any(tensor._version != version for tensor, version in self._originals)
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is a tensor that a call may write to in place, and neither a weight nor computed with a graph."""
+    return type(value) is Tensor and not value.requires_grad and not value.is_inference()
+
+
+def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
+    """A copy of the value that lies in memory as the buffer does: what is computed from it has the same bits."""
+    if type(buffer) is not Tensor or buffer.layout != torch.strided or buffer.is_quantized:
+        return value.clone()
+    return Layout.of(buffer).copy(value)
 
 
 @dataclass(frozen=True)
@@ -96,8 +190,8 @@ def _held(value: Tensor, hold: Hold) -> _Held:
     return _Held(lambda: taken().detach().requires_grad_())
 
 
-def _set(names: dict[str, Any], name: str, value: Any) -> None:
+def _set(names: Names, name: str, value: Any) -> None:
     if value is _ABSENT:
         names.pop(name, None)
-    else:
+    elif names.get(name, _ABSENT) is not value:
         names[name] = value

@@ -119,11 +119,11 @@ class RepeatableCall:
             with self._state.in_place(), added_to(saved):
                 output = self._call(args, kwargs)
         except _StopRecomputationError:  # all is there that was saved
-            self._compare(saved, self._saved)
+            self._check(saved, self._state)
             raise
         finally:
             now.restore()
-        self._compare(saved, self._saved)
+        self._check(saved, self._state)
         if self._in_full:
             self._compare(self._digest_of(output), self._given)
         return output
@@ -133,6 +133,11 @@ class RepeatableCall:
         for tensor in tensors_in(output):
             digest.add(tensor)
         return digest
+
+    def _check(self, saved: _C.SavedDigest, state: ModuleState) -> None:
+        if state.escaped:
+            raise self.deviation()
+        self._compare(saved, self._saved)
 
     def _compare(self, now: _C.SavedDigest, first: _C.SavedDigest) -> None:
         if not now.equals(first):

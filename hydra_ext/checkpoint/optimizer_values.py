@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from hydra_ext.checkpoint.values import BadValue, decode
 from hydra_ext.errors import HydraError
@@ -79,10 +80,23 @@ def _check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], o
             )
         if key not in options and isinstance(group[key], (int, float)) and not isinstance(group[key], bool):
             raise BadValue(f"a group of the optimizer's has no {key}=")
+    why = _refusal(optimizer, options)
+    # A schedule may lead to options that fit a step, and no constructor, such as Nesterov's rule without a momentum.
+    if why and not all(_is_possible(optimizer, {key: value}) for key, value in options.items()):
+        raise BadValue(f"{type(optimizer).__name__} cannot have the options of a group: {why}")
+
+
+def _is_possible(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> bool:
+    """Whether such options can be beside those of the optimizer, or beside those of its class."""
+    return not _refusal(optimizer, optimizer.defaults | options) or not _refusal(optimizer, options)
+
+
+def _refusal(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> str:
     try:
         _made(optimizer, options, torch.float32, 2)
     except (HydraError, ValueError, TypeError, RuntimeError) as error:
-        raise BadValue(f"{type(optimizer).__name__} cannot have the options of a group: {error}") from error
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _alike(value: Any, current: Any) -> bool:
@@ -110,12 +124,17 @@ def _made(
     taken = inspect.signature(cls).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     given: dict[str, Any] = {
-        key: torch.ones(value.shape, dtype=value.dtype, device="cpu") if isinstance(value, Tensor) else value
+        key: tree_map_only(Tensor, _halves, value)
         for key, value in options.items()
         if key in optimizer.defaults and (key in taken or anything)
     }
     parameter = torch.nn.Parameter(torch.ones(_shape(dimensions), dtype=dtype, device="cpu"))
     return cls([parameter], **given)
+
+
+def _halves(value: Tensor) -> Tensor:
+    """With numbers, which one on meta has not. A half is a rate, a momentum and a decay for every optimizer."""
+    return torch.full(value.shape, 0.5, dtype=value.dtype, device="cpu")
 
 
 def _shape(dimensions: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.batch import Batch
 from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.links import Inbox, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.modes import Flags, Modes
@@ -28,6 +27,7 @@ from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
+from hydra_ext.state.layout import copied
 from hydra_ext.state.randomness import host_randomness_kept
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.channel import write_counts
-from hydra_ext.pipeline.layout import copied
+from hydra_ext.state.layout import copied
 
 
 def twice(microbatch: Any) -> Iterator[Any]:

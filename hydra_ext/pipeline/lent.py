@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.tensors import storage_key, tensors_of
+from hydra_ext.state.layout import copied
 
 _NOT_TENSORS = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers"}
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.pipeline.layout import Layout, memory
+from hydra_ext.state.layout import Layout, memory
 
 HEADER_WORDS = 64
 _MAGIC = 0x68796472615F3100  # "hydra_1", then the kind

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.kept import twice
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.module_state import ModuleState
 from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+from hydra_ext.state.layout import copied
 
 
 class RecomputedStage:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Block, Layout, Site, discover
 from hydra_ext.errors import BudgetTooSmall
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split import is_absent
 from hydra_ext.pipeline.versions import StageWeights
 from hydra_ext.policy import Checks
@@ -25,6 +24,7 @@ from hydra_ext.runtime.devices import Place
 from hydra_ext.runtime.report import Report
 from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.run import Run
+from hydra_ext.state.layout import copied
 
 _BLOCKS_PER_MODEL = 16
 _BLOCKS_PER_BUDGET = 4

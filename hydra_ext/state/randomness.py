@@ -113,7 +113,7 @@ class OwnRandomness:
 
     def __init__(self, values: Iterable[Any]) -> None:
         ways = _ways()
-        found = [value for value in values if type(value) in ways]
+        found = [value for value in values if is_generator(value)]
         self._states = [(ways[type(value)][1], value, ways[type(value)][0](value)) for value in found]
 
     def restore(self) -> None:
@@ -151,6 +151,11 @@ _NUMPYS: dict[str, _Way] = {
     "Generator": (lambda it: it.bit_generator.state, lambda it, state: setattr(it.bit_generator, "state", state)),
     "RandomState": (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
 }
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is one that :class:`OwnRandomness` knows."""
+    return type(value) in _ways()
 
 
 def _ways() -> dict[type, _Way]:

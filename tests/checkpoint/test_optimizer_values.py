@@ -52,6 +52,9 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     },
     "amsgrad": lambda parameters: torch.optim.AdamW(parameters, amsgrad=True, maximize=True, foreach=True),
     "tensor rate": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.1), foreach=False),
+    "tensor betas": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+    ),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "centered": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
     "ours": optim.AdamW,
@@ -64,6 +67,14 @@ MAKES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("name", MAKES)
 def test_what_an_optimizer_has_is_fine(name: str, dtype: torch.dtype) -> None:
     optimizer, module = stepped(MAKES[name], dtype)
+    optimizer_values.check(optimizer, *saved(optimizer, module))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, optim.SGD], ids=["torch", "ours"])
+def test_so_is_what_a_schedule_has_set(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """No constructor takes Nesterov's rule without a momentum."""
+    optimizer, module = stepped(lambda parameters: make(parameters, lr=0.1, momentum=0.9, nesterov=True))
+    optimizer.param_groups[0]["momentum"] = 0.0
     optimizer_values.check(optimizer, *saved(optimizer, module))
 
 

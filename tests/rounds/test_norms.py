@@ -55,14 +55,14 @@ class Sharing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = stack()
-        self._kept: list[Tensor] = []
+        self._kept = torch.zeros(())
+        self._calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(self._kept) % 2 == 0:
-            self._kept.append(torch.zeros(1, requires_grad=True) + 1)
-        else:
-            self._kept.append(self._kept[-1])
-        return self.layers(x) * self._kept[-1]
+        if self._calls % 2 == 0:
+            self._kept = torch.zeros(1, requires_grad=True) + 1
+        self._calls += 1
+        return self.layers(x) * self._kept
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def test_smaller_rounds_are_tried_then_recomputation_and_what_was_learned_stays(
 
 def _disturbed_by(fn: Any, *, steps: int = 2, **choices: Any) -> tuple[hydra_ext.Report, Net]:
     """Two steps of run.step in a roomy budget; ``fn(model, batch)`` may raise."""
-    model, temperature, optimizer = Case().make()
+    model, temperature, optimizer = Case(recorded=False).make()
     with hydra_ext.offload(model, optimizer, budget=2**21) as run:
         for step in range(steps):
             run.step(batches()[step], lambda batch: fn(model, temperature, batch), **choices)

@@ -56,16 +56,16 @@ class Sharing(Residual):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.kept: Tensor | None = None
+        self.calls = 0
         self.statistics = nn.BatchNorm1d(9)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        if len(self.kept) % 3 == 0:
-            self.kept.append(self.scales.sum() + 1)
-        else:
-            self.kept.append(self.kept[-1])
+        kept = self.scales.sum() + 1 if self.kept is None or self.calls % 3 == 0 else self.kept
+        self.kept = kept
+        self.calls += 1
         noise = functional.dropout(torch.ones(2, 9, 4), 0.5)
-        return super().forward(input_ids, labels) + self.kept[-1] + self.statistics(noise).sum() * 0
+        return super().forward(input_ids, labels) + kept + self.statistics(noise).sum() * 0
 
 
 class Counting(Residual):
@@ -92,6 +92,13 @@ def test_what_microbatches_share_makes_them_run_one_at_a_time_with_one_notice(
     notices = [record.getMessage() for record in caplog.records if "one microbatch at a time" in record.getMessage()]
     assert len(notices) == 1
     assert any(word in notices[0] for word in reason.split("|"))
+
+
+@pytest.mark.parametrize("choices", [{}, {"round_size": 1}, {"round_size": 2}], ids=str)
+def test_what_a_microbatch_has_from_an_earlier_round_makes_all_of_the_step_a_loop(choices: dict[str, Any]) -> None:
+    seen, expected, report = both(family_of(Sharing), recompute=False, **choices)
+    assert differences(seen, expected) == []
+    assert (report.refusals, report.fallbacks, report.retries) == (1, 5 * PLAN.m, 0)
 
 
 # ---- recomputation --------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 from hydra_ext.errors import RankFailed
-from hydra_ext.pipeline.layout import Layout
 from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.watch import Watch
+from hydra_ext.state.layout import Layout
 
 NO_MEMORY = RuntimeError("can't allocate memory: you tried to allocate 1000000000000 bytes")
 

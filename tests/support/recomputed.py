@@ -14,12 +14,16 @@ from support.stashed import assert_empty, assert_same, gradients
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
+class Calls(list[bool]):
+    """Whether each was with a graph. No plain list: what a repetition adds to it stays."""
+
+
 class Counting(nn.Linear):
     """Knows how often it was called."""
 
     def __init__(self) -> None:
         super().__init__(64, 64)
-        self.calls: list[bool] = []  # whether with a graph
+        self.calls = Calls()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(torch.is_grad_enabled())

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.contents import (
     ARRAY,
     ATTRIBUTES,
@@ -29,6 +28,7 @@ from hydra_ext.pipeline.split.contents import (
     walk,
 )
 from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.state.layout import copied
 
 Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
 ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from hydra_ext.pipeline.layout import order_of
 from hydra_ext.pipeline.split.opened import opened
 from hydra_ext.pipeline.split.record import PLAIN
 from hydra_ext.pipeline.split.tensors import Absent
+from hydra_ext.state.layout import order_of
 
 
 def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:

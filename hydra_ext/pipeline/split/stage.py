@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError, StateError
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.attempt import undone_on_another_way
 from hydra_ext.pipeline.split.blocks import blocks_call, find_blocks
 from hydra_ext.pipeline.split.generators import GeneratorStates
@@ -29,6 +28,7 @@ from hydra_ext.pipeline.split.watch import StandInWatch
 from hydra_ext.pipeline.stage_program import Crossing
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import split
+from hydra_ext.state.layout import copied
 
 
 class SplitStage:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_iter, tree_unflatten
 
-from hydra_ext.pipeline.layout import copied
 from hydra_ext.pipeline.split.opened import closed, opened
+from hydra_ext.state.layout import copied
 
 
 def tensors_of(value: Any) -> list[Tensor]:

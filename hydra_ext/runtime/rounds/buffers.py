@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.activations.module_state import may_have_changed
+from hydra_ext.state import numbers
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,42 @@ class ModelBuffers:
                     continue
                 old = known.get(id(buffer))
                 kept = old is not None and not may_have_changed(buffer, old.version)
-                value = old.value if old is not None and kept else buffer.detach().to("cpu", copy=True)
+                value = old.value if old is not None and kept else numbers.on_host(buffer)
                 found.append(NotedBuffer(module, name, buffer, buffer._version, value))
         self._latest = found
         return found
+
+
+def note(modules: Sequence[nn.Module]) -> list[NotedBuffer]:
+    """Of these modules themselves, those inside left out."""
+    found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    return [
+        NotedBuffer(module, name, buffer, buffer._version, numbers.on_host(buffer))
+        for module, name, buffer in found
+        if buffer is not None
+    ]
 
 
 def differs(noted: NotedBuffer) -> bool:
     """Whether the buffer is another one now, or has other numbers."""
     if noted.module._buffers.get(noted.name) is not noted.buffer:
         return True
-    if not may_have_changed(noted.buffer, noted.version):
-        return False
-    now, then = (tensor.detach().to("cpu").contiguous().flatten() for tensor in (noted.buffer, noted.value))
-    return not torch.equal(now.view(torch.uint8), then.view(torch.uint8))  # NaN are equal to themselves
+    return may_have_changed(noted.buffer, noted.version) and numbers.differ(noted.buffer, noted.value)
 
 
-@torch.no_grad()
+def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[nn.Module]:
+    """Whose buffers are others between two times, or have other numbers."""
+    known = {(id(noted.module), noted.name): noted for noted in before}
+    found = []
+    for noted in after:
+        old = known.get((id(noted.module), noted.name))
+        if old is not None and (old.buffer is not noted.buffer or numbers.differ(noted.value, old.value)):
+            found.append(noted.module)
+    return found
+
+
 def restore(noted: Sequence[NotedBuffer]) -> None:
     for one in noted:
         one.module._buffers[one.name] = one.buffer
         if may_have_changed(one.buffer, one.version):
-            one.buffer.copy_(one.value)
+            numbers.put(one.buffer, one.value)

@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import GraphExecGroup
 
 from hydra_ext import _C
+from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
 from hydra_ext.runtime.rounds.isolation import Attributes, DrawOrder, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.recompute import Recomputation
 
 
@@ -34,14 +36,16 @@ class Refused(Exception):
     """These microbatches cannot be run as a round and be equal to a loop. Nothing has been accumulated."""
 
 
-class DrawnOutOfOrder(Refused):
-    """These microbatches have drawn random numbers in another order than a loop: one at a time they do not."""
+class OutOfOrder(Refused):
+    """These microbatches have drawn random numbers, or written to what modules hold, in another order than a loop: one
+    at a time they do not."""
 
 
 class RoundOwner(engine.BackwardParticipant, Protocol):
     """The run that a round belongs to."""
 
     device: torch.device
+    layout: Layout
 
     def forward_kind(self) -> _C.PassKind: ...
     def window(self, kind: _C.PassKind) -> _C.Windows: ...
@@ -64,6 +68,7 @@ class Round(Generic[Result]):
         seeds: of the random state that each begins with.
         take_root: takes what a microbatch's backward starts from out of what its work returned.
         recomputation: makes the sites' calls; without it activations are kept.
+        watched: modules that are known to be written to by code around sites.
 
     Attributes:
         draws: from the generators that the microbatches share.
@@ -76,11 +81,13 @@ class Round(Generic[Result]):
         seeds: Sequence[int],
         take_root: Callable[[Result], Tensor],
         recomputation: Recomputation | None = None,
+        watched: Iterable[nn.Module] = (),
     ) -> None:
         self._owner = owner
         self._take_root = take_root
         self._recomputation = recomputation
-        self._attributes = Attributes(owner.model)
+        self._order = Order(owner.layout.sites, watched)
+        self._attributes = Attributes(owner.model, self._order)
         self._caller = Surroundings(owner.device)
         self._own = [Surroundings(owner.device) for _ in works]
         for own, seed in zip(self._own, seeds, strict=True):
@@ -104,11 +111,25 @@ class Round(Generic[Result]):
         """Runs every microbatch to its end. Returns what they returned.
 
         Raises:
-            DrawnOutOfOrder: a microbatch has drawn after a later one had.
+            OutOfOrder: a microbatch has drawn after a later one had.
             BaseException: what one of them raised; then all have been unwound.
         """
-        self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
+        with self._order.followed():
+            self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
         return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
+
+    def unwatched(self, changed: Sequence[nn.Module]) -> list[nn.Module]:
+        """Those among the modules which forwards have written to that have to be watched: the round is to be made anew.
+
+        Raises:
+            OutOfOrder: others were written to in another order than a loop.
+        """
+        found = self._order.unwatched(changed)
+        if found or self._order.conflict:
+            self._attributes.undo()
+        if self._order.conflict:
+            raise OutOfOrder(self._order.conflict)
+        return found
 
     def repeats(self) -> bool:
         """Whether the sites that are to be recomputed were seen to give the same again.
@@ -166,7 +187,11 @@ class Round(Generic[Result]):
                 with self._turn_of(fiber, repetition=repetition):
                     fiber.go_on(blocks)
                 if self.draws.conflict:
-                    raise DrawnOutOfOrder("they draw from Python's or numpy's random numbers between blocks")
+                    raise OutOfOrder("they draw from Python's or numpy's random numbers between blocks")
+                if not repetition:
+                    self._order.end_turn(fiber.index, ended=fiber.ended)
+                if self._order.conflict:
+                    raise OutOfOrder(self._order.conflict)
                 if fiber.ended and self._early and not repetition:
                     together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._added
                     self._early = together and self._run_last_piece(fiber)
@@ -301,6 +326,9 @@ class _Unheard:
     """What a repetition sets on modules does not count."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
+        pass
+
+    def note_visit(self, index: int, place: int) -> None:
         pass
 
 

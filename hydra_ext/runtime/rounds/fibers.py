@@ -46,9 +46,10 @@ def current() -> Fiber[Any] | None:
 
 
 class WriteListener(Protocol):
-    """Told of every attribute that the fiber sets on a module."""
+    """Told of every attribute that the fiber sets on a module, and of every call of a site."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None: ...
+    def note_visit(self, index: int, place: int) -> None: ...
 
 
 class SiteCaller(Protocol):
@@ -276,6 +277,7 @@ class Inside:
                 fiber.blocks = self._around
                 raise
         fiber.calls.append((self._blocks, torch.is_grad_enabled()))
+        fiber.attributes.note_visit(fiber.index, self._place)
 
     @not_traced
     def __exit__(

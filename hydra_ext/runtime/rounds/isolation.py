@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hydra_ext.runtime.rounds import fibers
+from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.state.randomness import HostRandomness, TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 
@@ -93,7 +94,8 @@ class Attributes:
         conflict: why the round cannot be equal to a loop; empty when nothing speaks against it.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, order: Order) -> None:
+        self._order = order
         self._modules = set(model.modules())
         self._before: dict[Key, Any] = {}
         self._values: dict[Key, dict[int, Any]] = {}
@@ -135,6 +137,10 @@ class Attributes:
             self.conflict = f"{type(module).__name__}.{name} is set by several calls of each microbatch"
         values.setdefault(index, value)
         self._this_turn.add(key)
+
+    @not_traced
+    def note_visit(self, index: int, place: int) -> None:
+        self._order.note_visit(place, index)
 
 
 def _may_add_up(value: Any) -> bool:

@@ -1,32 +1,36 @@
 """What modules hold beside parameters and the values of buffers, as it was before a round that has to be undone.
 
-That is their attributes, and what is in lists, dictionaries and sets among them, however deep; the names of their
-buffers; and their hooks: libraries install some in the first forward, and note in an attribute that they have. Objects
-of other classes are not looked into.
+That is their attributes, and what is in lists, tuples, dictionaries and sets among them, however deep; the states of
+generators of random numbers there; the names of their buffers; and their hooks: libraries install some in the first
+forward, and note in an attribute that they have. Objects of other classes are not looked into.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from hydra_ext.activations.module_state import is_small
+from hydra_ext.state import numbers
+from hydra_ext.state.randomness import OwnRandomness, is_generator
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
 _DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_LOOKED_INTO = _DICTS | {list, deque, set, Tensor}
-_SMALL = 2**20  # bytes
+_CONTAINERS = _DICTS | {list, deque, set}
+_TORCHS = frozenset(nn.Module().__dict__)
 _ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
 class _NotedTensor:
+    owner: nn.Module
     tensor: Tensor
     version: int
-    value: Tensor | None  # None: too large to be copied each time, and trusted to its version
+    value: Tensor | None  # None: too large to be copied each time, or sparse, and trusted to its version
 
 
 @dataclass
@@ -34,36 +38,63 @@ class ModuleContents:
     """The attributes of all modules of some models, as they are when this is made."""
 
     _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
-    _containers: list[tuple[Any, Any]] = field(default_factory=list)
+    _containers: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     _tensors: list[_NotedTensor] = field(default_factory=list)
+    _generators: list[Any] = field(default_factory=list)
+    _randomness: OwnRandomness = field(default_factory=lambda: OwnRandomness(()))
 
     @classmethod
     def of(cls, models: Sequence[nn.Module]) -> ModuleContents:
+        return cls.of_each(module for model in models for module in model.modules())
+
+    @classmethod
+    def of_each(cls, modules: Iterable[nn.Module]) -> ModuleContents:
+        """Of these modules themselves, those inside left out."""
         contents = cls()
         known: set[int] = set()
-        for module in (module for model in models for module in model.modules()):
+        for module in modules:
             names = module.__dict__
             before = {name: value for name, value in names.items() if name not in _OWN}
             contents._names.append((names, before))
-            contents._containers.append((module._buffers, dict(module._buffers)))
+            contents._containers.append((module, module._buffers, dict(module._buffers)))
             for value in before.values():
-                contents._note(value, known)
+                contents._note(module, value, known)
+        contents._randomness = OwnRandomness(contents._generators)
         return contents
 
-    def _note(self, value: Any, known: set[int]) -> None:
+    def _note(self, owner: nn.Module, value: Any, known: set[int]) -> None:
         kind = type(value)
-        if kind not in _LOOKED_INTO or id(value) in known:
-            return
-        known.add(id(value))
-        if kind is Tensor:
-            if not value.requires_grad and value.layout is torch.strided and not value.is_inference():
-                copy = value.detach().to("cpu", copy=True) if value.nbytes <= _SMALL else None
-                self._tensors.append(_NotedTensor(value, value._version, copy))
-            return
-        self._containers.append((value, dict(value) if kind in _DICTS else kind(value)))
-        for inner in value.values() if kind in _DICTS else value:
-            if type(inner) in _LOOKED_INTO:
-                self._note(inner, known)
+        if kind in _CONTAINERS:
+            if id(value) not in known:
+                known.add(id(value))
+                self._containers.append((owner, value, dict(value) if kind in _DICTS else kind(value)))
+                for inner in value.values() if kind in _DICTS else value:
+                    self._note(owner, inner, known)
+        elif kind is Tensor:
+            if id(value) not in known and value.is_leaf and not value.is_inference():
+                known.add(id(value))
+                copy = numbers.on_host(value) if is_small(value) else None
+                self._tensors.append(_NotedTensor(owner, value, value._version, copy))
+        elif issubclass(kind, tuple):
+            for inner in value:
+                self._note(owner, inner, known)
+        elif is_generator(value) and id(value) not in known:
+            known.add(id(value))
+            self._generators.append(value)
+
+    def written(self) -> list[nn.Module]:
+        """Whose tensors or containers have been written to since; what was set in their place does not count, nor do
+        hooks."""
+        found = []
+        for owner, container, before in self._containers:
+            if not _is_as_before(container, before):
+                hooks = any(owner.__dict__.get(name) is container for name in _TORCHS)
+                found += [] if hooks else [owner]
+        for noted in self._tensors:
+            moved = noted.tensor._version != noted.version
+            if moved or (noted.value is not None and numbers.differ(noted.tensor, noted.value)):
+                found.append(noted.owner)
+        return found
 
     def obstacle(self) -> str:
         """What was changed and cannot be put back; empty if all can."""
@@ -73,7 +104,6 @@ class ModuleContents:
                 return f"a tensor of {size}, an attribute of a module, was written to; register it as a buffer"
         return ""
 
-    @torch.no_grad()
     def restore(self) -> None:
         for names, before in self._names:
             for name in [name for name in names if name not in before and name not in _OWN]:
@@ -81,16 +111,23 @@ class ModuleContents:
             for name, value in before.items():
                 if names.get(name, _ABSENT) is not value:
                     names[name] = value
-        for container, before in self._containers:
+        for _, container, before in self._containers:
             _refill(container, before)
         for noted in self._tensors:
             if noted.value is not None:
-                noted.tensor.copy_(noted.value)
+                numbers.put(noted.tensor, noted.value)
+        self._randomness.restore()
+
+
+def _is_as_before(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    items, wanted = (list(part.items()) if isinstance(part, dict) else list(part) for part in (container, before))
+    return all(_same(a, b) for a, b in zip(items, wanted, strict=True))
 
 
 def _refill(container: Any, before: Any) -> None:
-    items, wanted = (list(part.items()) if isinstance(part, dict) else list(part) for part in (container, before))
-    if len(items) == len(wanted) and all(_same(a, b) for a, b in zip(items, wanted, strict=True)):
+    if _is_as_before(container, before):
         return
     container.clear()
     if isinstance(container, (dict, set)):

@@ -6,11 +6,11 @@ import gc
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hydra_ext import _C, optim
 from hydra_ext.activations.repeatable import Deviation
@@ -18,7 +18,7 @@ from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
-from hydra_ext.runtime.rounds.executor import DrawnOutOfOrder, Refused, Round, RoundOwner
+from hydra_ext.runtime.rounds.executor import OutOfOrder, Refused, Round, RoundOwner
 from hydra_ext.runtime.rounds.isolation import DrawOrder, Surroundings
 from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
 from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
@@ -28,6 +28,8 @@ from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.randomness import generators
 
 logger = logging.getLogger(__name__)
+
+_WRITTEN_TO = "modified by an inplace operation"  # as autograd says it
 
 Reduction = Literal["mean", "sum"]
 
@@ -53,7 +55,11 @@ class StepOutput:
 
 
 class NotAsALoop(Exception):
-    """A round of several microbatches has left something else than a loop would have, in its backward."""
+    """The backward of several microbatches has left something else than a loop would have, or could not be run."""
+
+
+class SharedWithEarlier(NotAsALoop):
+    """A microbatch uses what another one made in a round before: no round of the step was as in a loop."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,7 @@ class Stepper:
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._undo = Undo()
+        self._watched: list[nn.Module] = []
         self._looped = False  # without rounds from now on
         self._alone = False  # in rounds of one microbatch from now on
         self.rounds = 0
@@ -248,51 +255,54 @@ class Stepper:
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
+        """Of all of them; of none where each is to have a round of its own, which can be undone by itself."""
         self._undo.round_begins(self._owner)
         if self._looped:
             return self._one_at_a_time(works, seeds, last)
         try:
             outcomes = self._round(works, seeds, decision, last)
-            while outcomes is None:  # some activations are to be kept
-                self._undo.undo(whole=False)
+            while outcomes is None:
+                self._undo_round("the forward has to be run again")
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
+            if not isinstance(refused, OutOfOrder) and self._undo.join_rounds(self._owner):
+                raise SharedWithEarlier(str(refused)) from refused  # whose backward has spent its edges
             self._refuse(refused)
-            self._undo.undo(whole=False)
-        return self._one_at_a_time(works, seeds, last) if self._looped else self._each(works, seeds, decision, last)
+            self._undo_round(refused)
+        return self._one_at_a_time(works, seeds, last) if self._looped else []
+
+    def _undo_round(self, why: object) -> None:
+        obstacle = self._undo.obstacle(whole=False)
+        if obstacle:
+            raise UnsupportedModel(f"{why}, and run.step cannot take that back: {obstacle}")
+        self._undo.undo(whole=False)
 
     def _refuse(self, error: Refused | NotAsALoop) -> None:
         self.refusals += 1
         logger.warning("run.step runs one microbatch at a time from now on: %s", error)
-        self._alone = isinstance(error, (DrawnOutOfOrder, NotAsALoop))
+        self._alone = isinstance(error, (OutOfOrder, NotAsALoop)) and not isinstance(error, SharedWithEarlier)
         self._looped = not self._alone
-
-    def _each(
-        self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
-    ) -> list[Outcome]:
-        """Each microbatch in a round of its own: as the loop, in no more memory than a round."""
-        outcomes: list[Outcome] = []
-        for work, seed in zip(works, seeds, strict=True):
-            complete = last if len(outcomes) == len(works) - 1 else LastGradients()
-            outcomes += self._run([work], [seed], replace(decision, size=1), complete)
-        return outcomes
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome] | None:
-        """None if blocks that were recomputed gave something else."""
+        """None if it is to be run anew: recomputed blocks gave something else, or modules are to be watched."""
         owner = self._owner
-        this = Round(owner, works, seeds, take_root, self._recomputation if decision.recompute else None)
+        watched = self._watched if decision.size > 1 else ()
+        this = Round(owner, works, seeds, take_root, self._recomputation if decision.recompute else None, watched)
         before = owner.activation_bytes()
         try:
             outcomes = this.forward()
             held = owner.activation_bytes() - before
             if not this.repeats():
                 return None
-            last.begin()
             if decision.size > 1:
-                self._undo.forward_ended(owner)
+                unwatched = this.unwatched(self._undo.forward_ended(owner))
+                if unwatched:
+                    self._watched += unwatched
+                    return None
+            last.begin()
             this.backward(self._undo.note_leaves, last.averaging)
             if decision.size > 1 and (this.draws.conflict or self._undo.moved_buffers()):
                 raise NotAsALoop(
@@ -300,6 +310,10 @@ class Stepper:
                     + ("drawn from Python's or numpy's random numbers" if this.draws.conflict else "changed buffers")
                     + ", in another order than a loop would have"
                 )
+        except RuntimeError as error:
+            if decision.size > 1 and _WRITTEN_TO in str(error):
+                raise NotAsALoop("several microbatches have written to what backward needs as it was") from error
+            raise
         finally:
             owner.core.drop_early()
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
-from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, restore
+from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, restore, written
 from hydra_ext.runtime.rounds.module_contents import ModuleContents
 from hydra_ext.state.randomness import HostRandomness
 
@@ -132,11 +132,12 @@ class Undo:
         self._step: _Moment | None = None
         self._gradients: Gradients | None = None
         self._after_forward: Sequence[NotedBuffer] = ()
-        self._backwards = 0
+        self._backwards = self._backwards_before = 0  # when the round, and the step, began
 
     def step_begins(self, owner: UndoOwner) -> None:
         self._step = None
         self._gradients = Gradients(owner)
+        self._backwards_before = owner.backwards
 
     def round_begins(self, owner: UndoOwner) -> None:
         models = _models(owner)
@@ -144,9 +145,12 @@ class Undo:
         self._step = self._step or self._round
         self._backwards = owner.backwards
 
-    def forward_ended(self, owner: UndoOwner) -> None:
-        """Of the round."""
+    def forward_ended(self, owner: UndoOwner) -> list[nn.Module]:
+        """Of the round. Returns the modules that hold something which it has written to in place."""
         self._after_forward = self._buffers.note(_models(owner))
+        if self._round is None:
+            return []
+        return [*written(self._round.buffers, self._after_forward), *self._round.contents.written()]
 
     def moved_buffers(self) -> bool:
         """Whether the round's backward has changed one: a checkpoint of the user's has run forward again."""
@@ -165,6 +169,11 @@ class Undo:
     def moved_gradients(self, owner: UndoOwner) -> bool:
         """Whether a backward has begun since the round did."""
         return owner.backwards != self._backwards
+
+    def join_rounds(self, owner: UndoOwner) -> bool:
+        """This round and those before it in the step can only be undone together from now on: whether there are any."""
+        self._backwards = self._backwards_before
+        return self.moved_gradients(owner)
 
     def obstacle(self, *, whole: bool) -> str:
         """Why the round, or the ``whole`` step, cannot be undone; empty when it can."""

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from hydra_ext.pipeline.layout import Layout, copied, order_of
+from hydra_ext.state.layout import Layout, copied, order_of
 from support.pipeline_links import through_a_link
 
 MEMORY = torch.arange(30_000, dtype=torch.float64)
