@@ -95,7 +95,7 @@ def test_a_refused_change_does_not_forget_that_weights_are_to_be_read_anew() -> 
         run.refresh()
         data = weight.data
         weight.data = data.t()
-        with pytest.raises(hydra_ext.errors.ModelChanged, match="other strides|was float32"):
+        with pytest.raises(hydra_ext.errors.ModelChanged, match="other strides"):
             model(INPUTS)
         weight.data = data
         seen = model(INPUTS)

@@ -54,8 +54,8 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         file="csrc/pytorch/paged_model_update.cpp",
         function="slots keep the weights from before a step",
         change=("- parameter->note_moved();", "- if (!disk_ ||", "+ if (!disk_ ||"),
-        proof="HostOptimizer.finish() has raised the version of all that the step writes, and a slot of another version "
-        "is filled again; only the face's version would rise later, with the next window.",
+        proof="HostOptimizer.finish() has raised the version of all that the step writes, and a slot of another "
+        "version is filled again; only the face's version would rise later, with the next window.",
     ),
     Equivalent(
         file="csrc/pytorch/paged_model_window.cpp",
