@@ -121,6 +121,26 @@ def test_writing_to_what_was_saved_raises_as_without(later: bool) -> None:
     assert "version 1; expected version 0 instead" in plain
 
 
+def test_what_was_saved_before_a_write_is_not_taken_for_what_is_saved_after_it() -> None:
+    """The first graph lives, and never goes backward."""
+
+    def work() -> tuple[Tensor, Tensor]:
+        weights = [torch.ones(64, requires_grad=True) for _ in range(2)]
+        x = X * 2
+        first = x * weights[0]
+        x.add_(1)
+        (x * weights[1]).sum().backward()
+        assert weights[1].grad is not None
+        return weights[1].grad, first
+
+    expected, _ = work()
+    stash = stashed()
+    with stash:
+        found, _ = work()
+    assert stash.report().intervals == 2
+    assert torch.equal(expected, found)
+
+
 def test_a_saved_tensor_that_backward_writes_to_raises_in_the_next_use() -> None:
     class Spoils(torch.autograd.Function):
         @staticmethod
