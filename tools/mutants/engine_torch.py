@@ -7,6 +7,7 @@ from mutants.engine_mutation import EngineMutation as M
 _PARITY = ("parity/test_controls.py", "parity/test_hook.py", "parity/test_budget.py")
 _HOMES = ("runtime/test_homes.py", "runtime/test_homes_disturbed.py", "runtime/test_homes_owned.py")
 _DISK = ("runtime/test_state_on_disk.py", "runtime/test_model_on_disk.py")
+_SAVED = ("checkpoint/test_from_the_disk.py",)
 _STASH = ("stash/test_models.py", "stash/test_parts.py", "stash/test_in_offload.py", "stash/test_growth.py")
 _CASES = ("runtime/test_window_cases.py", "runtime/test_updates.py", "runtime/test_silent_writes.py")
 
@@ -51,14 +52,14 @@ TORCH: tuple[M, ...] = (
         "Job BlockBacking::write_back(void* slot) {\n  staged_ = false;\n",
         "Job BlockBacking::write_back(void* slot) {\n",
         "a cast copy from before a write in the forward is used again",
-        python=_CASES,
+        python=(*_CASES, "runtime/test_conversions.py", *_PARITY, "parity/test_mixed_precision.py"),
     ),
     M(
         "csrc/pytorch/block_backing.cpp",
         "  aside_.reset();\n}",
         "}",
         "weights that were set aside once are used for good",
-        python=_PARITY,
+        python=(*_PARITY, "runtime/test_frozen_layers.py", "runtime/test_shared_storages.py"),
     ),
     M(
         "csrc/pytorch/gradient_sink.cpp",
@@ -154,7 +155,7 @@ TORCH: tuple[M, ...] = (
     M(
         "csrc/pytorch/paged_model_update.cpp",
         "      parameter->note_moved();\n    }\n  }\n}",
-        "    }\n  }\n}",
+        "      static_cast<void>(parameter);\n    }\n  }\n}",
         "a block that left its home before the step keeps its old bytes",
         python=_HOMES,
     ),
@@ -189,7 +190,7 @@ TORCH: tuple[M, ...] = (
     M(
         "csrc/pytorch/paged_model_window.cpp",
         "    if (trained != parameter->trained_seen) {\n      parameter->host.set_requires_grad(trained);\n    }\n",
-        "",
+        "    static_cast<void>(trained);\n",
         "a layer frozen inside its forward is trained on",
         python=_CASES,
     ),
@@ -212,7 +213,7 @@ TORCH: tuple[M, ...] = (
         "        model->synchronise_for_fault(page.block);  // a face that somebody has kept\n",
         "",
         "a face that was kept shows the weights of its window",
-        python=_CASES,
+        python=(*_CASES, "runtime/test_threads.py"),
     ),
     M(
         "csrc/pytorch/fault_path.cpp",
@@ -226,7 +227,7 @@ TORCH: tuple[M, ...] = (
         "  job.fences.push_back(backend_.record());\n  const Bytes bytes",
         "  const Bytes bytes",
         "a home moves before compute has written it",
-        python=_HOMES,
+        python=(*_HOMES, "runtime/test_homes_asynchronous.py"),
     ),
     M(
         "csrc/pytorch/device_homes.cpp",
@@ -238,7 +239,7 @@ TORCH: tuple[M, ...] = (
     M(
         "csrc/pytorch/device_homes.cpp",
         "    if (!replaced) {\n      member.parameter->note_seen();\n    }\n",
-        "    member.parameter->note_seen();\n",
+        "    static_cast<void>(replaced);\n    member.parameter->note_seen();\n",
         "weights put in place of a home's are not loaded",
         python=_HOMES,
     ),
@@ -254,7 +255,7 @@ TORCH: tuple[M, ...] = (
         "part.storage().use_count() > 1 || part.storage_offset() != 0",
         "part.storage_offset() != 0",
         "a gradient at home shares its memory with another",
-        python=(*_HOMES, "runtime/test_homes_averaged.py"),
+        python=(*_HOMES, "runtime/test_homes_averaged.py", "rounds"),
     ),
     M(
         "csrc/pytorch/device_homes_contents.cpp",
@@ -275,7 +276,7 @@ TORCH: tuple[M, ...] = (
         "  contents.being_written.reset();\n",
         "",
         "weights of the last update pass for those of this one",
-        python=_DISK,
+        python=(*_DISK, *_SAVED),
     ),
     M(
         "csrc/pytorch/disk_homes_borrowing.cpp",
@@ -289,7 +290,7 @@ TORCH: tuple[M, ...] = (
         "  blocks_[block].resting.push_back(std::move(resting));\n  peek_ = {};\n",
         "  blocks_[block].resting.push_back(std::move(resting));\n",
         "a peek shows what was there before",
-        python=_DISK,
+        python=(*_DISK, *_SAVED),
     ),
     M(
         "csrc/pytorch/disk_homes.cpp",
@@ -303,14 +304,14 @@ TORCH: tuple[M, ...] = (
         "region = peek_.extent == resting.extent ? peek_.region : nullptr;",
         "region = peek_.region;",
         "a peek at one tensor shows another",
-        python=_DISK,
+        python=(*_DISK, *_SAVED),
     ),
     M(
         "csrc/pytorch/disk_homes_returns.cpp",
         "  end_reading(block);\n  drop_memory(block);\n  std::vector<ArenaRegionPtr> regions;",
         "  end_reading(block);\n  std::vector<ArenaRegionPtr> regions;",
         "an update works on memory that was read before a change",
-        python=_DISK,
+        python=(*_DISK, *_SAVED),
     ),
     M(
         "csrc/pytorch/stash.cpp",
@@ -331,7 +332,7 @@ TORCH: tuple[M, ...] = (
         "interval->waiting -= saved.taken_ ? 0 : 1;",
         "interval->waiting -= 1;",
         "a second backward lets go of what others wait for",
-        python=(*_STASH, "stash/test_graphs.py"),
+        python=("stash",),
     ),
     M(
         "csrc/pytorch/stash_backward.cpp",
@@ -345,7 +346,7 @@ TORCH: tuple[M, ...] = (
         "interval && interval->saved_at == mark && interval->begin",
         "interval && interval->begin",
         "what was saved before a write serves for after it",
-        python=(*_STASH, "stash/test_graphs.py"),
+        python=("stash/test_graphs.py", *_STASH),
     ),
     M(
         "csrc/pytorch/stash_books.cpp",
