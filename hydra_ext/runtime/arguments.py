@@ -15,6 +15,7 @@ from itertools import chain, repeat
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.runtime.devices import MOVED
@@ -42,7 +43,7 @@ class Arguments:
 
     @nothing_traced
     def give_back(self) -> None:
-        kept = {key for key, (host, moved, version) in self._moved.items() if _bring_home(host, moved, version)}
+        kept = {key for key, (host, moved, version) in self._moved.items() if bring_home(host, moved, version)}
         for container in self._lent:
             for key, item in _entries(container):
                 if id(item) in self._moved and id(item) not in kept:
@@ -74,12 +75,7 @@ class Arguments:
         return tree_unflatten([new for new, _ in placed], spec), True
 
     def _place_tensor(self, host: Any) -> tuple[Any, bool]:
-        with ExitStack() as modes:
-            if torch.is_inference_mode_enabled():
-                # Tensors made in inference mode do not count writes.
-                modes.enter_context(torch.inference_mode(False))
-                modes.enter_context(torch.no_grad())
-            moved = self._move(host)
+        moved = to_device(host, self._move)
         if moved is not host:
             self._moved[id(moved)] = (host, moved, _writes(moved))
         return moved, moved is not host
@@ -105,8 +101,24 @@ def _writes(moved: Any) -> int:
     return moved._version if isinstance(moved, torch.Tensor) else 0
 
 
-def _bring_home(host: Any, moved: Any, version: int) -> bool:
+# Modes that follow the calls of a program see these two as what they are, and not the operations in them, which depend
+# on where the memory of an argument was made.
+def to_device(host: Any, move: Callable[[Any], Any]) -> Any:
+    """What stands for the tensor in the call; itself where it is there already."""
+    if torch._C._is_torch_function_mode_enabled():
+        return handle_torch_function(to_device, (), host, move)
+    with ExitStack() as modes:
+        if torch.is_inference_mode_enabled():
+            # Tensors made in inference mode do not count writes.
+            modes.enter_context(torch.inference_mode(False))
+            modes.enter_context(torch.no_grad())
+        return move(host)
+
+
+def bring_home(host: Any, moved: Any, version: int) -> bool:
     """What the forward wrote. True where the moved tensor has become a result, with a history that the host's lacks."""
+    if torch._C._is_torch_function_mode_enabled():
+        return bool(handle_torch_function(bring_home, (), host, moved, version))
     if _writes(moved) == version:
         return False
     with torch.inference_mode() if host.is_inference() else torch.no_grad():

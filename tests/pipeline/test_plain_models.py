@@ -10,6 +10,8 @@ import pytest
 from support.plain_models import SUBJECTS, WIDE, Case, Rank, check, train_all
 from support.ranks import run_ranks
 
+ROOMY = 10**8  # poisoned hosts tell whether all that is computed with came to the device
+
 # Each is difficult in another way; the marked tests below have all models.
 SAMPLE = {  # by the number of processes
     2: [
@@ -71,6 +73,11 @@ def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool,
         assert held <= rank.resident <= 1.01 * held
 
 
+def test_a_budget_changes_nothing(tmp_path: Path) -> None:
+    names = ("functional", "branches", "llama_mask", "resnet_dropout", "t5_dropout", "llama_cache")
+    check_all([Case(name, schedule="gpipe", budget=ROOMY) for name in names], tmp_path)
+
+
 _NAMES = list(SUBJECTS)
 _GROUPS = [_NAMES[start : start + 4] for start in range(0, len(_NAMES), 4)]
 
@@ -96,3 +103,10 @@ def test_every_model_of_which_a_rank_builds_its_own_part_trains_as_a_whole_one(
     # Where weights decide which way "branches" takes, no rank can rehearse it with those of others missing.
     names = [name for name in names if name != "branches"]
     check_all([Case(name, stages, "2bw", materialized=True, recompute=stages == 4) for name in names], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", _GROUPS, ids=lambda names: f"{names[0]}-{names[-1]}")
+@pytest.mark.parametrize("schedule", ["gpipe", "2bw"])
+def test_every_model_trains_on_a_budget(schedule: str, names: list[str], tmp_path: Path) -> None:
+    check_all([Case(name, 2, schedule, budget=ROOMY) for name in names], tmp_path)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hydra_ext
+from hydra_ext import Checks
 from hydra_ext.pipeline import Pipeline, splitting
 from hydra_ext.pipeline.split import find_blocks, glue_parameters
 from hydra_ext.pipeline.stage_program import event_seed, microbatch_seed
@@ -50,6 +51,7 @@ class Case:
         materialized: the model is made by ``hydra_ext.materialize``.
         replicas: with the same data, so that the mean of their gradients is that of one, to the bit.
         max_norm: of all gradients together.
+        budget: the weights are on the host, poisoned, and come to a device of so many bytes.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Case:
     replicas: int = 1
     optimizer: str = "adamw"
     max_norm: float | None = None
+    budget: int | None = None
 
     @property
     def subject(self) -> Subject:
@@ -118,6 +121,7 @@ class Rank:
     elements: int
     undead: list[str]
     filled: set[str] = field(default_factory=set)
+    device: dict[str, Any] | None = None
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -159,6 +163,8 @@ def train(rank: int, case: Case) -> Rank:
             cuts=list(case.cuts) or None,
             recompute=case.recompute,
             replicas=case.replicas,
+            budget=case.budget,
+            checks=Checks(poison_hosts=True) if case.budget is not None else None,
             seed=SEED,
         ) as pipe:
             outputs = [
@@ -166,6 +172,7 @@ def train(rank: int, case: Case) -> Rank:
                 for batches in case.data()
             ]
             losses = [torch.stack(output.losses) for output in outputs]
+            device = pipe.report().device
     names = {parameter: name for name, parameter in model.named_parameters()}
     program = next(iter(pipe._engine.stages)).program
     program = getattr(program, "_program", program)
@@ -184,6 +191,7 @@ def train(rank: int, case: Case) -> Rank:
         sum(parameter.element_size() for parameter, name in names.items() if name not in weights),
         [name for name, ref in memory.items() if not case.materialized and name not in weights and not ref.expired()],
         filled - set(glue_parameters(model)),
+        device and device.as_dict(),
     )
 
 
@@ -348,6 +356,9 @@ def _check_line(case: Case, ranks: Sequence[Rank]) -> None:
             late = 2 * delay  # a step reports the norm of the update that it makes
             assert rank.norms == [None] * late + twin.norms[: len(twin.norms) - late], where
         assert set(rank.gradients) == set(twin.gradients) & set(rank.weights), where
+        if case.budget is not None:
+            assert rank.device is not None, where
+            assert rank.device["windows"] > 0, where
         _check_tensors(where + ", gradient", rank.gradients, twin.gradients)
         _check_tensors(where + ", weight", rank.weights, twin.names)
         _check_tensors(where + ", buffer", rank.buffers, dict(twin.model.named_buffers()))

@@ -196,6 +196,31 @@ class CarriesOut(Stack):
         return self.head(h), h.detach().mean((0, 1))
 
 
+class ReadsTables(Stack):
+    """Adds rows of a table that it is given after each layer."""
+
+    def forward(self, x: Tensor, tables: list[Tensor]) -> Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h) + tables[0][: h.shape[1]]
+        out: Tensor = self.head(h)
+        return out
+
+
+class Tables:
+    """A function that has a table, and for which the next microbatch is to have another one if it ``fills`` it."""
+
+    def __init__(self, *, fills: bool = False) -> None:
+        self.tables = [torch.ones(16, 32)]
+        self.fills = fills
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits = model(batch["x"], self.tables)
+        if self.fills:
+            self.tables[0] = torch.tensor([[0.5]])
+        return F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten())
+
+
 class Truncated:
     """A function that carries the state from one microbatch to the next, for each model by itself."""
 

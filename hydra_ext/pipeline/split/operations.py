@@ -38,6 +38,7 @@ class Operation:
         tensors: all it was given.
         reads: those whose elements it looks at.
         writes: those it changes in place.
+        is_fresh: it hands out memory that has just been filled: torch.tensor() does.
         random: it draws random numbers.
         shape_depends_on_values: that of its result does.
     """
@@ -46,6 +47,7 @@ class Operation:
     tensors: list[Tensor]
     reads: list[Tensor]
     writes: list[Tensor]
+    is_fresh: bool
     random: bool
     shape_depends_on_values: bool
 
@@ -64,6 +66,7 @@ class Operation:
             tensors=tensors,
             reads=[] if name in _SHAPE_ONLY else tensors,
             writes=writes,
+            is_fresh=name == "lift_fresh",
             random=torch.Tag.nondeterministic_seeded in tags,
             shape_depends_on_values=torch.Tag.dynamic_output_shape in tags
             and (name != "index" or any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors[1:])),

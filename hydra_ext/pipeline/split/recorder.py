@@ -43,6 +43,7 @@ class Recorder:
     Attributes:
         step: of the forward so far.
         running: the event that runs now; None in glue.
+        placing: an argument of the model's call is on its way to the device, or home.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class Recorder:
         self.event_steps: list[int] = []
         self.step = 0
         self.running: Running | None = None
+        self.placing = False
         self._views: list[tuple[int, int]] = []  # glue calls that return views, and their steps
         self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
         self._graphs = Graphs()
@@ -257,8 +259,10 @@ class Recorder:
             note.tainted |= tainted
             if self.usages:  # before the first event every stage comes here
                 self.usages[-1].writes |= note.state
+        given = set() if operation.is_fresh else {storage_key(tensor) for tensor in operation.tensors}
         for tensor in results:
-            if self.notes.get(tensor) is None:
+            # A view of memory that nobody knows (a table of the program's, a weight on the device) makes nothing.
+            if self.notes.get(tensor) is None and storage_key(tensor) not in given:
                 context.made.add(storage_key(tensor))
                 made_from = frozenset() if tainted else frozenset(roots)
                 self.notes.put(tensor, Note(tainted=tainted, roots=made_from, made=self.step))

@@ -27,6 +27,7 @@ from hydra_ext.pipeline.split.events import EventDraft, EventRecorder
 from hydra_ext.pipeline.split.glue_mode import GlueMode
 from hydra_ext.pipeline.split.notes import Note
 from hydra_ext.pipeline.split.operations import Operation, call_name
+from hydra_ext.pipeline.split.placing import PLACING, placed_in_rehearsal
 from hydra_ext.pipeline.split.plain_state import PlainReads, PlainState
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Rehearsal
@@ -168,7 +169,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = Operation.of(func, args, kwargs)
         self._recorder.before(operation)
         result = func(*args, **kwargs)
-        self._recorder.after(operation, tensors_of(result))
+        if not self._recorder.placing:
+            self._recorder.after(operation, tensors_of(result))
         return result
 
 
@@ -178,6 +180,8 @@ class _Calls(GlueMode):
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PLACING:
+            return placed_in_rehearsal(self._recorder, func, args)
         self._recorder.drawn.note(args, kwargs or {}, len(self._recorder.usages) - 1)
         name = call_name(func)
         if name is None or self._recorder.running is not None:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.glue_mode import GlueMode, called
 from hydra_ext.pipeline.split.operations import GRAPH_NODE, VALUE_READS, call_name
+from hydra_ext.pipeline.split.placing import PLACING, placed_in_stage
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import (
     PLAIN,
@@ -245,6 +246,8 @@ class StageRun(GlueMode):
 
     # ---- glue --------------------------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PLACING:
+            return placed_in_stage(self.watch, func, args)
         kwargs = kwargs or {}
         name = None if self._inside else call_name(func)
         if name is None:

@@ -58,6 +58,10 @@ class SideBySide:
             shown.put(after)
             self._shown = ModuleState.now(self._roots)
 
+    def comes_again(self, stage: int) -> bool:
+        """Whether a later stage here gets the microbatch after this one."""
+        return stage != self._stages[-1]
+
     def own_begins(self) -> None:
         """The stage that acts has come to its first event."""
         with torch._C.DisableTorchFunction():  # it is no step of the forward
@@ -111,6 +115,7 @@ class SideBySideStage:
         self._stage = stage
         self._states = states
         inner.own_begins = states.own_begins
+        inner.shares_microbatch = states.comes_again(stage)
 
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int

@@ -23,7 +23,7 @@ from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.split.run import OtherWay, StageDone, StageRun
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, is_absent
-from hydra_ext.pipeline.split.tensors import Arrival, StandIns
+from hydra_ext.pipeline.split.tensors import Arrival, StandIns, named_tensors, own_copy
 from hydra_ext.pipeline.split.watch import StandInWatch
 from hydra_ext.pipeline.stage_program import Crossing
 from hydra_ext.runtime.rounds.isolation import Surroundings
@@ -53,6 +53,7 @@ class SplitStage:
 
     Attributes:
         own_begins: called in every forward before the stage's first event.
+        shares_microbatch: another stage here gets the same one afterwards, as it was.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SplitStage:
         self._stand_ins = StandIns(self._device)
         self._rehearsals = KnownRehearsals(rehearsal)
         self.own_begins: Callable[[], None] = _nothing
+        self.shares_microbatch = False
         self._check(rehearsal)
 
     @property
@@ -167,6 +169,8 @@ class SplitStage:
         run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
         passed.generators = GeneratorStates(rehearsal.lasting.generators)
+        if self.shares_microbatch:
+            microbatch = _with_own_written(microbatch, rehearsal)
         given = None if self._is_last else HeldBefore(microbatch)
         randomness.begin()
         output: Any = None
@@ -350,6 +354,13 @@ class SplitPass:
 
 def _nothing() -> None:
     pass
+
+
+def _with_own_written(microbatch: Any, rehearsal: Rehearsal) -> Any:
+    """The microbatch with copies of what a forward writes to: the next stage's begins anew, and would do so again."""
+    names = {name for kind, name in rehearsal.lasting.named if kind == "input"}
+    written = [tensor for name, tensor in named_tensors(microbatch) if name in names and not tensor.requires_grad]
+    return own_copy(microbatch, only=set(map(id, written))) if written else microbatch
 
 
 def _structure(rehearsal: Rehearsal, boundary: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,14 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
 
 
-def own_copy(value: Any, noted: Callable[[Tensor, str], None] | None = None) -> Any:
+def own_copy(
+    value: Any, noted: Callable[[Tensor, str], None] | None = None, *, only: Collection[int] | None = None
+) -> Any:
     """The same with memory of its own, laid out alike; what is one tensor in several places is one again.
 
     Args:
         noted: is told of each tensor and its place.
+        only: the identities of the tensors to copy; all of them unless given.
     """
     copies: dict[int, Tensor] = {}
 
@@ -34,7 +37,7 @@ def own_copy(value: Any, noted: Callable[[Tensor, str], None] | None = None) -> 
         content = None if isinstance(leaf, Tensor) else opened(leaf)
         if content is not None:
             return closed(leaf, {key: own(held, f"{place}[{key!r}]") for key, held in content.items()})
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or (only is not None and id(leaf) not in only):
             return leaf
         if id(leaf) not in copies:
             # Unaligned memory would have more before it, and what is written to must be told as a whole.

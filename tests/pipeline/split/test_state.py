@@ -41,6 +41,8 @@ from support.split_models_state import (
     Momentum,
     OwnLoads,
     ReadsLoads,
+    ReadsTables,
+    Tables,
     Truncated,
 )
 from support.split_stages import Fn, assert_same, cut, rehearsed, run, run_plainly, shared, without
@@ -127,6 +129,16 @@ def test_what_the_function_carries_outside_of_the_model_is_refused() -> None:
     rehearsal = rehearsed(CarriesOut(), Truncated(), BATCHES[0])
     assert rehearsal.possible_cuts == []
     assert all("kept outside the model" in boundary.reasons[0] for boundary in rehearsal.boundaries[1:6])
+
+
+def test_a_table_that_was_there_before_is_nobodys_to_carry() -> None:
+    assert possible_cuts(ReadsTables(), Tables()) == [1, 2, 3, 4, 5]
+
+
+def test_one_that_is_made_for_the_next_microbatch_is_refused() -> None:
+    rehearsal = rehearsed(ReadsTables(), Tables(fills=True), BATCHES[0])
+    assert rehearsal.possible_cuts == [1]  # after which it is read and made
+    assert "kept outside the model" in rehearsal.boundaries[2].reasons[0]
 
 
 def test_a_function_may_keep_what_only_its_end_reads() -> None:

@@ -345,8 +345,7 @@ def staged_program_of(seed: int) -> StagedProgram:
         checkpoints=r.random() < 0.2,
         recompute=r.random() < 0.3,
         plain=plain,
-        # A plain module on a budget refuses a shape that comes up in the middle of a step.
-        budget=None if plain else r.choice([None, None, 2**17, 2**22]),
+        budget=r.choice([None, None, 2**17, 2**22]),
         frozen=r.choice([None, None, 0, 3]),
         ops=(*ops, op("step", data=7, microbatches=microbatches, norm=None, seed=None, spoiled=False), op("look")),
     )

@@ -1,0 +1,53 @@
+"""Stages of a plain module under a budget, with microbatches of several shapes in one step, are the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.plain_budgets import MICROBATCHES, STEPS, Case, check, train_all
+from support.plain_inputs import SUBJECTS
+from support.ranks import run_ranks
+
+CALLED_TWICE = "conditioned"  # with twice the activations, which leave no such budget that weights make room
+
+
+def _check_all(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]]:
+    ranks = run_ranks(train_all, cases, folder=folder)
+    for case, *results in zip(cases, *ranks, strict=True):
+        check(case, results)
+    return ranks
+
+
+def test_a_shape_may_come_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    cases = [
+        Case("dict", "gpipe", 2, budget=48_000),
+        Case("dict", "gpipe", 3, budget=56_000),
+        Case("dict", "1f1b", 2, budget=36_000),
+        Case("dict", "1f1b", 3, budget=40_000),
+        Case("dict", "gpipe", 2, budget=30_000, recompute=True),
+        Case("dict", "gpipe", 3, budget=36_000, recompute=True),
+    ]
+    for results in _check_all(cases, tmp_path):
+        for case, result in zip(cases, results, strict=True):
+            forwards = MICROBATCHES * (1 + case.recompute)
+            # Once more for each kind of microbatch that the cuts were not chosen by.
+            assert result["calls"] == [forwards + case.kinds - 1] + [forwards] * (STEPS - 1), case
+
+
+def test_however_inputs_are_given(tmp_path: Path) -> None:
+    cases = [Case(name, budget=49_152) for name in SUBJECTS if name != CALLED_TWICE]
+    _check_all([*cases, Case(CALLED_TWICE, budget=90_000, evicts=False)], tmp_path)
+
+
+@pytest.mark.parametrize("budget", [None, 100_000])
+def test_each_of_several_stages_of_a_rank_gets_the_microbatch_as_it_was(budget: int | None, tmp_path: Path) -> None:
+    names = ("written numbers", "written, the microbatch's", "left in the microbatch", "table")
+    of = [(name, recompute) for name in names for recompute in (False, True)]
+    cases = [
+        Case(name, "interleaved", budget=budget, stages=4, recompute=recompute, evicts=False) for name, recompute in of
+    ]
+    _check_all(cases, tmp_path)
