@@ -1,4 +1,6 @@
-"""Makes the pictures of the design pages: ``python docs/pictures/make.py [architecture] [layers] [lanes] [versions]``.
+"""Makes the pictures of the design pages: ``python docs/pictures/make.py [NAME ...] [--into FOLDER]``.
+
+Names are architecture, layers, lanes and versions.
 
 ``lanes`` trains a small model on the simulated device, under a budget and over a link of a chosen speed, and draws the
 trace of the shortest of six steps twice: what each lane did (lanes.png), and what the device held (budget.png). Times
@@ -36,6 +38,9 @@ MIB = 2**20
 INK, GREY, LIGHT = "#2d3436", "#9d9d9d", "#eef1f5"
 BLUE, GREEN, ORANGE, RED, VIOLET = "#5b8def", "#3fa66b", "#f2a03d", "#c0392b", "#8e6bbf"
 BLOCK_COLOURS = ("#5b8def", "#3fa66b", "#f2a03d", "#8e6bbf", "#e07a8b", "#4bb3c4", "#b5a642", "#8a9ba8")
+
+
+_into = HERE  # the folder that pictures are written to
 
 
 # ---- boxes and arrows -----------------------------------------------------------------------------------------------
@@ -78,7 +83,7 @@ def _canvas(width: float, height: float, x: float, y: float) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, name: str) -> None:
-    figure.savefig(HERE / f"{name}.png", dpi=DPI, facecolor="white")
+    figure.savefig(_into / f"{name}.png", dpi=DPI, facecolor="white")
     pyplot.close(figure)
 
 
@@ -154,7 +159,8 @@ def layers() -> None:
         for name, others in direct.items():
             if name not in floor and others <= floor.keys():
                 floor[name] = 1 + max((floor[other] for other in others), default=-1)
-    rows = [[name for name in direct if floor[name] == level] for level in range(max(floor.values()) + 1)]
+    order = sorted(direct, key=lambda name: name == "optim")  # else an arrow to it lies behind another box
+    rows = [[name for name in order if floor[name] == level] for level in range(max(floor.values()) + 1)]
     figure, axes = _canvas(8.6, 5.4, 12.0, len(rows) * 1.2 + 0.1)
     places: dict[str, tuple[float, float]] = {}
     for level, names in enumerate(rows):
@@ -386,7 +392,11 @@ PICTURES = {"architecture": architecture, "layers": layers, "lanes": lanes, "ver
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; all unless given")
-    for name in parser.parse_args().names or PICTURES:
+    parser.add_argument("--into", type=Path, default=HERE, metavar="FOLDER", help="docs/pictures unless given")
+    given = parser.parse_args()
+    global _into
+    _into = given.into
+    for name in given.names or PICTURES:
         PICTURES[name]()
 
 
