@@ -5,6 +5,7 @@ from typing import Any
 
 from docutils import nodes
 from docutils.parsers.rst.states import Inliner
+from sphinx import addnodes
 from sphinx.application import Sphinx
 
 import hydra_ext
@@ -23,9 +24,11 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-# A reference to something of hydra_ext that is not there is an error; names of other libraries are not looked up.
+# A reference to something of hydra_ext that is not there is an error. Not looked up: names of other libraries, and
+# types of its own that stand in signatures and no caller needs by name.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", r"hydra_ext\._C\..*")]
+_OWN = r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|runtime|tiled\.devices)\b.*"
+nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", _OWN)]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -47,10 +50,11 @@ def _repository_file(
     if not (ROOT / path).exists():
         message = inliner.reporter.warning(f"the repository has no {path}", line=lineno)
         return [inliner.problematic(rawtext, rawtext, message)], [message]
-    shown: list[nodes.Node] = [nodes.literal(path, path)]
-    if title:
-        shown = [nodes.Text(f"{title.strip()} ("), *shown, nodes.Text(")")]
-    return shown, []
+    shown = [nodes.Text(title.strip())] if title else [nodes.literal(path, path)]
+    if (ROOT / path).is_dir():
+        return shown, []
+    # From the folder of the site, as Sphinx counts it; it copies the file beside the pages.
+    return [addnodes.download_reference(rawtext, "", *shown, reftarget=f"/../{path}", refdoc="")], []
 
 
 def setup(app: Sphinx) -> None:
