@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+import hydra_ext
 from hydra_ext import errors
 from hydra_ext.errors import HydraError
 from support import page_blocks
@@ -147,9 +149,30 @@ def links(path: Path) -> Iterator[tuple[str, str]]:
             names = [line.strip() for line in token.content.splitlines() if line.strip() and line[0] != ":"]
             yield from ((name, f"{name}.md") for name in names)
         children = token.children or []
-        for first, inner in zip(children, children[1:], strict=False):
+        for first, inner in itertools.pairwise(children):
             if first.type == "link_open":
                 yield inner.content, str(first.attrs["href"])
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings_that_are_there(path: Path) -> None:
+    faults = [
+        name for name in re.findall(r"\{repo\}`(?:[^`<]*<)?([^`>]+)>?`", path.read_text()) if not (ROOT / name).exists()
+    ]
+    for _, target in links(path):
+        name, _, heading = target.partition("#")
+        page = (path.parent / name).resolve() if name else path
+        if not target.startswith(("http://", "https://")) and (
+            not page.exists() or (heading and heading not in anchors(page))
+        ):
+            faults.append(target)
+    assert not faults
 
 
 def test_what_a_newcomer_asks_is_two_clicks_away() -> None:
@@ -175,8 +198,9 @@ def test_the_map_of_folders_names_each_of_them_once() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "develop" / "layout.md").read_text(), re.MULTILINE)
     named = [name.rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
     folders = [path.name for place in ("csrc", "hydra_ext") for path in (ROOT / place).iterdir() if path.is_dir()]
-    modules = [path.name for path in (ROOT / "hydra_ext").glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-    there = [name for name in (*folders, *modules) if name not in ("__pycache__", "_build_info.py")]
+    modules = [path.name for path in (ROOT / "hydra_ext").glob("*.py")]
+    unnamed = ("__pycache__", "__init__.py", "__main__.py", "_build_info.py")
+    there = [name for name in (*folders, *modules) if name not in unnamed]
     counts = {name: (there.count(name), named.count(name)) for name in there}
     assert not {name: both for name, both in counts.items() if len(set(both)) > 1}
 
@@ -210,7 +234,21 @@ def test_messages_in_the_table_of_errors_are_those_of_the_sources() -> None:
 
 def test_every_error_has_its_section() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
-    classes = [value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__]
-    assert HydraError in classes
-    missing = {each.__name__ for each in classes} - set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
-    assert missing == {"HydraError"}
+    classes = {
+        each.__name__ for each in vars(errors).values() if isinstance(each, type) and issubclass(each, HydraError)
+    }
+    assert classes - set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == {"HydraError"}
+
+
+# ---- docs/reference/api.md ------------------------------------------------------------------------------------------
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    modules = {
+        "": hydra_ext,
+        **{f"{each}.": getattr(hydra_ext, each) for each in ("codec", "optim", "schedule", "tiled")},
+    }
+    names = [f"{prefix}{name}" for prefix, module in modules.items() for name in module.__all__]
+    names += hydra_ext._ON_FIRST_USE
+    described = set(re.findall(r"^\.\. auto\w+:: hydra_ext\.([\w.]+)", page, re.MULTILINE))
+    described |= {f"codec.{name}" for name in re.search(r"hydra_ext\.codec\n   :members: (.*)", page)[1].split(", ")}
+    assert set(names) - described == {"__version__"}

@@ -12,6 +12,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-LINKED = ("benchmarks", "docs", "examples")  # in the folder that a page's examples run in
+# In the folder that a page's examples run in. Not hydra_ext, which holds no build; docs is written to by its commands.
+LINKED = ("benchmarks", "csrc", "examples", "tests", "tools")
+COPIED = "docs"
 SECONDS = 90  # for a command
 
 COMMENT = re.compile(r"<!--\s*(setup|numbers differ|ranks:\s*(\d+))[ \t]*(?:\n(.*?))?\s*-->\s*", re.DOTALL)
@@ -32,6 +36,7 @@ NOT_RUN = re.compile(r"\*Not run by the tests: (.+?)\.?\*")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 # Commands whose effect is outside the page's folder, by their first word.
 ELSEWHERE = ("apt-get", "cd", "git", "make", "pip", "source", "sudo")
+OWN_VERB = re.compile(r"(?:python -m hydra_ext|hydra-ext)((?: [\w./=,'-]+)*)")  # and nothing that needs a shell
 LANGUAGES = ("console", "cpp", "diff", "json", "output", "python", "text", "toml", "yaml")
 
 
@@ -176,9 +181,8 @@ def run(page: Page, folder: Path, *, rank: int = 0) -> None:
     Raises:
         PageError: An output is another than the page shows, or a command fails.
     """
-    for name in LINKED:
-        if rank == 0 and not (folder / name).exists():
-            (folder / name).symlink_to(ROOT / name)
+    if rank == 0:
+        _furnish(page, folder)
     namespace = _names()
     with _inside(folder):
         for block in page.blocks:
@@ -188,14 +192,25 @@ def run(page: Page, folder: Path, *, rank: int = 0) -> None:
                 _run_commands(page, block, folder)
 
 
+def _furnish(page: Page, folder: Path) -> None:
+    for name in LINKED:
+        (folder / name).symlink_to(ROOT / name)
+    if any(f"{COPIED}/" in block.source for block in page.blocks if block.kind == "console"):
+        shutil.copytree(ROOT / COPIED, folder / COPIED)
+
+
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+    """Temporary files of libraries are left there, too."""
+    before, temporary = Path.cwd(), tempfile.tempdir
+    with mock.patch.dict(os.environ, TMPDIR=str(folder)):
+        os.chdir(folder)
+        tempfile.tempdir = str(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+            tempfile.tempdir = temporary
 
 
 def _names() -> dict[str, Any]:
@@ -226,13 +241,31 @@ def _run_commands(page: Page, block: Block, folder: Path) -> None:
     for line, command, shown in commands(block):
         if is_elsewhere(command):
             continue
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-        if done.returncode != 0:
-            raise PageError(page.path, line, f"`{command}` ended with {done.returncode}: {done.stderr[-2000:]}")
+        verb = OWN_VERB.fullmatch(command)
+        if verb is not None:
+            code, printed, told = _run_verb(shlex.split(verb[1]))
+        else:
+            done = subprocess.run(
+                ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
+            )
+            code, printed, told = done.returncode, done.stdout, done.stderr
+        if code != 0:
+            raise PageError(page.path, line, f"`{command}` ended with {code}: {told[-2000:]}")
         if shown:
-            _compare(page, line, shown, done.stdout, block.numbers_differ)
+            _compare(page, line, shown, printed, block.numbers_differ)
+
+
+def _run_verb(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """In this process, which has imported torch: exit status, stdout, stderr."""
+    from hydra_ext.cli import main as cli
+
+    printed, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
+        try:
+            code = cli.run(arguments)
+        except SystemExit as error:  # of argparse
+            code = error.code if isinstance(error.code, int) else 1
+    return code, printed.getvalue(), told.getvalue()
 
 
 def _write_tools(folder: Path) -> None:
@@ -253,7 +286,7 @@ def run_on_ranks(page: Page, folder: Path) -> None:
     """The same on each rank of a process group, which the page itself makes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(page.ranks)]
     command += ["-m", "support.page_blocks", "--folder", str(folder), str(page.path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
     environment["PYTHONPATH"] = f"{ROOT / 'tests'}:{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS, cwd=folder)
     if done.returncode != 0:
