@@ -1,5 +1,6 @@
 """How Sphinx builds this site: `make docs`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", _OWN)]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -57,5 +57,16 @@ def _repository_file(
     return [addnodes.download_reference(rawtext, "", *shown, reftarget=f"/../{path}", refdoc="")], []
 
 
+# Handed out and never made by a caller: their constructors are no interface.
+_HANDED_OUT = re.compile(
+    r"hydra_ext\.(\w+\.)*(Loaded|Packed|PipelineOutput|Run|Schedule|Simulation|Step\w+|Tiled\w+|\w*Report)"
+)
+
+
+def _signature(app: Sphinx, what: str, name: str, *_: Any) -> tuple[str, None] | None:
+    return ("", None) if what == "class" and _HANDED_OUT.fullmatch(name) else None
+
+
 def setup(app: Sphinx) -> None:
     app.add_role("repo", _repository_file)
+    app.connect("autodoc-process-signature", _signature)
