@@ -11,13 +11,15 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,14 +31,24 @@ ROOT = Path(__file__).resolve().parents[2]
 # In the folder that a page's examples run in. Not hydra_ext, which holds no build; docs is written to by its commands.
 LINKED = ("benchmarks", "csrc", "examples", "tests", "tools")
 COPIED = "docs"
-SECONDS = 90  # for a command
+SECONDS = 300  # for a command; one that hangs fails
 
 COMMENT = re.compile(r"<!--\s*(setup|numbers differ|ranks:\s*(\d+))[ \t]*(?:\n(.*?))?\s*-->\s*", re.DOTALL)
 NOT_RUN = re.compile(r"\*Not run by the tests: (.+?)\.?\*")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
-# Commands whose effect is outside the page's folder, by their first word.
-ELSEWHERE = ("apt-get", "cd", "git", "make", "pip", "source", "sudo")
-OWN_VERB = re.compile(r"(?:python -m hydra_ext|hydra-ext)((?: [\w./=,'-]+)*)")  # and nothing that needs a shell
+# Commands that are not run, by their first word, and why.
+ELSEWHERE = {
+    "apt-get": "it changes the machine",
+    "cd": "it leaves the folder of the page",
+    "git": "it changes the clone",
+    "make": "it builds or tests the clone",
+    "pip": "it changes the environment",
+    "source": "it changes the shell",
+    "sudo": "it changes the machine",
+}
+# What needs no shell, and no process of its own, which would import torch and transformers for seconds.
+OWN_VERB = re.compile(r"(?:python -m hydra_ext|hydra-ext)((?: [\w./=,'-]+)*)")
+SCRIPT = re.compile(r"python ((?:docs|examples)/[\w/]+\.py(?: [\w./=,'-]+)*)")
 LANGUAGES = ("console", "cpp", "diff", "json", "output", "python", "text", "toml", "yaml")
 
 
@@ -158,7 +170,7 @@ def not_run(page: Page) -> Iterator[str]:
             for _, command, _ in commands(block):
                 first = shlex.split(command)[0]
                 if block.not_run or first in ELSEWHERE:
-                    yield f"{page.name}: {command}: {block.not_run or f'{first} changes the machine or the clone'}"
+                    yield f"{page.name}: {command}: {block.not_run or ELSEWHERE[first]}"
         elif block.not_run:
             yield f"{page.name}: {block.source.strip().splitlines()[0]}: {block.not_run}"
 
@@ -233,6 +245,8 @@ def _run_python(page: Page, block: Block, namespace: dict[str, Any], *, compared
 
 
 def _run_commands(page: Page, block: Block, folder: Path) -> None:
+    from hydra_ext.cli import main as cli
+
     tools = folder / ".tools"
     if not tools.exists():
         tools.mkdir()
@@ -241,9 +255,11 @@ def _run_commands(page: Page, block: Block, folder: Path) -> None:
     for line, command, shown in commands(block):
         if is_elsewhere(command):
             continue
-        verb = OWN_VERB.fullmatch(command)
+        verb, script = OWN_VERB.fullmatch(command), SCRIPT.fullmatch(command)
         if verb is not None:
-            code, printed, told = _run_verb(shlex.split(verb[1]))
+            code, printed, told = _captured(partial(cli.run, shlex.split(verb[1])))
+        elif script is not None:
+            code, printed, told = _captured(partial(_run_script, shlex.split(script[1])))
         else:
             done = subprocess.run(
                 ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS
@@ -255,16 +271,22 @@ def _run_commands(page: Page, block: Block, folder: Path) -> None:
             _compare(page, line, shown, printed, block.numbers_differ)
 
 
-def _run_verb(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """In this process, which has imported torch: exit status, stdout, stderr."""
-    from hydra_ext.cli import main as cli
+def _run_script(words: Sequence[str]) -> int:
+    path = Path(words[0]).resolve()
+    search = [str(path.parent), *sys.path]
+    with mock.patch.object(sys, "argv", [str(path), *words[1:]]), mock.patch.object(sys, "path", search):
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
 
+
+def _captured(body: Callable[[], int]) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
     printed, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
         try:
-            code = cli.run(arguments)
-        except SystemExit as error:  # of argparse
-            code = error.code if isinstance(error.code, int) else 1
+            code = body()
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
     return code, printed.getvalue(), told.getvalue()
 
 
