@@ -41,7 +41,7 @@ CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDR
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: all help demo test test-full pytest lint format ctest ctest-full asan tsan check-cuda no-nvcc gpu-test gpu-bench mutants \
-        stubs stubs-check wheel-test other-key clean
+        stubs stubs-check docs wheel-test other-key clean
 all: $(BUILD)/.built
 
 help:
@@ -51,6 +51,7 @@ help:
 	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
 	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
 	@echo "mutants     small faults in package and engine, which the tests are to find: hours; COUNT=200 SEED=1"
+	@echo "docs        the site, in build/docs/index.html; warnings are errors"
 	@echo "stubs       write hydra_ext/_C's type stubs anew"
 
 # ---- the environment ------------------------------------------------------------------------------------------------
@@ -82,6 +83,11 @@ $(VENV)/.deps-mutants: $(VENV)/.deps-test
 $(VENV)/.deps-dev: $(VENV)/.deps
 	$(PYTHON) tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) -r $(VENV)/requirements-dev.txt
+	@touch $@
+
+$(VENV)/.deps-docs: $(VENV)/.deps
+	$(PYTHON) tools/requirements.py docs > $(VENV)/requirements-docs.txt
+	$(PIP) -r $(VENV)/requirements-docs.txt
 	@touch $@
 
 # The stamp lies in the clone, not in the venv: a venv kept between clones must not vouch for this one's build.
@@ -180,6 +186,11 @@ stubs-check: $(BUILD)-stubs/.written
 	@for stub in _C _C.pyi; do \
 	  if test -e $(BUILD)-stubs/hydra_ext/$$stub -o -e hydra_ext/$$stub; then \
 	    diff -ru $(BUILD)-stubs/hydra_ext/$$stub hydra_ext/$$stub || { echo "hydra_ext/$$stub is out of date: make stubs"; exit 1; }; fi; done
+
+# Started in tests/, as what needs the installed package is.
+docs: $(BUILD)/.built $(VENV)/.deps-docs
+	cd tests && $(PYTHON) -m sphinx -q -W --keep-going -d ../build/doctrees ../docs ../build/docs
+	@echo "$(CURDIR)/build/docs/index.html"
 
 # The wheel in a venv of its own, which sees this one's torch, safetensors and numpy.
 wheel-test: $(VENV)/.deps

@@ -136,7 +136,7 @@ class Compress:
     G is the gradient of the layer's output, r the share of its input that is not 0, s the root of the mean square of
     that, and n the number of elements of dW that one of G adds to: input channels times kernel elements (of a
     transposed convolution divided by its strides), or input features. For errors that are independent and uniform
-    within the bound E|error of dW|^2 = b^2/3 * r * n * |G|^2; errors of numbers that are not larger than b are not,
+    within the bound ``E|error of dW|^2 = b^2/3 * r * n * |G|^2``; errors of numbers that are not larger than b are not,
     hence the second term, by which their mean stays below ``fraction``. All are measured in the backward of a layer's
     1st, 2nd, 4th, 8th, ... forward up to the ``every``-th, and of one in ``every`` from then on, in changing places,
     and averaged with half the weight for each older one; the first term lets a bound change by no more than a factor

@@ -1,5 +1,7 @@
 """Trains convolutional networks on one image far larger than the device: exact strips, no approximation.
 
+A training step::
+
     from hydra_ext import tiled
 
     photograph = tiled.image(pixels, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))  # bytes, on the host
