@@ -40,7 +40,9 @@ CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
 # Seconds each, and of every part of the package one.
-FAST     := test_architecture.py
+FAST     := $(addsuffix .py,test_architecture test_blocks test_cpp_source test_guard test_import test_make test_wheels \
+              checkpoint/test_values cli/test_schedule codec construction optim/test_rules pipeline/test_plain_refusals plan \
+              pytorch rounds/test_norms runtime/test_devices schedule state stash tiled/test_formats)
 # Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 NVCC     := $(shell command -v nvcc)
