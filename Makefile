@@ -39,10 +39,11 @@ SRC      := $(shell find csrc CMakeLists.txt pyproject.toml -type f)
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
-# Seconds each, and of every part of the package one.
-FAST     := $(addsuffix .py,test_architecture test_blocks test_cpp_source test_guard test_import test_make test_wheels \
-              checkpoint/test_values cli/test_schedule codec construction optim/test_rules pipeline/test_plain_refusals plan \
-              pytorch rounds/test_norms runtime/test_devices schedule state stash tiled/test_formats)
+# Of every part of the package some that take seconds.
+FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
+            checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py optim/test_rules.py \
+            parity/test_hook.py pipeline/test_plain_refusals.py plan pytorch/test_saved_digest.py rounds/test_norms.py \
+            runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py stash/test_parts.py state tiled/test_formats.py
 # Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 NVCC     := $(shell command -v nvcc)

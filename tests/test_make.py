@@ -12,12 +12,22 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 # These make an environment of a runner's; everything else is a target, which runs on any machine.
 ACTIONS = {"actions/checkout", "actions/setup-python", "actions/upload-artifact"}
+PRINTS_FAST = "include Makefile\nfast: ; @echo $(FAST)\n"
 
 
 def test_help_lists_every_target() -> None:
     lines = subprocess.check_output(["make", "-s", "help"], cwd=ROOT, text=True).splitlines()
     assert [line.split()[0] for line in lines if len(line.split()) < 2] == []
     assert {line.split()[0] for line in lines} == TARGETS
+
+
+def test_the_fast_tests_are_of_every_part_of_the_package() -> None:
+    text = subprocess.check_output(["make", "-s", "-f", "-", "fast"], cwd=ROOT, text=True, input=PRINTS_FAST)
+    paths = [ROOT / "tests" / name for name in text.split()]
+    assert [path for path in paths if not path.exists()] == []
+    apart = {"cpp", "cuda", "fake_cuda", "programs", "support"}  # another language, a GPU, or long
+    parts = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    assert parts - apart <= {path.relative_to(ROOT / "tests").parts[0] for path in paths}
 
 
 def test_there_are_workflows_for_tests_docs_and_wheels() -> None:
