@@ -1,5 +1,5 @@
-# make demo | make test   work on a fresh machine: Python 3.10+ with venv, a C++20 compiler, make (and, for `test`,
-# GoogleTest). `make help` lists the rest.
+# make demo | make test   work on a fresh machine: Linux, Python 3.10+ with venv, a C++20 compiler, make. `make help`
+# lists the rest: what stands behind ## below.
 SHELL    := /bin/bash
 PY       ?= python3
 VENV     ?= .venv
@@ -10,6 +10,10 @@ PIPFLAGS ?= -q --disable-pip-version-check --no-input
 SHARDS   ?= 4
 # Many tests wait for processes of theirs, some use several cores: more of them at a time would run into their limits.
 WORKERS  ?= 2
+
+# For `test`, where the system has no GoogleTest and its package manager gives none: an address or a path.
+GTEST_SOURCE ?= https://github.com/google/googletest/releases/download/v1.17.0/googletest-1.17.0.tar.gz
+GTEST_SHA256 ?= 65fab701d9829d38cb77c14acdc431d2108bfdbf8979e40eb8ae567edf10b27c
 
 # By its path: the venv's python comes first on PATH below.
 OUTER    := $(shell command -v $(PY))
@@ -30,29 +34,28 @@ endif
 export HYDRA_WERROR ?= OFF
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
-SRC      := $(shell find csrc hydra_ext CMakeLists.txt pyproject.toml README.md -type f -not -path '*/__pycache__/*')
+# What the extension is built from. The package's Python files are imported from where they are.
+SRC      := $(shell find csrc CMakeLists.txt pyproject.toml -type f)
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
-# Not at the root: ./hydra_ext, which holds no build, would hide the installed one.
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
+# Of every part of the package some that take seconds.
+FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
+            checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py optim/test_rules.py \
+            parity/test_hook.py pipeline/test_plain_refusals.py plan pytorch/test_saved_digest.py rounds/test_norms.py \
+            runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py stash/test_parts.py state tiled/test_formats.py
 # Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
+NVCC     := $(shell command -v nvcc)
 # ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
-.PHONY: all help demo test test-full pytest lint format ctest ctest-full asan tsan check-cuda no-nvcc gpu-test gpu-bench mutants \
-        stubs stubs-check docs wheel-test other-key clean
-all: $(BUILD)/.built
+.PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda gpu-test gpu-bench mutants \
+        stubs stubs-check docs wheel wheel-test other-key clean FORCE
+all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used where they are
 
-help:
-	@echo "demo        build, then show it at work on this machine"
-	@echo "test        everything that needs no GPU: pytest, C++ tests (plain, ASan, TSan), lint, CUDA compile check, wheel"
-	@echo "test-full   pytest with its long tests, in SHARDS=$(SHARDS) runs, other-key and ctest-full; SHARD=2 runs one of them; WORKERS=$(WORKERS) tests at a time"
-	@echo "pytest ctest asan tsan lint check-cuda stubs-check wheel-test   the parts of test; format  mends what lint finds"
-	@echo "gpu-test gpu-bench   on a machine with a GPU; fail without one. CELL='--model 4b --tokens 8192' is one cell of steps"
-	@echo "mutants     small faults in package and engine, which the tests are to find: hours; COUNT=200 SEED=1"
-	@echo "docs        the site, in build/docs/index.html; warnings are errors"
-	@echo "stubs       write hydra_ext/_C's type stubs anew"
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "%-12s %s\n", $$1, $$2}' Makefile
 
 # ---- the environment ------------------------------------------------------------------------------------------------
 # A suitable torch that $(PY) can import is used as it is: its folder is put on the venv's path by a .pth file
@@ -90,83 +93,107 @@ $(VENV)/.deps-docs: $(VENV)/.deps
 	$(PIP) -r $(VENV)/requirements-docs.txt
 	@touch $@
 
+# An editable install knows the modules by name: it is made anew where one has come or gone.
+$(BUILD)/.modules: FORCE
+	@mkdir -p $(@D); find hydra_ext -name '*.py' | sort > $@.now; cmp -s $@.now $@ || cp $@.now $@
+
 # The stamp lies in the clone, not in the venv: a venv kept between clones must not vouch for this one's build.
-$(BUILD)/.built: $(VENV)/.deps $(SRC)
-	$(PIP) --no-build-isolation --no-deps --force-reinstall . -Cbuild-dir=$(BUILD)
+$(BUILD)/.built: $(VENV)/.deps $(SRC) $(BUILD)/.modules
+	$(PIP) --no-build-isolation --no-deps --force-reinstall --editable . -Cbuild-dir=$(BUILD)
+	@sed -n 's/^WITHOUT_CUDA = "\(..*\)"/hydra_ext was built without CUDA kernels: \1/p' $(BUILD)/_build_info.py
 	@touch $@
 
+$(BUILD)-gtest/googletest.cmake: tools/googletest.py $(VENV)/.deps
+	$(PYTHON) tools/googletest.py $(@D) --source '$(GTEST_SOURCE)' --sha256 $(GTEST_SHA256)
+
 # ---- demo and tests -------------------------------------------------------------------------------------------------
-demo: $(BUILD)/.built
+demo: $(BUILD)/.built ## build, then show it at work on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint ctest pytest stubs-check asan tsan $(if $(shell command -v nvcc),check-cuda,no-nvcc) wheel-test
+test: lint ctest pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all that needs no GPU: the parts below, C++ tests also under sanitizers
+	@$(if $(NVCC),,echo "no nvcc here: the CUDA sources were not compiled")
 
-pytest: $(BUILD)/.built $(VENV)/.deps-test
+check: lint $(BUILD)/.built $(VENV)/.deps-test ## what to run before a commit: lint and fast tests of every part, under 2 minutes
+	$(PYTEST) $(PARALLEL) $(FAST)
+
+pytest: $(BUILD)/.built $(VENV)/.deps-test ## the Python tests; WORKERS=2 at a time
 	$(PYTEST) $(PARALLEL) .
 
-test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full)
+test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## the long tests too, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 
-# Operator coverage with the other dispatch key that device parameters can carry, in a build of its own.
-other-key: $(VENV)/.deps-test
-	rm -rf build/other-key
-	$(PIP) --no-build-isolation --no-deps --target build/other-key . -Cbuild-dir=$(BUILD)-other-key \
-	  -Ccmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
-	cd tests && export PYTHONPATH=$(CURDIR)/build/other-key && \
-	  $(PYTHON) -c 'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")' && \
-	  $(PYTHON) -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
+# A venv that sees the packages of $(VENV), but not the editable install there: that would go before any PYTHONPATH.
+define venv_beside
+	rm -rf $(1)
+	$(PYTHON) -m venv --without-pip $(1)
+	$(PYTHON) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_outer.pth"
+endef
 
-ctest: $(VENV)/.deps
-	$(CMAKE) -B $(BUILD)-core -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
+# Operator coverage with the other dispatch key that device parameters can carry, in a build of its own.
+other-key: $(VENV)/.deps-test ## tests of operators in a build with the other dispatch key that device parameters can have
+	$(call venv_beside,build/other-key)
+	$(PYTHON) -m pip --python build/other-key/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . \
+	  -Cbuild-dir=$(BUILD)-other-key -Ccmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
+	cd tests && ../build/other-key/bin/python -c \
+	  'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")'
+	cd tests && ../build/other-key/bin/python -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
+
+# Where GoogleTest is, as well.
+CORE_CMAKE = $(CMAKE) -C $(BUILD)-gtest/googletest.cmake -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
+
+ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of what knows no torch
+	$(CORE_CMAKE) -B $(BUILD)-core
 	cmake --build $(BUILD)-core && ctest --test-dir $(BUILD)-core --output-on-failure --no-tests=error
 
 # Tests of minutes are disabled ones.
-ctest-full: ctest
+ctest-full: ctest ## those C++ tests that take minutes
 	$(BUILD)-core/hydra_tests --gtest_also_run_disabled_tests --gtest_filter='*.DISABLED_*'
 
-asan: $(VENV)/.deps
-	$(CMAKE) -B $(BUILD)-asan -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=address,undefined
+asan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(CORE_CMAKE) -B $(BUILD)-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=address,undefined
 	cmake --build $(BUILD)-asan && ctest --test-dir $(BUILD)-asan --output-on-failure --no-tests=error
 
-tsan: $(VENV)/.deps
-	$(CMAKE) -B $(BUILD)-tsan -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=thread
+tsan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under ThreadSanitizer
+	$(CORE_CMAKE) -B $(BUILD)-tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=thread
 	cmake --build $(BUILD)-tsan && $(FIXED) ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error
 
 # Every CUDA source compiled with warnings as errors, nothing linked: needs nvcc and any torch, no GPU.
-check-cuda: $(VENV)/.deps
+check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; needs nvcc, no GPU
 	$(CMAKE) -B $(BUILD)-cuda -DPython_EXECUTABLE=$(PYTHON) -DHYDRA_CUDA=CHECK
 	cmake --build $(BUILD)-cuda --target hydra_cuda
-
-no-nvcc:
-	@echo "no nvcc here: the CUDA sources were not compiled"
 
 # Goes on where an earlier run was stopped, as long as sources and tests are the same. MUTANTS are further options.
 COUNT ?= 200
 SEED  ?= 1
-mutants: $(BUILD)/.built $(VENV)/.deps-mutants
-	cd tests && PYTHONPATH=$(CURDIR)/tools $(PYTHON) -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
+mutants: $(VENV)/.deps-mutants ## small faults in package and engine, which tests are to find: hours; COUNT=200 SEED=1
+	$(call venv_beside,build/mutants-venv)
+	$(PYTHON) -m pip --python build/mutants-venv/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
+	cd tests && PYTHONPATH=$(CURDIR)/tools ../build/mutants-venv/bin/python -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
 
 # ---- GPU: what is asked for here fails where there is none ----------------------------------------------------------
-gpu-test: $(BUILD)/.built $(VENV)/.deps-test
+gpu-test: $(BUILD)/.built $(VENV)/.deps-test $(BUILD)-gtest/googletest.cmake ## what needs a GPU; fails without one
 	cd tests && $(PYTHON) ../tools/check_gpu.py
-	$(CMAKE) -B $(BUILD)-gpu -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON -DHYDRA_GPU_TESTS=ON
+	$(CORE_CMAKE) -B $(BUILD)-gpu -DHYDRA_GPU_TESTS=ON
 	cmake --build $(BUILD)-gpu --target hydra_cuda_tests && ctest --test-dir $(BUILD)-gpu -R gpu_ --output-on-failure --no-tests=error
 	$(PYTEST) -m gpu .
 
-gpu-bench: $(BUILD)/.built
+gpu-bench: $(BUILD)/.built ## benchmarks on a GPU; CELL='--model 4b --tokens 8192' is one cell of steps
 	cd tests && $(PYTHON) ../tools/check_gpu.py
 	cd benchmarks && $(PYTHON) $(if $(CELL),gpu_step.py $(CELL),gpu.py)
 
 # ---- style, stubs, wheel --------------------------------------------------------------------------------------------
-lint: $(VENV)/.deps-dev $(VENV)/.deps-test
+lint: $(VENV)/.deps-dev $(VENV)/.deps-test ## ruff, clang-format, mypy strict, schemas of workflows and hooks
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $(CPP)
 	$(PYTHON) -m mypy
+	pre-commit validate-config
+	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-format: $(VENV)/.deps-dev
+format: $(VENV)/.deps-dev ## mend what ruff and clang-format find
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(CPP)
@@ -177,32 +204,33 @@ $(BUILD)-stubs/.written: $(BUILD)/.built $(VENV)/.deps-dev
 	ruff format -q --isolated --line-length 120 $(@D)/hydra_ext
 	@touch $@
 
-stubs: $(BUILD)-stubs/.written
+stubs: $(BUILD)-stubs/.written ## write the type stubs of hydra_ext/_C anew
 	rm -rf hydra_ext/_C hydra_ext/_C.pyi
 	cp -r $(BUILD)-stubs/hydra_ext/_C* hydra_ext/
 	@touch $(BUILD)/.built $(BUILD)-stubs/.written   # stubs are no reason to build again
 
-stubs-check: $(BUILD)-stubs/.written
+stubs-check: $(BUILD)-stubs/.written ## whether those stubs are up to date
 	@for stub in _C _C.pyi; do \
 	  if test -e $(BUILD)-stubs/hydra_ext/$$stub -o -e hydra_ext/$$stub; then \
 	    diff -ru $(BUILD)-stubs/hydra_ext/$$stub hydra_ext/$$stub || { echo "hydra_ext/$$stub is out of date: make stubs"; exit 1; }; fi; done
 
 # Started in tests/, as what needs the installed package is.
-docs: $(BUILD)/.built $(VENV)/.deps-docs
+docs: $(BUILD)/.built $(VENV)/.deps-docs ## the site, in build/docs/index.html; warnings are errors
 	cd tests && $(PYTHON) -m sphinx -q -W --keep-going -d ../build/doctrees ../docs ../build/docs
 	@echo "$(CURDIR)/build/docs/index.html"
 
-# The wheel in a venv of its own, which sees this one's torch, safetensors and numpy.
-wheel-test: $(VENV)/.deps
-	rm -rf build/wheel build/wheel-venv && mkdir -p build/wheel
+# Named by torch's minor version, and asking for it: a wheel serves no other.
+wheel: $(VENV)/.deps ## dist/: a wheel for the torch that is there, by which others need no compiler
+	rm -rf build/wheel && mkdir -p build/wheel
 	$(PYTHON) -m pip wheel $(PIPFLAGS) --no-build-isolation --no-deps --wheel-dir build/wheel . -Cbuild-dir=$(BUILD)
-	$(PYTHON) tools/check_wheel.py build/wheel/*.whl
-	$(PYTHON) -m venv --without-pip build/wheel-venv
-	$(PYTHON) -m pip --python build/wheel-venv/bin/python install $(PIPFLAGS) --no-deps build/wheel/*.whl
-	$(PYTHON) -W ignore -c 'import os, numpy, safetensors, torch; print(*{os.path.dirname(m.__path__[0]) for m in (numpy, safetensors, torch)}, sep="\n")' \
-	  > "$$(build/wheel-venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_outer.pth"
-	cd / && $(CURDIR)/build/wheel-venv/bin/python -c 'import sys, hydra_ext; sys.exit(not hydra_ext.__file__.startswith(sys.prefix))'
-	cd / && $(CURDIR)/build/wheel-venv/bin/python -m hydra_ext doctor
+	$(PYTHON) tools/name_wheel.py build/wheel/*.whl dist
 
-clean:
-	rm -rf build $(VENV)
+wheel-test: wheel ## that wheel's size and content, and the doctor in a fresh environment
+	$(PYTHON) tools/check_wheel.py dist/*.whl
+	$(call venv_beside,build/wheel-venv)
+	$(PYTHON) -m pip --python build/wheel-venv/bin/python install $(PIPFLAGS) --no-deps dist/*.whl
+	cd / && $(CURDIR)/build/wheel-venv/bin/python -c 'import sys, hydra_ext; sys.exit(not all(file.startswith(sys.prefix) for file in (hydra_ext.__file__, hydra_ext._C.__file__)))'
+	cd / && $(CURDIR)/build/wheel-venv/bin/hydra-ext doctor
+
+clean: ## remove builds and $(VENV)
+	rm -rf build dist $(VENV)

@@ -61,6 +61,16 @@ def _cuda_name(version: str) -> str:
     return f"CUDA {version}" if version else "no CUDA"
 
 
+def how_to_get_cuda() -> str:
+    """What gives a build that has no CUDA kernels some."""
+    info = importlib.import_module("hydra_ext._build_info")
+    if not info.TORCH_CUDA:
+        return f"install a torch with CUDA, then {_WHERE}"
+    if "HYDRA_CUDA=" in info.WITHOUT_CUDA:
+        return f"unset HYDRA_CUDA, then {_WHERE}"
+    return f"install nvcc of CUDA {_cuda_kind(info.TORCH_CUDA)}, on PATH or named by CUDACXX, then {_WHERE}"
+
+
 def installed_torch() -> Torch | None:
     try:
         import torch
@@ -102,8 +112,10 @@ def load_extension() -> str | None:
 
 
 def doctor_was_asked_for() -> bool:
-    """Whether this import is the beginning of `python -m hydra_ext doctor`, which has to work on a broken build too.
+    """Whether this import is the beginning of `hydra-ext doctor`, which has to work on a broken build too.
 
-    While Python locates the module of `-m`, and imports its package for that, `sys.argv[0]` is "-m".
+    Or of `python -m hydra_ext doctor`: while Python locates the module of `-m`, and imports its package for that,
+    `sys.argv[0]` is "-m".
     """
-    return sys.argv[:2] == ["-m", "doctor"] and "hydra_ext" in sys.orig_argv
+    module = sys.argv[0] == "-m" and "hydra_ext" in sys.orig_argv
+    return sys.argv[1:2] == ["doctor"] and (module or Path(sys.argv[0]).name == "hydra-ext")

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,16 +41,21 @@ def _nothing_left() -> Iterator[None]:
         pytest.fail("the test left behind: " + "; ".join(left), pytrace=False)
 
 
+# Markers of tests that a machine may be unable to run, and whether this one is able.
+_WHERE_POSSIBLE = {"mounts": small_disks.allowed, "googletest_sources": Path("/usr/src/googletest").is_dir}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run only the I-th of N parts of what was chosen (from 1)")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mounting = [item for item in items if item.get_closest_marker("mounts")]
-    if mounting and "mounts" not in config.getoption("-m") and not small_disks.allowed():
-        config.hook.pytest_deselected(items=mounting)
-        items[:] = [item for item in items if item not in mounting]
+    for marker, is_possible in _WHERE_POSSIBLE.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and marker not in config.getoption("-m") and not is_possible():
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if item not in marked]
     shard = config.getoption("--shard")
     if shard is None:
         return

@@ -9,6 +9,7 @@ import pytest
 import hydra_ext
 from hydra_ext import _build_info, _guard
 from hydra_ext._guard import Build, Torch
+from support.stamped import PYTHON, copy_for
 
 CPU_BUILD = Build(torch="2.13", torch_cuda="", cuda="OFF")
 CUDA_BUILD = Build(torch="2.13", torch_cuda="13.0", cuda="ON")
@@ -74,15 +75,10 @@ def test_an_extension_that_cannot_be_loaded_is_explained(monkeypatch: pytest.Mon
 
 def test_import_raises_one_import_error_and_leaves_the_extension_alone(tmp_path: Path) -> None:
     """A copy of the package with another stamp: `_C` must not be imported by then."""
-    source = Path(hydra_ext.__file__).parent
-    copy = tmp_path / "hydra_ext"
-    copy.mkdir()
-    for name in ("__init__.py", "_guard.py"):
-        (copy / name).write_text((source / name).read_text())
-    stamp = (source / "_build_info.py").read_text().replace(f'TORCH = "{_build_info.TORCH}"', 'TORCH = "1.0"')
-    (copy / "_build_info.py").write_text(stamp)
-    (copy / "_C.py").write_text("raise SystemExit('_C was imported')\n")
+    environment = copy_for("1.0", tmp_path)
+    next((tmp_path / "hydra_ext").glob("_C.*.so")).unlink()
+    (tmp_path / "hydra_ext" / "_C.py").write_text("raise SystemExit('_C was imported')\n")
 
-    run = subprocess.run([sys.executable, "-c", "import hydra_ext"], cwd=tmp_path, capture_output=True, text=True)
+    run = subprocess.run([*PYTHON, "-c", "import hydra_ext"], env=environment, capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
     assert run.stderr.strip().splitlines()[-1].startswith("ImportError: hydra_ext was built against torch 1.0, but")

@@ -9,5 +9,5 @@ from hydra_ext import _build_info
 if not torch.cuda.is_available():
     sys.exit(f"no GPU: torch {torch.__version__} (CUDA {torch.version.cuda}) finds none")
 if _build_info.CUDA != "ON":
-    sys.exit(f"hydra_ext was built with HYDRA_CUDA={_build_info.CUDA}: its CUDA sources are not in the build")
+    sys.exit(f"hydra_ext was built without CUDA kernels: {_build_info.WITHOUT_CUDA}")
 print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")

@@ -1,6 +1,7 @@
-"""Checks what a wheel holds and how big it is: `check_wheel.py build/wheel/*.whl`."""
+"""Checks what a wheel holds, how big it is and what it is called: `check_wheel.py dist/*.whl`."""
 
 import fnmatch
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -18,11 +19,14 @@ def faults(wheel: Path) -> list[str]:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
+        torch = re.findall(r'^TORCH = "(.*)"$', archive.read("hydra_ext/_build_info.py").decode(), re.MULTILINE)
     found += [f"no hydra_ext/{name}" for name in NEEDED if not fnmatch.filter(names, f"hydra_ext/{name}")]
     found += [f"{name} does not belong in it" for name in names if not name.startswith(("hydra_ext/", "hydra_ext-"))]
     found += [f"{name} does not belong in it" for name in names if "__pycache__" in name]
     needs = [line.split(":", 1)[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
     found += [f"does not require {name}" for name in REQUIRED if not any(need.startswith(name) for need in needs)]
+    found += [f"not named by torch {minor}" for minor in torch if f"+torch{minor}" not in wheel.name]
+    found += [f"does not require torch {minor}" for minor in torch if f"torch=={minor}.*" not in needs]
     return found
 
 

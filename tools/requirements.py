@@ -19,7 +19,7 @@ def requirements(groups: list[str]) -> list[str]:
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = content["project"]
     known = {
-        "build": [*content["build-system"]["requires"], "ninja"],
+        "build": [*content["build-system"]["requires"], "ninja", "wheel"],
         "run": [name for name in project["dependencies"] if not name.startswith("torch")],
         **project["optional-dependencies"],
     }

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 
@@ -34,19 +35,25 @@ VERBS = {
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; the exit code. `arguments` default to those of the process."""
-    parser = argparse.ArgumentParser(prog="python -m hydra_ext", description="Train models bigger than the GPU.")
+    """Runs one verb; the exit code. `arguments` default to those of the process. Without any, says what there is."""
+    # As argparse itself does from Python 3.14 on.
+    prog = "python -m hydra_ext" if Path(sys.argv[0]).name == "__main__.py" else "hydra-ext"
+    parser = argparse.ArgumentParser(prog=prog, description="Train models bigger than the GPU.")
     lines = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in VERBS.items())
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = f"verbs:\n{lines}\n\n`python -m hydra_ext VERB --help` says more."
+    parser.epilog = f"verbs:\n{lines}\n\n`{prog} VERB --help` says more."
     parser.add_argument("verb", choices=list(VERBS), metavar="VERB")
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     rest.required = False  # else a missing verb is reported as "VERB, rest"
-    chosen = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        parser.print_help()
+        return 0
+    chosen = parser.parse_args(given)
 
     verb = cast(Verb, importlib.import_module(VERBS[chosen.verb].module))
     verb_parser = argparse.ArgumentParser(
-        prog=f"python -m hydra_ext {chosen.verb}", description=VERBS[chosen.verb].summary.capitalize() + "."
+        prog=f"{prog} {chosen.verb}", description=VERBS[chosen.verb].summary.capitalize() + "."
     )
     verb.add_arguments(verb_parser)
     options = verb_parser.parse_args(chosen.rest)

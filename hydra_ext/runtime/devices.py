@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from hydra_ext import _C, _build_info
+from hydra_ext import _C, _build_info, _guard
 from hydra_ext.errors import InvalidDevice
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
@@ -221,7 +221,11 @@ def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place
         if not torch.cuda.is_available():
             return SimulatedPlace(SimulatedDevice())
         if _build_info.CUDA != "ON":
-            logger.warning("there is a GPU, but hydra_ext was built without CUDA: the simulated device is used")
+            logger.warning(
+                "there is a GPU, but hydra_ext was built without CUDA kernels (%s): the simulated device is used; %s",
+                _build_info.WITHOUT_CUDA,
+                _guard.how_to_get_cuda(),
+            )
             return SimulatedPlace(SimulatedDevice())
         return CudaPlace(torch.cuda.current_device())
     if device == "simulated":
@@ -238,8 +242,8 @@ def _named(device: torch.device | str) -> Place:
         raise InvalidDevice(f"device={device!r}: models are offloaded to 'cuda' or to the 'simulated' device")
     if _build_info.CUDA != "ON":
         raise InvalidDevice(
-            f"device={device!r}, but hydra_ext was built without CUDA (HYDRA_CUDA={_build_info.CUDA}): install it "
-            "again with a torch that has CUDA, or take device='simulated'"
+            f"device={device!r}, but hydra_ext was built without CUDA kernels ({_build_info.WITHOUT_CUDA}): "
+            f"{_guard.how_to_get_cuda()}; or take device='simulated'"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     given: int | None = parsed.index

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +15,10 @@ from hydra_ext import _build_info
 from hydra_ext.cli import main
 from hydra_ext.cli.doctor import build, device, host, report
 from hydra_ext.cli.doctor.report import Check, Report, Status
+from support.stamped import PYTHON, copy_for
 
 GIB = 1 << 30
+COMMAND = str(Path(sys.executable).with_name("hydra-ext"))
 LINK = device.LinkFacts("cuda", 20e9, 18e9)
 HOST = host.HostFacts(8, 64 * GIB, 32 * GIB, 2, None, None)
 
@@ -52,13 +53,11 @@ def test_text_says_the_same(tmp_path: Path) -> None:
     assert "GB/s" in run.stdout
 
 
-def test_a_broken_build_is_examined_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [["-m", "hydra_ext"], [COMMAND]], ids=["module", "command"])
+def test_a_broken_build_is_examined_too(program: list[str], tmp_path: Path) -> None:
     """A copy of the package stamped for another torch: importing it fails, the doctor runs and says why."""
-    copy = tmp_path / "hydra_ext"
-    shutil.copytree(Path(hydra_ext.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    stamp = copy / "_build_info.py"
-    stamp.write_text(stamp.read_text().replace(f'TORCH = "{_build_info.TORCH}"', 'TORCH = "1.0"'))
-    run = run_doctor("--json", cwd=tmp_path)
+    command = [*PYTHON, *program, "doctor", "--json"]
+    run = subprocess.run(command, env=copy_for("1.0", tmp_path), capture_output=True, text=True)
     assert run.returncode == 1, run.stderr
     checks = {check["name"]: check for check in json.loads(run.stdout)["checks"]}
     assert checks["extension"]["status"] == "fail"
@@ -72,11 +71,16 @@ def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "doctor" in capsys.readouterr().err
 
 
-def test_a_missing_verb_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main.run([])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith("the following arguments are required: VERB\n")
+@pytest.mark.parametrize(
+    ("program", "called"),
+    [(["-m", "hydra_ext"], "python -m hydra_ext"), ([COMMAND], "hydra-ext")],
+    ids=["module", "command"],
+)
+def test_without_arguments_all_verbs_are_listed(program: list[str], called: str, tmp_path: Path) -> None:
+    text = subprocess.check_output([sys.executable, "-W", "ignore", *program], cwd=tmp_path, text=True)
+    assert text.startswith(f"usage: {called} ")
+    assert f"`{called} VERB --help`" in text
+    assert all(f"  {name} " in text for name in main.VERBS)
 
 
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
@@ -197,6 +201,16 @@ def test_a_problem_of_the_build_is_a_failure() -> None:
     assert [check.status for check in build.checks(facts)] == [Status.OK]
     broken = dataclasses.replace(facts, problem="built for another torch")
     assert [check.status for check in build.checks(broken)] == [Status.FAIL]
+
+
+def test_a_build_without_kernels_for_a_torch_with_cuda_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = build.collect()
+    monkeypatch.setattr(_build_info, "TORCH_CUDA", "13.0")
+    monkeypatch.setattr(_build_info, "WITHOUT_CUDA", "no nvcc was found that works")
+    found = build.checks(dataclasses.replace(facts, built_for_torch_cuda="13.0", without_cuda=_build_info.WITHOUT_CUDA))
+    assert [check.status for check in found] == [Status.OK, Status.WARN]
+    assert "no nvcc" in found[1].detail
+    assert found[1].remedy.startswith("install nvcc of CUDA 13,")
 
 
 @pytest.mark.gpu

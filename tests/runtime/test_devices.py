@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -26,9 +27,20 @@ def test_devices_that_cannot_be_offloaded_to_are_refused(device: object) -> None
         devices.choose(device)  # type: ignore[arg-type]
 
 
-def test_cuda_in_a_build_without_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices._build_info, "CUDA", "OFF")
-    with pytest.raises(InvalidDevice, match="built without CUDA"):
+@pytest.mark.parametrize(
+    ("torch_cuda", "why", "remedy"),
+    [
+        ("", "torch 2.13.0+cpu has no CUDA", "install a torch with CUDA"),
+        ("13.0", "no nvcc was found that works", "install nvcc of CUDA 13"),
+        ("13.0", "HYDRA_CUDA=OFF was asked for", "unset HYDRA_CUDA"),
+    ],
+)
+def test_cuda_in_a_build_without_it_says_how_to_get_it(
+    torch_cuda: str, why: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CUDA", "OFF"), ("TORCH_CUDA", torch_cuda), ("WITHOUT_CUDA", why)):
+        monkeypatch.setattr(devices._build_info, name, value)
+    with pytest.raises(InvalidDevice, match=f"built without CUDA kernels .{re.escape(why)}.: {remedy}.*--no-build-iso"):
         devices.choose("cuda")
 
 

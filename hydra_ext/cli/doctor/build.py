@@ -23,6 +23,7 @@ class BuildFacts:
     built_for_torch: str | None
     built_for_torch_cuda: str
     built_cuda: str | None
+    without_cuda: str
     fault_key: str | None
     compiler: str | None
     extension: str | None
@@ -43,6 +44,7 @@ def collect() -> BuildFacts:
         built_for_torch=stamp.get("TORCH"),
         built_for_torch_cuda=stamp.get("TORCH_CUDA", ""),
         built_cuda=stamp.get("CUDA"),
+        without_cuda=stamp.get("WITHOUT_CUDA", ""),
         fault_key=stamp.get("FAULT_KEY"),
         compiler=stamp.get("COMPILER"),
         extension=getattr(extension, "__file__", None),
@@ -55,9 +57,13 @@ def section(facts: BuildFacts) -> Facts:
 
 
 def checks(facts: BuildFacts) -> list[Check]:
-    if facts.problem is None:
-        return [Check("extension", Status.OK, f"built for torch {facts.built_for_torch}, runs on {facts.torch}")]
-    return [Check("extension", Status.FAIL, facts.problem, _guard.REBUILD)]
+    if facts.problem is not None:
+        return [Check("extension", Status.FAIL, facts.problem, _guard.REBUILD)]
+    found = [Check("extension", Status.OK, f"built for torch {facts.built_for_torch}, runs on {facts.torch}")]
+    if facts.built_for_torch_cuda and facts.without_cuda:
+        detail = f"torch has CUDA, hydra_ext has no kernels for it: {facts.without_cuda}"
+        found.append(Check("CUDA kernels", Status.WARN, detail, _guard.how_to_get_cuda()))
+    return found
 
 
 def _stamp() -> dict[str, str]:

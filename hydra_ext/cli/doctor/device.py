@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hydra_ext import _guard
 from hydra_ext.cli.doctor.report import Check, Facts, Status
 
 if TYPE_CHECKING:
@@ -150,17 +151,18 @@ def checks(facts: DeviceFacts, built_cuda: str | None, memlock_bytes: int | None
 
 
 def _cuda(facts: DeviceFacts, built_cuda: str | None) -> Check:
-    rebuild = "pip install --no-build-isolation --force-reinstall --no-deps ."
     if facts.cuda_available and built_cuda == "ON":
         return Check("cuda", Status.OK, f"{len(facts.devices)} device(s): blocks move between host and GPU")
     if facts.cuda_available:
-        return Check("cuda", Status.WARN, "hydra_ext was built without CUDA: the GPU is not used", rebuild)
+        detail = "hydra_ext was built without CUDA kernels: the GPU is not used"
+        return Check("cuda", Status.WARN, detail, _guard.how_to_get_cuda())
     simulated = "no GPU is used: everything runs on the simulated device, in host memory"
     if facts.driver is None:
         return Check("cuda", Status.WARN, f"no NVIDIA driver; {simulated}", "install the driver, to use a GPU")
     if facts.torch_has_cuda:
         return Check("cuda", Status.WARN, f"torch finds no usable GPU; {simulated}", "see `nvidia-smi`")
-    return Check("cuda", Status.WARN, f"torch has no CUDA; {simulated}", f"install a torch with CUDA, then {rebuild}")
+    remedy = f"install a torch with CUDA, then run `{_guard.REBUILD}`"
+    return Check("cuda", Status.WARN, f"torch has no CUDA; {simulated}", remedy)
 
 
 def _pinning(facts: DeviceFacts, memlock_bytes: int | None) -> Check:

@@ -23,6 +23,7 @@ def for_each_class(ask: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
 _PLAIN_HOLDERS = {"types", "collections", "argparse"}
 _BELOW = {"torch", "numpy", "hydra_ext"}
 _INSTALLED = {"site-packages", "dist-packages"}
+_OURS = Path(__file__).parents[2]  # is elsewhere in an editable install
 
 
 @for_each_class
@@ -48,7 +49,7 @@ def is_of_library(kind: type) -> bool:
 def is_installed(function: FunctionType) -> bool:
     """Whether it comes with a library, and is no code of the user's own."""
     file = Path(function.__code__.co_filename)
-    return bool(_INSTALLED.intersection(file.parts)) or _is_in_library(file)
+    return bool(_INSTALLED.intersection(file.parts)) or file.is_relative_to(_OURS) or _is_in_library(file)
 
 
 def _is_in_library(file: Path) -> bool:

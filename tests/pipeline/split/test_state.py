@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_ext.errors import SplitError
+from hydra_ext.pipeline.split.foreign import is_installed
 from support.split_models import Batch
 from support.split_models_beside import (
     AsksForGraph,
@@ -129,6 +130,12 @@ def test_what_the_function_carries_outside_of_the_model_is_refused() -> None:
     rehearsal = rehearsed(CarriesOut(), Truncated(), BATCHES[0])
     assert rehearsal.possible_cuts == []
     assert all("kept outside the model" in boundary.reasons[0] for boundary in rehearsal.boundaries[1:6])
+
+
+def test_functions_of_the_package_are_a_librarys_wherever_it_lies() -> None:
+    """In an editable install that is not among the installed packages."""
+    assert is_installed(is_installed)
+    assert not is_installed(test_functions_of_the_package_are_a_librarys_wherever_it_lies)
 
 
 def test_a_table_that_was_there_before_is_nobodys_to_carry() -> None:
