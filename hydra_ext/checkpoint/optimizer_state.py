@@ -76,7 +76,7 @@ def capture(
                 "checkpoint holds state by parameter"
             )
         name = names[id(parameter)]
-        if only is None or name in only:
+        if entries and (only is None or name in only):  # looking for it makes an empty one
             state[name] = encoded(entries, name)
     return OptimizerState({"class": kind(optimizer), "groups": param_groups, "state": state}, groups)
 
