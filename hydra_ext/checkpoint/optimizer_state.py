@@ -168,7 +168,7 @@ def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
             if not isinstance(options[name], (bool, type(None))):
                 raise BadValue(f"{name}= of a group of the optimizer's is a {type(options[name]).__name__}")
     members = {name for group in groups for name in group["params"]}
-    if not state.keys() <= members or not all(isinstance(decode(each, fetch), dict) for each in state.values()):
+    if not state.keys() <= members or not all(isinstance(decode(state[name], fetch, name), dict) for name in state):
         raise BadValue("the optimizer's state is not of its parameters")
 
 

@@ -154,6 +154,22 @@ def test_what_only_native_optimizers_have(forged: Callable[[Any], None]) -> None
         optimizer_values.check(optimizer, names, content, fetch)
 
 
+OTHER = "1.bias"  # of the shape of the first bias
+
+
+@pytest.mark.parametrize(
+    ("owner", "stored"),
+    [(WEIGHT, f"{WEIGHT}/exp_avg_sq"), ("0.bias", f"{OTHER}/exp_avg"), ("0.bias", f"{OTHER}/exp_avg_sq")],
+)
+def test_a_moment_that_is_another_is_refused(owner: str, stored: str) -> None:
+    optimizer, module = stepped(optim.AdamW)
+    _, content, fetch = saved(optimizer, module)
+    optimizer_state.check(content, fetch)
+    content["state"][owner]["exp_avg"] = {"$": "tensor", "name": stored}
+    with pytest.raises(BadValue, match="belongs elsewhere"):
+        optimizer_state.check(content, fetch)
+
+
 @pytest.mark.parametrize(
     ("make", "forged"),
     [
