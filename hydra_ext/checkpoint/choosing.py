@@ -145,7 +145,7 @@ class _Search:
 
         identities = set(self._everywhere(lambda: _unless_removed(identity)))
         if "" in identities:
-            return _Outcome.REMOVED, None
+            return (_Outcome.REMOVED if identities == {""} else _Outcome.DIFFERENT), None
         if len(identities) > 1:
             return _Outcome.DIFFERENT, None
         if not all(self._everywhere(is_whole)):
