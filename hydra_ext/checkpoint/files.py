@@ -41,7 +41,7 @@ class Files:
         return os.open(name, flags, 0o666, dir_fd=inside)
 
     def open(self, name: str, *, inside: int) -> int:
-        """For reading. Opening a pipe that nobody writes to does not wait."""
+        """For reading. Opening a pipe without a writer does not wait."""
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
 
     def status(self, file: int) -> os.stat_result:
@@ -77,16 +77,15 @@ class Files:
         return figures.f_bavail * figures.f_frsize
 
     def lock(self, folder: int) -> bool:
-        """Until :meth:`unlock`, or the process's end; False where somebody else holds it."""
-        if _locked(folder, fcntl.LOCK_EX):
-            return True
-        if not _locked(folder, fcntl.LOCK_SH):
-            return False
-        fcntl.flock(folder, fcntl.LOCK_EX)  # somebody asks :meth:`is_locked`: that ends at once
+        """Until :meth:`unlock`, or the process's end; False where another saver holds it."""
+        while not _locked(folder, fcntl.LOCK_EX):
+            if not _locked(folder, fcntl.LOCK_SH):
+                return False
+            self.unlock(folder)  # another process asks :meth:`is_locked`: that ends at once
         return True
 
     def is_locked(self, folder: int) -> bool:
-        """Whether somebody else holds it."""
+        """Whether a saver holds it."""
         if not _locked(folder, fcntl.LOCK_SH):
             return True
         self.unlock(folder)

@@ -239,9 +239,10 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 def test_who_looks_whether_somebody_saves_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = os.open(tmp_path, os.O_RDONLY)
     flock = fcntl.flock
+    tries = itertools.count()
 
     def looked(folder: int, how: int) -> None:
-        if how == fcntl.LOCK_EX:  # it waits
+        if how & fcntl.LOCK_EX and next(tries) == 2:
             flock(looking, fcntl.LOCK_UN)
         flock(folder, how)
 
@@ -254,6 +255,27 @@ def test_who_looks_whether_somebody_saves_stops_no_save(tmp_path: Path, monkeypa
             theirs.run.save(tmp_path)
     os.close(looking)
     assert [verdict.state for verdict in verify(tmp_path)] == ["whole"]
+
+
+def test_one_of_two_savers_does_not_wait_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes while this one has found that the folder is only looked at."""
+    looking, one, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(3))
+    flock = fcntl.flock
+    locked: list[bool] = []
+
+    def meanwhile(folder: int, how: int) -> None:
+        assert how == fcntl.LOCK_UN or how & fcntl.LOCK_NB, "it waits"
+        flock(folder, how)
+        if (folder, how) == (one, fcntl.LOCK_UN):
+            flock(looking, fcntl.LOCK_UN)
+            locked.append(Files().lock(other))
+
+    flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    monkeypatch.setattr(files_module.fcntl, "flock", meanwhile)
+    locked.append(Files().lock(one))
+    assert locked == [True, False]
+    for descriptor in (looking, one, other):
+        os.close(descriptor)
 
 
 def test_another_process_saves_without_end(tmp_path: Path) -> None:
