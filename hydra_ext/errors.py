@@ -231,6 +231,25 @@ class CheckpointError(HydraError, RuntimeError):
         self.tensor = tensor
 
 
+class CheckpointUnavailable(CheckpointError):
+    """Files of a checkpoint could not be opened, which tells nothing against what is in them."""
+
+
+class CheckpointRemoved(CheckpointUnavailable):
+    """A checkpoint was removed before all files of it were open that are needed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} was removed while it was being opened, as saves with keep= remove older checkpoints: load again, "
+            "or keep more of them",
+            file=path,
+        )
+
+
+class TooManyFiles(CheckpointUnavailable):
+    """The files of a checkpoint cannot all be open at once."""
+
+
 class CheckpointMismatch(CheckpointError):
     """A whole checkpoint, of another model or another optimizer; nothing of it was taken.
 

@@ -16,8 +16,8 @@ from hydra_ext.checkpoint import checksum
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
-from hydra_ext.checkpoint.reader import Reader, Removed
-from hydra_ext.errors import CheckpointError
+from hydra_ext.checkpoint.reader import Reader
+from hydra_ext.errors import CheckpointError, CheckpointRemoved
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class _Search:
         path = self._path / name
         if outcome is _Outcome.DIFFERENT:
             raise CheckpointError(f"{path} is not the same on all ranks: give a shared folder", file=self._path)
-        raise Removed(path)
+        raise CheckpointRemoved(path)
 
     def _name(self) -> str:
         """Of the newest that was not passed by; nothing if there is none."""
@@ -172,7 +172,7 @@ def _unless_removed(work: Callable[[], str]) -> str:
     """Nothing if the checkpoint was."""
     try:
         return work()
-    except Removed:
+    except CheckpointRemoved:
         return ""
 
 
@@ -180,7 +180,7 @@ def _unless_removed(work: Callable[[], str]) -> str:
 def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
     """
     Raises:
-        Removed: there is no such checkpoint any more.
+        CheckpointRemoved: there is no such checkpoint any more.
         CheckpointError: its manifest is damaged.
     """
     with ExitStack() as stack:
@@ -190,10 +190,10 @@ def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
                 if name != SELF:
                     folder = stack.enter_context(closing(files, files.open_folder_in(name, inside=folder)))
             except FileNotFoundError as error:
-                raise Removed(path / name) from error
+                raise CheckpointRemoved(path / name) from error
             manifest = read_manifest(files, folder, path / name)
         if manifest is None:
-            raise Removed(path / name)
+            raise CheckpointRemoved(path / name)
         reader = Reader(path / name, manifest, files, folder)
         stack.callback(reader.close)
         yield reader

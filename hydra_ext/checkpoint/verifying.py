@@ -10,8 +10,7 @@ from hydra_ext.checkpoint import choosing
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first, perhaps_newer
-from hydra_ext.checkpoint.reader import Removed, Unavailable
-from hydra_ext.errors import CheckpointError
+from hydra_ext.errors import CheckpointError, CheckpointRemoved, CheckpointUnavailable
 
 _PERHAPS_UNDER_WAY = (State.UNFINISHED, State.EMPTY)
 
@@ -64,7 +63,7 @@ def verify(path: Path) -> list[Verdict]:
             if manifests.NAME in files.names(descriptor):
                 verdict = _read(path, choosing.SELF, files, newest=False)
                 if verdict is None:
-                    raise Removed(path)
+                    raise CheckpointRemoved(path)
                 return [verdict]
             found, in_use = _scanned(Folder(path, files, descriptor))
         whole = newest_first(found)
@@ -74,7 +73,7 @@ def verify(path: Path) -> list[Verdict]:
         if not read or read[0] is not None:
             others = [_others(path, each, in_use) for each in found if each.state is not State.WHOLE]
             return [*others, *(verdict for verdict in reversed(read) if verdict is not None)]
-    raise Removed(path / whole[0].name)
+    raise CheckpointRemoved(path / whole[0].name)
 
 
 def _scanned(folder: Folder) -> tuple[list[Found], bool]:
@@ -107,9 +106,9 @@ def _read(path: Path, name: str, files: Files, *, newest: bool) -> Verdict | Non
             reader.hold(manifests.SECTIONS)
             faults = tuple(map(_fault, reader.faults(manifests.SECTIONS)))
             manifest = reader.manifest
-    except Removed:
+    except CheckpointRemoved:
         return None
-    except Unavailable:
+    except CheckpointUnavailable:
         raise
     except CheckpointError as error:
         return Verdict(path / name, "damaged", faults=(_fault(error),))

@@ -239,7 +239,7 @@ class Restored:
         """Opens what will be read here.
 
         Raises:
-            Removed: the checkpoint is no more.
+            CheckpointRemoved: the checkpoint is no more.
             TooManyFiles: not so many files can be open.
         """
         self._reader.hold(manifests.SECTIONS, self._only())

@@ -6,8 +6,10 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from hydra_ext.checkpoint.folder import Folder
 from hydra_ext.checkpoint.verifying import verify
 from hydra_ext.construction import weight_files
 from hydra_ext.construction.recipes import fill
-from hydra_ext.errors import CheckpointError, CheckpointsInUse, WeightsError
+from hydra_ext.errors import CheckpointRemoved, CheckpointsInUse, TooManyFiles, WeightsError
 from support.checkpoints import Small
 from support.faulty_files import CountingFiles
 from support.saving_beside import InterruptedFiles, numbered, saver
@@ -163,7 +165,7 @@ def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Pa
             files = ours.run._files = InterruptedFiles(n, partial(discard, copy, made.name))
             try:
                 loaded = ours.run.load(copy / made.name)
-            except CheckpointError as error:
+            except CheckpointRemoved as error:
                 heard.append((str(error).partition(" was removed ")[0], all(map(torch.equal, ours.state(), before))))
                 continue
             assert loaded is not None
@@ -219,12 +221,40 @@ def test_too_many_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
         before = ours.state()
         for strict in (True, False):
             ours.run._files = Few()
-            with pytest.raises(CheckpointError, match=r"ulimit -n"):
+            with pytest.raises(TooManyFiles, match=r"ulimit -Hn"):
                 ours.run.load(tmp_path, strict=strict)
         assert all(map(torch.equal, ours.state(), before))
         monkeypatch.setattr(verifying, "Files", Few)
-        with pytest.raises(CheckpointError, match=r"ulimit -n"):
+        with pytest.raises(TooManyFiles, match=r"ulimit -Hn"):
             verify(tmp_path)
+
+
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """Five more can be open: those of two folders, and of three files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in range(hard) if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, 5, None)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("read", ["load", "load_model", "verify"])
+def test_more_files_than_the_soft_limit_are_read(read: str, tmp_path: Path) -> None:
+    with Small() as theirs, Small() as ours:
+        Saver(theirs, tmp_path).save()
+        with few_descriptors():
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if read == "load":
+                assert ours.run.load(tmp_path) is not None
+            elif read == "load_model":
+                assert hydra_ext.load_model(tmp_path, ours.model).step == 1
+            else:
+                assert [verdict.state for verdict in verify(tmp_path)] == ["whole"]
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
