@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint in a folder that somebody may be saving into, and opens what is needed of it.
+"""Finds the newest checkpoint in a folder that another process may be saving into, and opens what is needed of it.
 
 A saver removes older checkpoints. Once its files are open, a checkpoint can be read to its end all the same. If it has
 gone before that, a newer one is there, and is taken.
@@ -22,7 +22,7 @@ from hydra_ext.errors import CheckpointError, CheckpointRemoved
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 10  # to open a checkpoint before it is removed
-SELF = "."  # the folder is no folder of checkpoints: it is one
+SELF = "."  # the folder is itself a checkpoint
 
 Everywhere = Callable[[Callable[[], str]], list[str]]
 """Does something on every rank that talks to no other; what it gave on each."""

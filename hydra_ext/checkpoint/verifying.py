@@ -21,7 +21,7 @@ class Verdict:
 
     Attributes:
         path: its folder.
-        state: "whole"; "damaged"; "under way", which somebody who saves there now is writing or removing;
+        state: "whole"; "damaged"; "under way", which a save is writing or removing now;
             "unfinished", which a killed save leaves and the next one removes; or "foreign", a folder of such a name
             that holds no checkpoint of ours.
         newest: it is what a load takes.
@@ -52,7 +52,7 @@ class Verdict:
 def verify(path: Path) -> list[Verdict]:
     """Of each checkpoint in a folder, oldest first; or of the one that the folder is.
 
-    Somebody may be saving there: what is removed before its turn comes is left out.
+    Another process may be saving there: what is removed before its turn comes is left out.
 
     Raises:
         CheckpointError: there is no such folder; its checkpoint was removed; so many files cannot be open at once.
@@ -77,7 +77,7 @@ def verify(path: Path) -> list[Verdict]:
 
 
 def _scanned(folder: Folder) -> tuple[list[Found], bool]:
-    """What there is, and whether somebody saves there, where that matters for it."""
+    """What there is, and whether a saver has locked it, where that matters for it."""
     found = folder.scan_beside_saves()
     for _ in range(choosing.ATTEMPTS):
         if not any(each.state in _PERHAPS_UNDER_WAY for each in found):
@@ -86,7 +86,7 @@ def _scanned(folder: Folder) -> tuple[list[Found], bool]:
             return found, True
         before = [(each.name, each.state) for each in found]
         found = folder.scan_beside_saves()
-        if before == [(each.name, each.state) for each in found]:  # so nobody has saved meanwhile
+        if before == [(each.name, each.state) for each in found]:  # so nothing was saved meanwhile
             return found, False
     return found, True
 

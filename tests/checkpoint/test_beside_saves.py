@@ -1,4 +1,4 @@
-"""Checkpoints are read while somebody saves into their folder: what is read is whole, and of one time."""
+"""Checkpoints are read while another process saves into their folder: what is read is whole, and of one time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def model_of(small: Small) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_run_is_loaded_whole_whenever_somebody_saves(strict: bool, tmp_path: Path) -> None:
+def test_a_run_is_loaded_whole_whenever_another_saves(strict: bool, tmp_path: Path) -> None:
     with Small() as theirs, Small() as ours:
         saving = Saver(theirs, tmp_path)
         saving.save()
@@ -89,7 +89,7 @@ def test_a_run_is_loaded_whole_whenever_somebody_saves(strict: bool, tmp_path: P
     assert n > 50
 
 
-def test_a_model_is_loaded_whole_whenever_somebody_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_whole_whenever_another_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Small() as theirs, Small() as ours:
         saving = Saver(theirs, tmp_path)
         saving.save()
@@ -106,7 +106,7 @@ def test_a_model_is_loaded_whole_whenever_somebody_saves(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_nothing_is_found_damaged_whenever_somebody_saves(
+def test_nothing_is_found_damaged_whenever_another_saves(
     keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Small() as theirs:
@@ -151,7 +151,7 @@ def test_readers_come_at_every_moment_of_a_save(tmp_path: Path) -> None:
 
 
 def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Path) -> None:
-    """Whoever named one gets it or an error: another one would not be what was asked for."""
+    """A caller that named one gets it or an error: another one would not be what was asked for."""
     with Small() as theirs, Small() as ours:
         Saver(theirs, tmp_path / "made").save()
         made = next((tmp_path / "made").iterdir())
@@ -266,7 +266,7 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
         assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_looks_whether_somebody_saves_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_whether_another_saves_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = os.open(tmp_path, os.O_RDONLY)
     flock = fcntl.flock
     tries = itertools.count()

@@ -27,7 +27,7 @@ NEVER = 10**9
 
 
 class InterruptedFiles(CountingFiles):
-    """Somebody works before the n-th operation, from 1; before each one if ``n`` is None."""
+    """Another one works before the n-th operation, from 1; before each one if ``n`` is None."""
 
     def __init__(self, n: int | None, work: Callable[[], object]) -> None:
         super().__init__()
