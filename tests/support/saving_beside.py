@@ -22,7 +22,7 @@ from support import damaged
 from support.faulty_files import CountingFiles
 from support.pipeline_save_failures import own, pipeline, step
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 300
 NEVER = 10**9
 
 
