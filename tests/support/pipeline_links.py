@@ -81,7 +81,7 @@ def exchange(
     rank: int,
     programs: Sequence[tuple[Sequence[int], Sequence[int]]],
     most_abandoned: int = 1000,
-    in_step: bool = False,  # noqa: FBT001, FBT002 - arguments go to ranks by position
+    in_step: bool = False,
 ) -> list[dict[str, Any]]:
     """For each program what arrived wrong, and what was received ahead.
 
