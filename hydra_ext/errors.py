@@ -49,7 +49,7 @@ class BudgetTooSmall(HydraError, ValueError, RuntimeError):
         smallest_budget: the same.
     """
 
-    def __init__(self, message: str, *, block: str = "", block_bytes: int = 0, needed: int = 0) -> None:
+    def __init__(self, message: str, *, block: str, block_bytes: int, needed: int) -> None:
         super().__init__(f"the device would run out of memory. {message}")
         self.block = block
         self.block_bytes = block_bytes
@@ -68,7 +68,7 @@ class HostBudgetTooSmall(HydraError, ValueError):
         smallest_budget: the same.
     """
 
-    def __init__(self, message: str, *, needed: int = 0) -> None:
+    def __init__(self, message: str, *, needed: int) -> None:
         super().__init__(message)
         self.needed = needed
 
@@ -218,7 +218,7 @@ class SplitError(HydraError, RuntimeError):
 
 
 class CheckpointError(HydraError, RuntimeError):
-    """A checkpoint that is not there, is damaged, or was made by somebody else; nothing of it was taken.
+    """A checkpoint that is not there, is damaged, or was not made by hydra_ext; nothing of it was taken.
 
     Attributes:
         file: which file, or folder.
@@ -229,6 +229,25 @@ class CheckpointError(HydraError, RuntimeError):
         super().__init__(message)
         self.file = file
         self.tensor = tensor
+
+
+class CheckpointUnavailable(CheckpointError):
+    """Files of a checkpoint could not be opened, which tells nothing against what is in them."""
+
+
+class CheckpointRemoved(CheckpointUnavailable):
+    """A checkpoint was removed before all files of it were open that are needed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} was removed while it was being opened, as saves with keep= remove older checkpoints: load again, "
+            "or keep more of them",
+            file=path,
+        )
+
+
+class TooManyFiles(CheckpointUnavailable):
+    """The files of a checkpoint cannot all be open at once."""
 
 
 class CheckpointMismatch(CheckpointError):
@@ -265,4 +284,4 @@ class SaveFailed(HydraError, RuntimeError):
 
 
 class CheckpointsInUse(SaveFailed):
-    """Somebody else is saving into the same folder at this moment."""
+    """Another process is saving into the same folder at this moment."""

@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint in a folder that somebody may be saving into, and opens what is needed of it.
+"""Finds the newest checkpoint in a folder that another process may be saving into, and opens what is needed of it.
 
 A saver removes older checkpoints. Once its files are open, a checkpoint can be read to its end all the same. If it has
 gone before that, a newer one is there, and is taken.
@@ -16,13 +16,13 @@ from hydra_ext.checkpoint import checksum
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
-from hydra_ext.checkpoint.reader import Reader, Removed
-from hydra_ext.errors import CheckpointError
+from hydra_ext.checkpoint.reader import Reader
+from hydra_ext.errors import CheckpointError, CheckpointRemoved
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 10  # to open a checkpoint before it is removed
-SELF = "."  # the folder is no folder of checkpoints: it is one
+SELF = "."  # the folder is itself a checkpoint
 
 Everywhere = Callable[[Callable[[], str]], list[str]]
 """Does something on every rank that talks to no other; what it gave on each."""
@@ -104,7 +104,7 @@ class _Search:
         path = self._path / name
         if outcome is _Outcome.DIFFERENT:
             raise CheckpointError(f"{path} is not the same on all ranks: give a shared folder", file=self._path)
-        raise Removed(path)
+        raise CheckpointRemoved(path)
 
     def _name(self) -> str:
         """Of the newest that was not passed by; nothing if there is none."""
@@ -145,7 +145,7 @@ class _Search:
 
         identities = set(self._everywhere(lambda: _unless_removed(identity)))
         if "" in identities:
-            return _Outcome.REMOVED, None
+            return (_Outcome.REMOVED if identities == {""} else _Outcome.DIFFERENT), None
         if len(identities) > 1:
             return _Outcome.DIFFERENT, None
         if not all(self._everywhere(is_whole)):
@@ -172,7 +172,7 @@ def _unless_removed(work: Callable[[], str]) -> str:
     """Nothing if the checkpoint was."""
     try:
         return work()
-    except Removed:
+    except CheckpointRemoved:
         return ""
 
 
@@ -180,7 +180,7 @@ def _unless_removed(work: Callable[[], str]) -> str:
 def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
     """
     Raises:
-        Removed: there is no such checkpoint any more.
+        CheckpointRemoved: there is no such checkpoint any more.
         CheckpointError: its manifest is damaged.
     """
     with ExitStack() as stack:
@@ -190,10 +190,10 @@ def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
                 if name != SELF:
                     folder = stack.enter_context(closing(files, files.open_folder_in(name, inside=folder)))
             except FileNotFoundError as error:
-                raise Removed(path / name) from error
+                raise CheckpointRemoved(path / name) from error
             manifest = read_manifest(files, folder, path / name)
         if manifest is None:
-            raise Removed(path / name)
+            raise CheckpointRemoved(path / name)
         reader = Reader(path / name, manifest, files, folder)
         stack.callback(reader.close)
         yield reader

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,8 +42,15 @@ class Files:
         return os.open(name, flags, 0o666, dir_fd=inside)
 
     def open(self, name: str, *, inside: int) -> int:
-        """For reading. Opening a pipe that nobody writes to does not wait."""
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+        """For reading. Opening a pipe without a writer does not wait. If this process has
+        too many files open, its limit is raised to the one that the system sets for it."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            return os.open(name, flags, dir_fd=inside)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not _raise_limit():
+                raise
+        return os.open(name, flags, dir_fd=inside)
 
     def status(self, file: int) -> os.stat_result:
         return os.fstat(file)
@@ -77,16 +85,15 @@ class Files:
         return figures.f_bavail * figures.f_frsize
 
     def lock(self, folder: int) -> bool:
-        """Until :meth:`unlock`, or the process's end; False where somebody else holds it."""
-        if _locked(folder, fcntl.LOCK_EX):
-            return True
-        if not _locked(folder, fcntl.LOCK_SH):
-            return False
-        fcntl.flock(folder, fcntl.LOCK_EX)  # somebody asks :meth:`is_locked`: that ends at once
+        """Until :meth:`unlock`, or the process's end; False where another saver holds it."""
+        while not _locked(folder, fcntl.LOCK_EX):
+            if not _locked(folder, fcntl.LOCK_SH):
+                return False
+            self.unlock(folder)  # another process asks :meth:`is_locked`: that ends at once
         return True
 
     def is_locked(self, folder: int) -> bool:
-        """Whether somebody else holds it."""
+        """Whether a saver holds it."""
         if not _locked(folder, fcntl.LOCK_SH):
             return True
         self.unlock(folder)
@@ -95,6 +102,14 @@ class Files:
     def unlock(self, folder: int) -> None:
         """For children that were forked meanwhile, too."""
         fcntl.flock(folder, fcntl.LOCK_UN)
+
+
+def _raise_limit() -> bool:
+    """Of open files; whether that was possible."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft != hard
 
 
 def _locked(folder: int, how: int) -> bool:

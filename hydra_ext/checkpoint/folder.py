@@ -26,7 +26,7 @@ _STEP = re.compile(r"step-\d{8,19}(-\d{1,9})?")
 _NOT_OURS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file in a folder's place, a socket
 
 
-_LOOKS = 10  # at a folder that somebody saves into meanwhile, until what one sees is of one time
+_LOOKS = 10  # at a folder that is saved into meanwhile, until what is seen is of one time
 
 
 class State(Enum):
@@ -71,11 +71,11 @@ class Folder:
     def locked(self) -> Iterator[None]:
         """
         Raises:
-            CheckpointsInUse: somebody else has locked it.
+            CheckpointsInUse: another saver has locked it.
         """
         if not self._files.lock(self.descriptor):
             raise CheckpointsInUse(
-                f"somebody else is saving into {self.path}: give each job a folder of its own", path=self.path
+                f"another process is saving into {self.path}: give each job a folder of its own", path=self.path
             )
         try:
             yield
@@ -103,7 +103,7 @@ class Folder:
         raise BlockingIOError(errno.EAGAIN, "checkpoints are removed faster than they can be looked at")
 
     def scan_beside_saves(self) -> list[Found]:
-        """As :meth:`scan`, for who has not locked it: with a whole one wherever there always is one."""
+        """As :meth:`scan`, for a reader that has not locked it: with a whole one wherever there always is one."""
         for _ in range(_LOOKS):
             found = self.scan()
             if not found or any(each.state is State.WHOLE for each in found):
@@ -111,10 +111,10 @@ class Folder:
         return found
 
     def is_in_use(self) -> bool:
-        """Whether somebody else is saving into it."""
+        """Whether another saver has locked it."""
         try:
             return self._files.is_locked(self.descriptor)
-        except OSError:  # where nothing can be locked, nobody can save
+        except OSError:  # where nothing can be locked, nothing can be saved
             return False
 
     def _look(self, name: str) -> Found | None:
@@ -165,7 +165,7 @@ class Folder:
                 for file in there:
                     if manifests.TENSOR_FILE.fullmatch(file) or file in manifests.TEXT_FILES:
                         files.remove(file, inside=step)
-                files.sync(step)  # the mark goes last: without it nobody would know that the rest is ours
+                files.sync(step)  # the mark goes last: without it the rest would not be known as ours
                 files.remove(manifests.UNFINISHED, inside=step)
         try:
             files.remove_folder(name, inside=self.descriptor)

@@ -1,7 +1,7 @@
 """The header of a safetensors file: https://huggingface.co/docs/safetensors. Eight bytes of its length, then JSON.
 
-Made from names, types and shapes that are known ahead. There is only one header for the same tensors, so that nobody
-has to read what a file says of itself: it is compared with what it has to say.
+Made from names, types and shapes that are known ahead. There is only one header for the same tensors, so that what
+a file says of itself is not read: it is compared with what it has to say.
 """
 
 from __future__ import annotations

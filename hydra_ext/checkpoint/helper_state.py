@@ -42,7 +42,7 @@ def check(saved: Any, name: str, fetch: Callable[[str], Tensor]) -> None:
         BadValue: this is not what :func:`capture` gives.
     """
     known = saved is None or (isinstance(saved, dict) and isinstance(saved.get("class"), str))
-    if not known or (saved and not isinstance(decode(saved.get("state"), fetch), dict)):
+    if not known or (saved and not isinstance(decode(saved.get("state"), fetch, name), dict)):
         raise BadValue(f"the state of the {name} is no table")
 
 

@@ -43,7 +43,7 @@ def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
     """Gives a model the parameters and buffers of a checkpoint, and nothing else: neither optimizer nor randomness.
 
     Args:
-        folder: of checkpoints, of which the newest is taken, or one checkpoint. Somebody may be saving there.
+        folder: of checkpoints, of which the newest is taken, or one checkpoint. Another process may be saving there.
         model: has the tensors that were saved, under their names, and no others; on any device.
 
     Raises:

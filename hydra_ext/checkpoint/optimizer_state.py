@@ -76,7 +76,7 @@ def capture(
                 "checkpoint holds state by parameter"
             )
         name = names[id(parameter)]
-        if only is None or name in only:
+        if entries and (only is None or name in only):  # looking for it makes an empty one
             state[name] = encoded(entries, name)
     return OptimizerState({"class": kind(optimizer), "groups": param_groups, "state": state}, groups)
 
@@ -168,7 +168,7 @@ def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
             if not isinstance(options[name], (bool, type(None))):
                 raise BadValue(f"{name}= of a group of the optimizer's is a {type(options[name]).__name__}")
     members = {name for group in groups for name in group["params"]}
-    if not state.keys() <= members or not all(isinstance(decode(each, fetch), dict) for each in state.values()):
+    if not state.keys() <= members or not all(isinstance(decode(state[name], fetch, name), dict) for name in state):
         raise BadValue("the optimizer's state is not of its parameters")
 
 

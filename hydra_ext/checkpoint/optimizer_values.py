@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from hydra_ext.checkpoint.optimizer_trials import Kept, Trials, shape
 from hydra_ext.checkpoint.values import BadValue, decode
-from hydra_ext.errors import HydraError
+from hydra_ext.optim import masters
 from hydra_ext.optim.host_optimizer import HostOptimizer
 
 _KNOWN = ("torch.optim.", "hydra_ext.optim.")  # whose constructors have no other effects
-_HOW = {"capturable", "differentiable", "foreach", "fused"}  # a step is made; they change no state's type
-_OPTIONAL = {"momentum_buffer"}  # made when it is first wanted
 _MOST_STEPS = 2.0**53
 
 
@@ -36,8 +35,9 @@ def check(
     Raises:
         BadValue: the next step would fail, or compute something else.
     """
+    trials = Trials(optimizer)
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        check_group(optimizer, group, names, saved["options"], content["state"], fetch)
+        check_group(optimizer, group, names, saved["options"], content["state"], fetch, trials)
 
 
 def check_group(
@@ -47,132 +47,109 @@ def check_group(
     saved_options: Any,
     state: Mapping[str, Any],
     fetch: Callable[[str], Tensor],
+    trials: Trials,
 ) -> None:
     """As :func:`check`, of one group.
 
     Args:
         state: of its parameters, and perhaps of others, by name.
+        trials: of the optimizer, for all its groups.
     """
     if not f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return
     options = decode(saved_options, fetch)
-    _check_options(optimizer, group, options)
-    references: dict[tuple[torch.dtype, int], dict[str, Any] | None] = {}
+    _check_options(optimizer, group, options, trials)
     for parameter in group["params"]:
         name = names[id(parameter)]
         entries = state.get(name)
-        if not entries:
-            continue
-        alike = parameter.dtype, parameter.dim()
-        if alike not in references:
-            references[alike] = _reference(optimizer, options, *alike)
-        reference = references[alike]
-        if reference is not None:
-            exact = isinstance(optimizer, HostOptimizer)  # torch's take the types that they find
-            _check_state(name, decode(entries, fetch), reference, parameter, exact=exact)
+        kept = None if entries is None else trials.kept(options, parameter.dtype, parameter.dim())
+        if kept is not None:
+            _check_state(name, decode(entries, fetch), kept, parameter, optimizer, trials.later)
 
 
-def _check_options(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: dict[str, Any]) -> None:
+def _check_options(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: dict[str, Any], trials: Trials
+) -> None:
+    taken = inspect.signature(type(optimizer)).parameters
     for key in optimizer.defaults.keys() & group.keys():  # a group that was loaded has no rules that are not ours
-        if key in options and not _alike(options[key], group[key]):
+        usual = taken[key].default if key in taken else group[key]
+        if key in options and not _alike(options[key], group[key], usual):
             raise BadValue(
                 f"{key}={options[key]!r:.100} of a group of the optimizer's is not of the kind {group[key]!r}"
             )
         if key not in options and isinstance(group[key], (int, float)) and not isinstance(group[key], bool):
             raise BadValue(f"a group of the optimizer's has no {key}=")
-    why = _refusal(optimizer, options)
+    why = trials.refusal(options)
     # A schedule may lead to options that fit a step, and no constructor, such as Nesterov's rule without a momentum.
-    if why and not all(_is_possible(optimizer, {key: value}) for key, value in options.items()):
+    if why and not all(_is_possible(optimizer, {key: value}, trials) for key, value in options.items()):
         raise BadValue(f"{type(optimizer).__name__} cannot have the options of a group: {why}")
 
 
-def _is_possible(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> bool:
+def _is_possible(optimizer: torch.optim.Optimizer, options: dict[str, Any], trials: Trials) -> bool:
     """Whether such options can be beside those of the optimizer, or beside those of its class."""
-    return not _refusal(optimizer, optimizer.defaults | options) or not _refusal(optimizer, options)
+    return not trials.refusal(optimizer.defaults | options) or not trials.refusal(options)
 
 
-def _refusal(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> str:
-    try:
-        _made(optimizer, options, torch.float32, 2)
-    except (HydraError, ValueError, TypeError, RuntimeError) as error:
-        return str(error) or type(error).__name__
-    return ""
+def _alike(value: Any, current: Any, usual: Any) -> bool:
+    """Whether a value is of a kind that may stand in the place of the current one.
 
-
-def _alike(value: Any, current: Any) -> bool:
-    """Whether a value is of a kind that may stand in the place of the current one."""
+    Args:
+        usual: what is there unless something else is given.
+    """
+    if value is None and usual is None:
+        return True
     if isinstance(current, (list, tuple)):
+        if not isinstance(usual, (list, tuple)) or len(usual) != len(current):
+            usual = current
         return (
-            isinstance(value, (list, tuple))
-            and len(value) == len(current)
-            and all(_alike(one, other) for one, other in zip(value, current, strict=True))
+            isinstance(value, (list, tuple)) and len(value) == len(current) and all(map(_alike, value, current, usual))
         )
     if isinstance(current, bool) or current is None:
         return isinstance(value, (bool, type(None), int, float, str, Tensor))
     if isinstance(current, (int, float, Tensor)):
         if isinstance(value, Tensor):
             return value.numel() == 1
-        return isinstance(value, (int, float)) and math.isfinite(value)
+        return _is_float(value)
     return isinstance(value, type(current))
 
 
-def _made(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], dtype: torch.dtype, dimensions: int
-) -> torch.optim.Optimizer:
-    """Another one of its class, with these options and a parameter of a few numbers."""
-    cls = type(optimizer)
-    taken = inspect.signature(cls).parameters
-    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    given: dict[str, Any] = {
-        key: tree_map_only(Tensor, _halves, value)
-        for key, value in options.items()
-        if key in optimizer.defaults and (key in taken or anything)
-    }
-    parameter = torch.nn.Parameter(torch.ones(_shape(dimensions), dtype=dtype, device="cpu"))
-    return cls([parameter], **given)
-
-
-def _halves(value: Tensor) -> Tensor:
-    """With numbers, which one on meta has not. A half is a rate, a momentum and a decay for every optimizer."""
-    return torch.full(value.shape, 0.5, dtype=value.dtype, device="cpu")
-
-
-def _shape(dimensions: int) -> tuple[int, ...]:
-    return tuple(range(2, 2 + dimensions))
-
-
-def _reference(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], dtype: torch.dtype, dimensions: int
-) -> dict[str, Any] | None:
-    """The state of a parameter that was stepped; None where such a step cannot be made."""
-    plain = {key: value for key, value in options.items() if key not in _HOW}
-    try:
-        made = _made(optimizer, plain, dtype, dimensions)
-        parameter = made.param_groups[0]["params"][0]
-        parameter.grad = torch.ones_like(parameter)
-        made.step()
-    except Exception:  # noqa: BLE001 - such as one that wants a closure: there is nothing to compare with then
-        return None
-    return dict(made.state[parameter])
+def _is_float(value: Any) -> bool:
+    """Or an integer that can be one."""
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, float) and not math.isnan(value)
 
 
 def _check_state(
-    name: str, entries: dict[Any, Any], reference: dict[str, Any], parameter: Tensor, *, exact: bool
+    name: str,
+    entries: dict[Any, Any],
+    kept: Kept,
+    parameter: Tensor,
+    optimizer: torch.optim.Optimizer,
+    later: frozenset[str],
 ) -> None:
-    missing = sorted(reference.keys() - entries.keys() - _OPTIONAL)
+    exact = isinstance(optimizer, HostOptimizer)  # torch's take the types that they find
+    needed = kept.needed
+    if isinstance(optimizer, HostOptimizer) and "step" in entries:
+        needed |= set(optimizer._MOMENTS)  # which are made with it
+    missing = sorted(needed - entries.keys())
     if missing:
         raise BadValue(f"the optimizer's state of {name!r} lacks {missing}")
     for key, value in entries.items():
-        expected = reference.get(key)
-        if key not in reference:
-            if exact and key not in _OPTIONAL:
+        expected = kept.known.get(key)
+        if key not in kept.known:
+            if exact and key in (masters.LOWER, masters.FULL):
                 raise BadValue(f"the optimizer's state of {name!r} has a {key!r}, which its parameter has no use for")
-        elif isinstance(expected, Tensor) and not (value is None and key in _OPTIONAL):
-            shape = _shape_for(parameter, expected)
-            if not isinstance(value, Tensor) or not _fits(value, expected, exact) or shape not in (None, value.shape):
+        elif isinstance(expected, Tensor) and not (value is None and key in later and not exact):
+            expected_shape = _shape_for(parameter, expected)
+            if (
+                not isinstance(value, Tensor)
+                or not _fits(value, expected, exact)
+                or expected_shape not in (None, value.shape)
+            ):
                 raise BadValue(
                     f"{key!r} of the optimizer's state of {name!r} is {_described(value)}, and was to be a tensor of "
-                    f"{expected.dtype}, {list(shape or ())}"
+                    f"{expected.dtype}, {list(expected_shape or ())}"
                 )
         elif isinstance(expected, (int, float)) and not _is_count(value):
             raise BadValue(
@@ -187,12 +164,14 @@ def _fits(value: Tensor, expected: Tensor, exact: bool) -> bool:
 
 
 def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):  # as other optimizers of the same rule keep it
+        return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) and abs(value) < _MOST_STEPS
 
 
 def _shape_for(parameter: Tensor, expected: Tensor) -> torch.Size | None:
     """Of what belongs to a parameter, from that of one of a few numbers; None if it is not known."""
-    if expected.shape == _shape(parameter.dim()):
+    if expected.shape == shape(parameter.dim()):
         return parameter.shape
     return expected.shape if expected.numel() == 1 else None
 

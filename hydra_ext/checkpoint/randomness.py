@@ -25,7 +25,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     """As JSON has it. ``device``: where the forward runs.
 
     Raises:
-        UnsupportedState: numpy's global generator is of another kind than it is unless somebody replaces it.
+        UnsupportedState: numpy's global generator was replaced by one of another kind.
     """
     version, words, gauss = random.getstate()
     legacy: Any = numpy.random.get_state(legacy=False)

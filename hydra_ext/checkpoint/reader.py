@@ -20,28 +20,9 @@ from hydra_ext.checkpoint.files import Files, is_regular, read_all
 from hydra_ext.checkpoint.header import DTYPES
 from hydra_ext.checkpoint.manifest import Manifest, TensorRecord
 from hydra_ext.checkpoint.tensors import bytes_of, empty
-from hydra_ext.errors import CheckpointError
+from hydra_ext.errors import CheckpointError, CheckpointRemoved, CheckpointUnavailable, TooManyFiles
 
 _PIECE = 4 * 2**20  # bytes that are read at once to be summed
-
-
-class Unavailable(CheckpointError):
-    """Files could not be opened, which tells nothing against what is in them."""
-
-
-class Removed(Unavailable):
-    """A checkpoint was removed before all files of it were open that are needed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            f"{path} was removed while it was being opened, as saves with keep= remove older checkpoints: load again, "
-            "or keep more of them",
-            file=path,
-        )
-
-
-class TooManyFiles(Unavailable):
-    """The files of a checkpoint cannot all be open at once."""
 
 
 class Reader:
@@ -69,14 +50,14 @@ class Reader:
         """Opens all files that :meth:`check` and then :meth:`read` will want. What is damaged of them is left to these.
 
         Raises:
-            Removed: the checkpoint is no more.
+            CheckpointRemoved: the checkpoint is no more.
             TooManyFiles: this process, or the machine, may not have so many files open.
         """
         texts = [name for name, record in self.manifest.files.items() if record.checksum is not None]
         for name in [*texts, *(name for name, _, _ in self._wanted(sections, only))]:
             try:
                 self._file(name)
-            except Unavailable:
+            except CheckpointUnavailable:
                 raise
             except CheckpointError:
                 continue
@@ -101,7 +82,7 @@ class Reader:
         """All that is not as it was written; see :meth:`check`.
 
         Raises:
-            Unavailable: it was not held, and cannot be opened.
+            CheckpointUnavailable: it was not held, and cannot be opened.
         """
         for name, record in self.manifest.files.items():
             if record.checksum is not None:
@@ -137,7 +118,7 @@ class Reader:
             file = self._file(name)
             if self._sum(file, name, None, 0, self.manifest.files[name].nbytes) != expected:
                 yield CheckpointError(f"{self.path / name}: {_DIFFERS}", file=self.path / name)
-        except Unavailable:
+        except CheckpointUnavailable:
             raise
         except CheckpointError as error:
             yield error
@@ -151,7 +132,7 @@ class Reader:
             for tensor, record in wanted.items():
                 if self._sum(file, name, tensor, record.span.begin, record.span.end) != record.checksum:
                     yield self._damaged(name, tensor, _DIFFERS)
-        except Unavailable:
+        except CheckpointUnavailable:
             raise
         except CheckpointError as error:
             yield error
@@ -217,11 +198,11 @@ class Reader:
 
     def _why_not_open(self, path: Path, error: OSError) -> CheckpointError:
         if isinstance(error, FileNotFoundError) and self._is_removed():
-            return Removed(self.path)
+            return CheckpointRemoved(self.path)
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return TooManyFiles(
                 f"{path} cannot be opened: {error.strerror}. The {len(self.manifest.files)} files of a checkpoint are "
-                "open at once while it is read: raise the limit (ulimit -n)",
+                "open at once while it is read: raise the limit (ulimit -Hn)",
                 file=path,
             )
         return CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path)

@@ -54,7 +54,7 @@ def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
 
     Raises:
         SaveFailed: it could not be written; what was there before is as it was.
-        CheckpointsInUse: somebody else is saving there.
+        CheckpointsInUse: another process is saving there.
         UnsupportedState: two tensors have one name. Nothing was written.
     """
     shards = [shard for section, groups in contents.sections.items() for shard in writer.plan(section, groups)]
@@ -140,19 +140,19 @@ def unfinished(
 
     Args:
         needed_bytes: that it will take.
-        is_left_alone: asked if it is not committed: whether nobody writes into it any more, so that it can be removed.
+        is_left_alone: asked if it is not committed: whether no rank writes into it any more, so that it can be removed.
             Else the next save does that.
 
     Raises:
         SaveFailed: from here or from inside, where that raises ``OSError``; what was there before is as it was.
-        CheckpointsInUse: somebody else is saving there.
+        CheckpointsInUse: another process is saving there.
     """
     try:
         _make_folders(path, files)
         with closing(files, files.open_folder(path)) as descriptor:
             folder = Folder(path, files, descriptor)
             if manifests.NAME in files.names(descriptor):
-                raise SaveFailed(  # whoever looks for checkpoints in there would find that one, and no other
+                raise SaveFailed(  # a search in there would find that one, and no other
                     f"no checkpoint could be saved in {path}: with its {manifests.NAME} it is a checkpoint itself. "
                     "Give the folder that checkpoints are to lie in",
                     path=path,
@@ -191,9 +191,9 @@ def _make_folders(path: Path, files: Files) -> None:
     except PermissionError:
         if made:
             raise
-        return  # somebody else has made it
+        return  # another process has made it
     with closing(files, parent):
-        files.sync(parent)  # also if it was there: who made it may have been killed before this
+        files.sync(parent)  # also if it was there: its maker may have been killed before this
 
 
 def _expect_room(folder: Folder, files: Files, needed: int) -> None:
@@ -240,7 +240,9 @@ def _readable(manifest: Manifest, path: Path) -> bytes:
     try:
         manifests.parse(text)
     except BadManifest as error:
-        raise SaveFailed(f"no checkpoint could be saved in {path}: nobody could read it: {error}", path=path) from error
+        raise SaveFailed(
+            f"no checkpoint could be saved in {path}: no reader would take it: {error}", path=path
+        ) from error
     return text
 
 

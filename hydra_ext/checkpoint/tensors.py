@@ -1,4 +1,4 @@
-"""Tensors as they come and go: by name, one after another, from whoever has them."""
+"""Tensors as they come and go: by name, one after another, from whatever has them."""
 
 from __future__ import annotations
 

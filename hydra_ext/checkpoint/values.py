@@ -82,47 +82,69 @@ class Encoder:
         return dict(items)
 
 
-def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
+def decode(value: Any, fetch: Callable[[str], Tensor], place: str | None = None) -> Any:
     """What :class:`Encoder` was given.
 
     Args:
         fetch: gives a tensor by its name; KeyError where there is none.
+        place: what the encoder was given with it; None where that is not known.
 
     Raises:
         BadValue: this is nothing that an encoder makes.
     """
-    return _decode(value, fetch, 0)
+    return _Decoder(fetch).decode(value, place, 0)
 
 
-def _decode(value: Any, fetch: Callable[[str], Tensor], depth: int) -> Any:
-    if depth > 2 * _DEEPEST:
-        raise BadValue("a value is nested too deeply")
-    if isinstance(value, list):
-        return [_decode(each, fetch, depth + 1) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if _TAG not in value:
-        return {key: _decode(each, fetch, depth + 1) for key, each in value.items()}
-    kind, name, items = value[_TAG], value.get("name"), value.get("items")
-    if kind == "tensor" and isinstance(name, str):
+class _Decoder:
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        self._fetch = fetch
+
+    def decode(self, value: Any, place: str | None, depth: int) -> Any:
+        if depth > 2 * _DEEPEST:
+            raise BadValue("a value is nested too deeply")
+        if isinstance(value, list):
+            return self._items(value, place, depth)
+        if not isinstance(value, dict):
+            return value
+        if _TAG not in value:
+            return {key: self.decode(each, _inside(place, key), depth + 1) for key, each in value.items()}
+        kind, name, items = value[_TAG], value.get("name"), value.get("items")
+        if kind == "tensor" and isinstance(name, str):
+            return self._tensor(name, place)
+        if kind == "dtype" and isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if kind == "float" and name in _FLOATS:
+            return float(name)
+        if kind == "tuple" and isinstance(items, list):
+            return tuple(self._items(items, place, depth))
+        if kind in ("dict", "counter") and isinstance(items, list):
+            pairs = self._pairs(items, place, depth)
+            return pairs if kind == "dict" else Counter(pairs)
+        raise BadValue(f"{repr(value)[:80]} stands for nothing that is known")
+
+    def _tensor(self, name: str, place: str | None) -> Tensor:
+        if place is not None and name != place:
+            raise BadValue(f"{place!r:.200} stands for the tensor {name!r:.200}, which belongs elsewhere")
         try:
-            return fetch(name)
+            return self._fetch(name)
         except KeyError as error:
             raise BadValue(f"there is no tensor {name!r:.200}") from error
-    if kind == "dtype" and isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype):
-        return getattr(torch, name)
-    if kind == "float" and name in _FLOATS:
-        return float(name)
-    if kind == "tuple" and isinstance(items, list):
-        return tuple(_decode(each, fetch, depth + 1) for each in items)
-    if kind in ("dict", "counter") and isinstance(items, list):
-        pairs = _pairs(items, fetch, depth)
-        return pairs if kind == "dict" else Counter(pairs)
-    raise BadValue(f"{repr(value)[:80]} stands for nothing that is known")
+
+    def _items(self, items: list[Any], place: str | None, depth: int) -> list[Any]:
+        return [self.decode(each, _inside(place, number), depth + 1) for number, each in enumerate(items)]
+
+    def _pairs(self, items: list[Any], place: str | None, depth: int) -> dict[Any, Any]:
+        found = {}
+        try:
+            for key, each in items:
+                own = self.decode(key, _inside(place, "key"), depth + 1)
+                found[own] = self.decode(each, _inside(place, own), depth + 1)
+        except BadValue:
+            raise
+        except (TypeError, ValueError) as error:  # not in pairs, or a key that cannot be one
+            raise BadValue(f"{repr(items)[:80]} is no table") from error
+        return found
 
 
-def _pairs(items: list[Any], fetch: Callable[[str], Tensor], depth: int) -> dict[Any, Any]:
-    try:
-        return {_decode(key, fetch, depth + 1): _decode(each, fetch, depth + 1) for key, each in items}
-    except (TypeError, ValueError) as error:  # not in pairs, or a key that cannot be one
-        raise BadValue(f"{repr(items)[:80]} is no table") from error
+def _inside(place: str | None, key: object) -> str | None:
+    return None if place is None else f"{place}/{key}"

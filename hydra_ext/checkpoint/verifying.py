@@ -10,8 +10,7 @@ from hydra_ext.checkpoint import choosing
 from hydra_ext.checkpoint import manifest as manifests
 from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first, perhaps_newer
-from hydra_ext.checkpoint.reader import Removed, Unavailable
-from hydra_ext.errors import CheckpointError
+from hydra_ext.errors import CheckpointError, CheckpointRemoved, CheckpointUnavailable
 
 _PERHAPS_UNDER_WAY = (State.UNFINISHED, State.EMPTY)
 
@@ -22,7 +21,7 @@ class Verdict:
 
     Attributes:
         path: its folder.
-        state: "whole"; "damaged"; "under way", which somebody who saves there now is writing or removing;
+        state: "whole"; "damaged"; "under way", which a save is writing or removing now;
             "unfinished", which a killed save leaves and the next one removes; or "foreign", a folder of such a name
             that holds no checkpoint of ours.
         newest: it is what a load takes.
@@ -53,7 +52,7 @@ class Verdict:
 def verify(path: Path) -> list[Verdict]:
     """Of each checkpoint in a folder, oldest first; or of the one that the folder is.
 
-    Somebody may be saving there: what is removed before its turn comes is left out.
+    Another process may be saving there: what is removed before its turn comes is left out.
 
     Raises:
         CheckpointError: there is no such folder; its checkpoint was removed; so many files cannot be open at once.
@@ -64,7 +63,7 @@ def verify(path: Path) -> list[Verdict]:
             if manifests.NAME in files.names(descriptor):
                 verdict = _read(path, choosing.SELF, files, newest=False)
                 if verdict is None:
-                    raise Removed(path)
+                    raise CheckpointRemoved(path)
                 return [verdict]
             found, in_use = _scanned(Folder(path, files, descriptor))
         whole = newest_first(found)
@@ -74,11 +73,11 @@ def verify(path: Path) -> list[Verdict]:
         if not read or read[0] is not None:
             others = [_others(path, each, in_use) for each in found if each.state is not State.WHOLE]
             return [*others, *(verdict for verdict in reversed(read) if verdict is not None)]
-    raise Removed(path / whole[0].name)
+    raise CheckpointRemoved(path / whole[0].name)
 
 
 def _scanned(folder: Folder) -> tuple[list[Found], bool]:
-    """What there is, and whether somebody saves there, where that matters for it."""
+    """What there is, and whether a saver has locked it, where that matters for it."""
     found = folder.scan_beside_saves()
     for _ in range(choosing.ATTEMPTS):
         if not any(each.state in _PERHAPS_UNDER_WAY for each in found):
@@ -87,7 +86,7 @@ def _scanned(folder: Folder) -> tuple[list[Found], bool]:
             return found, True
         before = [(each.name, each.state) for each in found]
         found = folder.scan_beside_saves()
-        if before == [(each.name, each.state) for each in found]:  # so nobody has saved meanwhile
+        if before == [(each.name, each.state) for each in found]:  # so nothing was saved meanwhile
             return found, False
     return found, True
 
@@ -107,9 +106,9 @@ def _read(path: Path, name: str, files: Files, *, newest: bool) -> Verdict | Non
             reader.hold(manifests.SECTIONS)
             faults = tuple(map(_fault, reader.faults(manifests.SECTIONS)))
             manifest = reader.manifest
-    except Removed:
+    except CheckpointRemoved:
         return None
-    except Unavailable:
+    except CheckpointUnavailable:
         raise
     except CheckpointError as error:
         return Verdict(path / name, "damaged", faults=(_fault(error),))

@@ -125,7 +125,7 @@ class Writer:
         if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
             raise UnsupportedState(
                 f"'{entry.name}' was {entry.dtype} of shape {list(entry.shape)}, and is {tensor.dtype} of shape "
-                f"{list(tensor.shape)} now: nobody may change it while it is saved"
+                f"{list(tensor.shape)} now: it may not change while it is saved"
             )
         data = bytes_of(tensor)
         summed = checksum.EMPTY

@@ -60,7 +60,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = verb.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has read enough, as `head` does
+    except BrokenPipeError:  # the reader has read enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
         return 128 + signal.SIGPIPE
     return code

@@ -190,9 +190,9 @@ class Restored:
             raise BadValue(f"the older versions of {name!r:.200} are no list")
         return older
 
-    def _stored(self, reference: Any, like: Tensor, what: str) -> str:
+    def _stored(self, reference: Any, like: Tensor, what: str, place: str | None = None) -> str:
         """The name of the tensor that a reference stands for."""
-        if isinstance(decode(reference, self._wanted_stand_in), Tensor):
+        if isinstance(decode(reference, self._wanted_stand_in, place), Tensor):
             name = str(reference["name"])
             if self._reader.manifest.tensors["training"][name].span.shape == tuple(like.shape):
                 return name
@@ -209,9 +209,9 @@ class Restored:
                     "goes on; with another one the newest weights can be taken alone: hydra_ext.load_model before the "
                     "pipeline is made)"
                 ]
-            for each in older:
+            for age, each in enumerate(older, 1):
                 if each is not None:
-                    self._stored(each, parameter, f"an older version of {name!r:.200}")
+                    self._stored(each, parameter, f"an older version of {name!r:.200}", f"{age} before/{name}")
         return []
 
     def _trained(self, stage: OwnStage) -> list[tuple[str, Tensor]]:
@@ -239,7 +239,7 @@ class Restored:
         """Opens what will be read here.
 
         Raises:
-            Removed: the checkpoint is no more.
+            CheckpointRemoved: the checkpoint is no more.
             TooManyFiles: not so many files can be open.
         """
         self._reader.hold(manifests.SECTIONS, self._only())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.checkpoint import optimizer_state, optimizer_values, strict_json
+from hydra_ext.checkpoint.optimizer_trials import Trials
 from hydra_ext.checkpoint.values import decode
 from hydra_ext.errors import UnsupportedState
 from hydra_ext.pipeline.update import same_setting
@@ -124,10 +125,12 @@ class StageState:
             BadValue: the next step would fail, or compute something else.
         """
         optimizer, content = self._optimizer, self._content
+        trials = Trials(optimizer)
         for known, group, saved in zip(self._known, optimizer.param_groups, content["groups"], strict=True):
             if known:
                 options = saved["options"]
-                optimizer_values.check_group(optimizer, group, self._name_of, options, content["state"], described)
+                state = content["state"]
+                optimizer_values.check_group(optimizer, group, self._name_of, options, state, described, trials)
 
     def restore(self) -> None:
         """Weights have to be there already."""

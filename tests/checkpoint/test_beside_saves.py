@@ -1,4 +1,4 @@
-"""Checkpoints are read while somebody saves into their folder: what is read is whole, and of one time."""
+"""Checkpoints are read while another process saves into their folder: what is read is whole, and of one time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from hydra_ext.checkpoint.folder import Folder
 from hydra_ext.checkpoint.verifying import verify
 from hydra_ext.construction import weight_files
 from hydra_ext.construction.recipes import fill
-from hydra_ext.errors import CheckpointError, CheckpointsInUse, WeightsError
+from hydra_ext.errors import CheckpointRemoved, CheckpointsInUse, TooManyFiles, WeightsError
 from support.checkpoints import Small
 from support.faulty_files import CountingFiles
 from support.saving_beside import InterruptedFiles, numbered, saver
@@ -71,7 +73,7 @@ def model_of(small: Small) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_run_is_loaded_whole_whenever_somebody_saves(strict: bool, tmp_path: Path) -> None:
+def test_a_run_is_loaded_whole_whenever_another_saves(strict: bool, tmp_path: Path) -> None:
     with Small() as theirs, Small() as ours:
         saving = Saver(theirs, tmp_path)
         saving.save()
@@ -87,7 +89,7 @@ def test_a_run_is_loaded_whole_whenever_somebody_saves(strict: bool, tmp_path: P
     assert n > 50
 
 
-def test_a_model_is_loaded_whole_whenever_somebody_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_loaded_whole_whenever_another_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Small() as theirs, Small() as ours:
         saving = Saver(theirs, tmp_path)
         saving.save()
@@ -104,7 +106,7 @@ def test_a_model_is_loaded_whole_whenever_somebody_saves(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_nothing_is_found_damaged_whenever_somebody_saves(
+def test_nothing_is_found_damaged_whenever_another_saves(
     keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Small() as theirs:
@@ -149,7 +151,7 @@ def test_readers_come_at_every_moment_of_a_save(tmp_path: Path) -> None:
 
 
 def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Path) -> None:
-    """Whoever named one gets it or an error: another one would not be what was asked for."""
+    """A caller that named one gets it or an error: another one would not be what was asked for."""
     with Small() as theirs, Small() as ours:
         Saver(theirs, tmp_path / "made").save()
         made = next((tmp_path / "made").iterdir())
@@ -163,7 +165,7 @@ def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Pa
             files = ours.run._files = InterruptedFiles(n, partial(discard, copy, made.name))
             try:
                 loaded = ours.run.load(copy / made.name)
-            except CheckpointError as error:
+            except CheckpointRemoved as error:
                 heard.append((str(error).partition(" was removed ")[0], all(map(torch.equal, ours.state(), before))))
                 continue
             assert loaded is not None
@@ -219,12 +221,40 @@ def test_too_many_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
         before = ours.state()
         for strict in (True, False):
             ours.run._files = Few()
-            with pytest.raises(CheckpointError, match=r"ulimit -n"):
+            with pytest.raises(TooManyFiles, match=r"ulimit -Hn"):
                 ours.run.load(tmp_path, strict=strict)
         assert all(map(torch.equal, ours.state(), before))
         monkeypatch.setattr(verifying, "Files", Few)
-        with pytest.raises(CheckpointError, match=r"ulimit -n"):
+        with pytest.raises(TooManyFiles, match=r"ulimit -Hn"):
             verify(tmp_path)
+
+
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """Five more can be open: those of two folders, and of three files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = (number for number in range(hard) if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, 5, None)), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("read", ["load", "load_model", "verify"])
+def test_more_files_than_the_soft_limit_are_read(read: str, tmp_path: Path) -> None:
+    with Small() as theirs, Small() as ours:
+        Saver(theirs, tmp_path).save()
+        with few_descriptors():
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            if read == "load":
+                assert ours.run.load(tmp_path) is not None
+            elif read == "load_model":
+                assert hydra_ext.load_model(tmp_path, ours.model).step == 1
+            else:
+                assert [verdict.state for verdict in verify(tmp_path)] == ["whole"]
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
@@ -236,12 +266,13 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
         assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_looks_whether_somebody_saves_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_whether_another_saves_stops_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looking = os.open(tmp_path, os.O_RDONLY)
     flock = fcntl.flock
+    tries = itertools.count()
 
     def looked(folder: int, how: int) -> None:
-        if how == fcntl.LOCK_EX:  # it waits
+        if how & fcntl.LOCK_EX and next(tries) == 2:
             flock(looking, fcntl.LOCK_UN)
         flock(folder, how)
 
@@ -254,6 +285,27 @@ def test_who_looks_whether_somebody_saves_stops_no_save(tmp_path: Path, monkeypa
             theirs.run.save(tmp_path)
     os.close(looking)
     assert [verdict.state for verdict in verify(tmp_path)] == ["whole"]
+
+
+def test_one_of_two_savers_does_not_wait_for_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one comes while this one has found that the folder is only looked at."""
+    looking, one, other = (os.open(tmp_path, os.O_RDONLY) for _ in range(3))
+    flock = fcntl.flock
+    locked: list[bool] = []
+
+    def meanwhile(folder: int, how: int) -> None:
+        assert how == fcntl.LOCK_UN or how & fcntl.LOCK_NB, "it waits"
+        flock(folder, how)
+        if (folder, how) == (one, fcntl.LOCK_UN):
+            flock(looking, fcntl.LOCK_UN)
+            locked.append(Files().lock(other))
+
+    flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    monkeypatch.setattr(files_module.fcntl, "flock", meanwhile)
+    locked.append(Files().lock(one))
+    assert locked == [True, False]
+    for descriptor in (looking, one, other):
+        os.close(descriptor)
 
 
 def test_another_process_saves_without_end(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(run: hydra_ex
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
-def test_what_nobody_could_read_is_not_saved(
+def test_what_no_reader_would_take_is_not_saved(
     run: hydra_ext.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run.save(tmp_path)
@@ -87,7 +87,7 @@ def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_pa
         second._files = Slow()
         with beside(lambda: second.save(tmp_path), until=leave):
             assert entered.wait(60)
-            with pytest.raises(CheckpointsInUse, match="somebody else is saving"):
+            with pytest.raises(CheckpointsInUse, match="another process is saving"):
                 run.save(tmp_path)
     run.save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
@@ -96,7 +96,7 @@ def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_pa
 def test_what_is_not_ours_stays(run: hydra_ext.Run, tmp_path: Path) -> None:
     foreign = tmp_path / "step-00000007"
     foreign.mkdir()
-    (foreign / "model.safetensors").write_text("somebody's")
+    (foreign / "model.safetensors").write_text("foreign")
     (tmp_path / "step-00000008").symlink_to(foreign)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-00000009").mkdir()  # empty

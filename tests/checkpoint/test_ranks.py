@@ -40,6 +40,11 @@ def test_every_rank_hears_of_an_error(tmp_path: Path) -> None:
     assert [verdict.state for verdict in verify(tmp_path / "ckpt")] == ["whole"]
 
 
+def test_ranks_without_a_shared_folder_hear_so(tmp_path: Path) -> None:
+    for heard in run_ranks(bodies.apart, tmp_path / "ckpt", folder=tmp_path):
+        assert "is not the same on all ranks: give a shared folder" in heard
+
+
 def test_a_signal_to_one_rank_ends_both_behind_a_save(tmp_path: Path) -> None:
     assert run_ranks(bodies.terminated, tmp_path / "ckpt", folder=tmp_path) == [[143, 3, 0], [143, 3, 0]]
     assert hydra_ext.load_model(tmp_path / "ckpt", bodies.JOB.make(0).model).step == 3

@@ -233,7 +233,7 @@ def test_optimizers_that_no_checkpoint_holds(make: Any, message: str, tmp_path: 
     assert not (tmp_path / "ckpt").exists()
 
 
-def test_a_generator_of_numpys_that_somebody_replaced(run: hydra_ext.Run, tmp_path: Path) -> None:
+def test_a_generator_of_numpys_that_was_replaced(run: hydra_ext.Run, tmp_path: Path) -> None:
     before = numpy.random.get_bit_generator()
     try:
         numpy.random.set_bit_generator(numpy.random.PCG64())

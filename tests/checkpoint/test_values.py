@@ -31,6 +31,7 @@ VALUES: list[Any] = [
     Counter({"a": 2, "b": 0}),
     torch.bfloat16,
     [TENSOR, {"deep": TENSOR}],
+    ({1: TENSOR, (2, 3.5): [TENSOR]}, Counter({"a": TENSOR})),
 ]
 
 
@@ -38,7 +39,7 @@ def there_and_back(value: Any) -> Any:
     encoder = Encoder()
     text = json.dumps(encoder.encode(value, "value"), allow_nan=False)
     tensors: dict[str, Tensor] = {entry.name: entry.fetch() for entry in encoder.entries}
-    return decode(json.loads(text), tensors.__getitem__)
+    return decode(json.loads(text), tensors.__getitem__, "value")
 
 
 def shape(value: Any) -> Any:
@@ -53,6 +54,22 @@ def shape(value: Any) -> Any:
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_what_was_given_comes_back(value: Any) -> None:
     assert shape(there_and_back(value)) == shape(value)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda value: [None, value],
+        lambda value: {"a": value},
+        lambda value: {"$": "tuple", "items": [None, value]},
+        lambda value: {"$": "dict", "items": [[1, value]]},
+    ],
+)
+def test_a_tensor_of_another_place_is_refused(wrap: Any) -> None:
+    value = wrap({"$": "tensor", "name": "value/b"})
+    with pytest.raises(BadValue, match="'value/b', which belongs elsewhere"):
+        decode(value, lambda _: TENSOR, "value")
+    decode(value, lambda _: TENSOR)
 
 
 def test_no_number_stays_one() -> None:

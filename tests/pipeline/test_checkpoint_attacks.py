@@ -20,6 +20,7 @@ from support.ranks import run_ranks
 
 WEIGHT = "0.0.embedding.weight"
 NORM = "0.1.norm.weight"
+BIAS = "0.1.norm.bias"
 
 
 def pipeline() -> Pipeline:
@@ -49,6 +50,7 @@ LIES = {
     "a version that is a type": put("versions", WEIGHT, value=[{"$": "dtype", "name": "float32"}]),
     "a version that is not there": put("versions", WEIGHT, value=[{"$": "tensor", "name": "none"}]),
     "another tensor's version": put("versions", WEIGHT, value=[{"$": "tensor", "name": f"1 before/{NORM}"}]),
+    "another tensor's version of its shape": put("versions", NORM, value=[{"$": "tensor", "name": f"1 before/{BIAS}"}]),
     "too few versions": put("versions", WEIGHT, value=[]),
     "progress": put("pipeline", value=3),
     "no progress": put("pipeline", value={}),
@@ -70,6 +72,10 @@ LIES = {
     "a moment of another shape": put(
         "optimizer", "state", WEIGHT, "exp_avg", value={"$": "tensor", "name": f"{NORM}/exp_avg"}
     ),
+    "another moment": put(
+        "optimizer", "state", WEIGHT, "exp_avg", value={"$": "tensor", "name": f"{WEIGHT}/exp_avg_sq"}
+    ),
+    "another's moment": put("optimizer", "state", NORM, "exp_avg", value={"$": "tensor", "name": f"{BIAS}/exp_avg"}),
     "no moments": put("optimizer", "state", NORM, value={"step": 1.0}),
     "a rate that is text": put("optimizer", "groups", 0, "options", "lr", value="x"),
     "betas of 2": put("optimizer", "groups", 0, "options", "betas", value=[2.0, 2.0]),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 import hydra_ext
 from hydra_ext.errors import HydraError
@@ -82,6 +85,25 @@ def failures(rank: int, folder: Path) -> list[str]:
         heard.append(said(lambda: run.load(folder, schedule=made.schedule)))
         made.steps(1)
     return heard
+
+
+def apart(rank: int, folder: Path) -> str:
+    """Each has a folder of its own, and only the first one's has a checkpoint."""
+    made = JOB.make(rank)
+    own = folder / str(rank)
+    with offloaded(made) as run:
+        made.steps(1)
+        run.save(folder / "both", schedule=made.schedule)
+        if rank == 0:
+            shutil.copytree(folder / "both", own)
+        else:
+            own.mkdir()
+        dist.barrier()
+        try:
+            run.load(own, schedule=made.schedule)
+        except HydraError as error:
+            return str(error)
+    return "loaded"
 
 
 def terminated(rank: int, folder: Path) -> list[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hydra_ext.pipeline import links as pipeline_links
@@ -77,11 +78,17 @@ def crossing_bytes(layout: Any, number: int) -> int:
 
 
 def exchange(
-    rank: int, programs: Sequence[tuple[Sequence[int], Sequence[int]]], most_abandoned: int = 1000
+    rank: int,
+    programs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    most_abandoned: int = 1000,
+    in_step: bool = False,
 ) -> list[dict[str, Any]]:
     """For each program what arrived wrong, and what was received ahead.
 
     A program is a layout for each message, and for each how many messages are expected ahead of it when it is taken.
+
+    Args:
+        in_step: each message is sent once it is expected, so that its header comes after its receives are posted.
     """
     pipeline_links._MOST_ABANDONED = most_abandoned
     results = []
@@ -93,24 +100,28 @@ def exchange(
         if isinstance(end, Outbox):
             for index, layout in enumerate(chosen):
                 there = tensors(layout, index)
+                if in_step:
+                    dist.barrier()
                 flags = tuple(tensor is not None and index % 2 == 0 for tensor in there)
                 end.put(Message(number, index, len(chosen), there, flags, f"of {len(there)}"))
             end.flush()
             results.append({})
         elif isinstance(end, Inbox):
-            results.append(_receive(end, chosen, ahead))
+            results.append(_receive(end, chosen, ahead, in_step=in_step))
         links.close(20.0)
         watch.end()
     return results
 
 
-def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int]) -> dict[str, Any]:
+def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int], *, in_step: bool) -> dict[str, Any]:
     expected = 0
     wrong = []
     for index, layout in enumerate(layouts):
         while expected < min(index + 1 + ahead[index], len(layouts)):
             inbox.expect()
             expected += 1
+        if in_step:
+            dist.barrier()
         message = inbox.take()
         wanted = tensors(layout, index)
         if len(message.tensors) != len(wanted) or message.microbatch != index:

@@ -148,7 +148,7 @@ class Leaves(Stack):
 
 
 class ReadsTable(Stack):
-    """A constant of nobody's, of which it takes as much as it needs."""
+    """A constant of no module's, of which it takes as much as it needs."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

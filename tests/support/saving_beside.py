@@ -22,12 +22,12 @@ from support import damaged
 from support.faulty_files import CountingFiles
 from support.pipeline_save_failures import own, pipeline, step
 
-LIMIT_SECONDS = 60
+LIMIT_SECONDS = 300
 NEVER = 10**9
 
 
 class InterruptedFiles(CountingFiles):
-    """Somebody works before the n-th operation, from 1; before each one if ``n`` is None."""
+    """Another one works before the n-th operation, from 1; before each one if ``n`` is None."""
 
     def __init__(self, n: int | None, work: Callable[[], object]) -> None:
         super().__init__()

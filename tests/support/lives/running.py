@@ -144,6 +144,8 @@ def _refused(step: Op, error: Exception, ours: Side, plain: Side, outcome: Outco
 
     Gradients are dropped, as after any error, and random states and buffers are those from before.
     """
+    if step.name in ("save", "load") and isinstance(error, HydraError):  # what was saved can be loaded
+        return [f"{type(error).__name__}: {error}"]
     outcome.refusals.append(f"{step.name}: {type(error).__name__}: {error}")
     outcome.made[step.name] += 1
     error.__traceback__ = None
