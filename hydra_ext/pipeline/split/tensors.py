@@ -74,7 +74,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
-    """What nobody would take for a result."""
+    """What cannot be taken for a result."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min

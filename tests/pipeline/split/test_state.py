@@ -131,7 +131,7 @@ def test_what_the_function_carries_outside_of_the_model_is_refused() -> None:
     assert all("kept outside the model" in boundary.reasons[0] for boundary in rehearsal.boundaries[1:6])
 
 
-def test_a_table_that_was_there_before_is_nobodys_to_carry() -> None:
+def test_a_table_that_was_there_before_is_not_to_be_carried() -> None:
     assert possible_cuts(ReadsTables(), Tables()) == [1, 2, 3, 4, 5]
 
 
