@@ -74,11 +74,6 @@ $(VENV)/.deps-test: $(VENV)/.deps
 	$(PIP) -r $(VENV)/requirements-test.txt
 	@touch $@
 
-$(VENV)/.deps-mutants: $(VENV)/.deps-test
-	$(PYTHON) tools/requirements.py mutants > $(VENV)/requirements-mutants.txt
-	$(PIP) -r $(VENV)/requirements-mutants.txt
-	@touch $@
-
 $(VENV)/.deps-dev: $(VENV)/.deps
 	$(PYTHON) tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) -r $(VENV)/requirements-dev.txt
@@ -136,10 +131,10 @@ check-cuda: $(VENV)/.deps
 no-nvcc:
 	@echo "no nvcc here: the CUDA sources were not compiled"
 
-# Goes on where an earlier run was stopped, as long as sources and tests are the same. MUTANTS are further options.
+# Goes on where an earlier run was stopped: what has not changed since keeps its results. MUTANTS are further options.
 COUNT ?= 200
 SEED  ?= 1
-mutants: $(BUILD)/.built $(VENV)/.deps-mutants
+mutants: $(BUILD)/.built $(VENV)/.deps-test
 	cd tests && PYTHONPATH=$(CURDIR)/tools $(PYTHON) -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
 
 # ---- GPU: what is asked for here fails where there is none ----------------------------------------------------------

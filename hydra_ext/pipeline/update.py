@@ -156,7 +156,7 @@ class OptimizerStep:
 
 
 def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether its steps can be made while something else runs: no user's code sees them, nor do they draw random numbers."""
+    """Whether its steps can be made while something else runs: no user's code sees them, nor do they draw numbers."""
     if optimizer is None or not _is_native(optimizer):
         return False
     return all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
