@@ -78,11 +78,6 @@ $(VENV)/.deps-test: $(VENV)/.deps
 	$(PIP) -r $(VENV)/requirements-test.txt
 	@touch $@
 
-$(VENV)/.deps-mutants: $(VENV)/.deps-test
-	$(PYTHON) tools/requirements.py mutants > $(VENV)/requirements-mutants.txt
-	$(PIP) -r $(VENV)/requirements-mutants.txt
-	@touch $@
-
 $(VENV)/.deps-dev: $(VENV)/.deps
 	$(PYTHON) tools/requirements.py dev > $(VENV)/requirements-dev.txt
 	$(PIP) -r $(VENV)/requirements-dev.txt
@@ -165,10 +160,10 @@ check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; 
 	$(CMAKE) -B $(BUILD)-cuda -DPython_EXECUTABLE=$(PYTHON) -DHYDRA_CUDA=CHECK
 	cmake --build $(BUILD)-cuda --target hydra_cuda
 
-# Goes on where an earlier run was stopped, as long as sources and tests are the same. MUTANTS are further options.
+# Goes on where an earlier run was stopped: what has not changed since keeps its results. MUTANTS are further options.
 COUNT ?= 200
 SEED  ?= 1
-mutants: $(VENV)/.deps-mutants ## small faults in package and engine, which tests are to find: hours; COUNT=200 SEED=1
+mutants: $(VENV)/.deps-test ## small faults in package and engine, which tests are to find: hours; COUNT=200 SEED=1
 	$(call venv_beside,build/mutants-venv)
 	$(PYTHON) -m pip --python build/mutants-venv/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
 	cd tests && PYTHONPATH=$(CURDIR)/tools ../build/mutants-venv/bin/python -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)

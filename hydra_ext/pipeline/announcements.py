@@ -58,7 +58,7 @@ class Announcements:
         output.resolve(stacked, tuple(metrics))
 
     def _expect(self, output: PipelineOutput) -> None:
-        """Of one step, by a rank that listens. Which nobody refers to is not kept."""
+        """Of one step, by a rank that listens. One that nothing refers to is not kept."""
         if self._inbox is None:
             return
         self._inbox.expect()

@@ -107,7 +107,7 @@ class Engine:
             self._connect()
             self.announcements, self._announcers = self._connect_announcements()
             self._partners = self._meet(counts)
-        except BaseException as error:  # re-raised: nobody calls close() after this
+        except BaseException as error:  # re-raised: no close() is called after this
             watch.fail_with(error)  # before the others miss this rank's connections
             self._links.close(TO_END)
             if self.tier is not None:

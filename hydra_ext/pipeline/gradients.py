@@ -159,7 +159,7 @@ class Reducer:
                     self._watch.wait_for_cause()
                 self._fail(batch, str(error))
                 return
-            except Exception as error:  # noqa: BLE001 - whoever waits has to hear of it
+            except Exception as error:  # noqa: BLE001 - what waits has to hear of it
                 self._fail(batch, describe_error(error))
                 return
             self.reductions.append(Reduction(batch.batch, start, time.perf_counter()))

@@ -17,7 +17,7 @@ from hydra_ext.pipeline.channel import FOREVER
 from hydra_ext.pipeline.watch import Watch
 
 _PIECE = 2**26  # bytes
-_UNUSED_TAG = 2**31 - 1  # nobody sends with it
+_UNUSED_TAG = 2**31 - 1  # no rank sends with it
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class Groups:
         self._made.clear()
 
     def abort(self) -> None:
-        """After a failure has been entered, and without the others: whoever waits in a group of gloo's, here or there,
-        gets an error, and it is gone. Others stay until the process ends."""
+        """After a failure has been entered, and without the others: what waits in a group of gloo's, here or there,
+        gets an error, and the group is gone. Others stay until the process ends."""
         for group in self._made:
             try:
                 backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))

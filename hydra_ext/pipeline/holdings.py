@@ -114,7 +114,7 @@ def agreed(
         everyone: what each rank of the first replica holds, as :meth:`Held.as_json` says it; by rank.
 
     Raises:
-        UnsupportedState: nobody has a tensor as it should be.
+        UnsupportedState: no rank has a tensor as it should be.
     """
     holders: dict[str, list[tuple[tuple[int, int], int, list[str], bool, bool]]] = {}
     for rank, said in enumerate(everyone):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.channel import write_counts
-from hydra_ext.state.layout import copied
+from hydra_ext.state.copies import copied_together, sharing
 
 
 def twice(microbatch: Any) -> Iterator[Any]:
@@ -20,50 +20,49 @@ def twice(microbatch: Any) -> Iterator[Any]:
     Raises:
         StateError: from the second: a tensor in it that requires a gradient, and therefore is no copy, has changed.
     """
-    kept = _Copy()
-    copied = kept.of(microbatch)
+    kept = _Copy(microbatch)
     yield microbatch
     del microbatch
     kept.check()
-    yield copied
+    yield kept.made
 
 
 class _Copy:
-    """Of tensors in nested containers, and in attributes of objects there; what is deeper in objects is not copied."""
+    """Of tensors in nested containers, and in attributes of objects there; what is deeper in objects is not copied.
 
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+    What shares memory with a tensor that requires a gradient is no copy, either.
+    """
+
+    def __init__(self, microbatch: Any) -> None:
+        found: dict[int, Tensor] = {}
+        _mapped(microbatch, lambda tensor: found.setdefault(id(tensor), tensor))
         self._themselves: list[Tensor] = []
-        self._counts: list[int] = []
-
-    def of(self, value: Any, *, objects: bool = True) -> Any:
-        leaves, tree = tree_flatten(value)
-        return tree_unflatten([self._leaf(leaf, objects) for leaf in leaves], tree)
-
-    def _leaf(self, leaf: Any, objects: bool) -> Any:
-        if isinstance(leaf, Tensor):
-            return self._tensor(leaf)
-        attributes = getattr(leaf, "__dict__", {})
-        if not objects or not any(isinstance(each, Tensor) for each in tree_leaves(attributes)):
-            return leaf
-        made = copy.copy(leaf)
-        made.__dict__.update(self.of(dict(attributes), objects=False))
-        return made
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        """One in several places is one again."""
-        if tensor.requires_grad:
-            self._themselves.append(tensor)
-            self._counts += write_counts([tensor])
-            return tensor
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, copied(tensor)
-        return self._made[id(tensor)][1]
+        for group in sharing(found.values()):
+            if any(tensor.requires_grad for tensor in group):
+                self._themselves += group
+            else:
+                found.update(zip(map(id, group), copied_together(group), strict=True))
+        self._counts = write_counts(self._themselves)
+        self.made = _mapped(microbatch, lambda tensor: found[id(tensor)])
 
     def check(self) -> None:
-        self._made.clear()
         if write_counts(self._themselves) != self._counts:
             raise StateError(
                 "a tensor of a microbatch was written to before its forward was run again, as recompute=True does just "
                 "before the backward: write to it after the next step, or after pipe.drain()"
             )
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], *, objects: bool = True) -> Any:
+    def leaf(held: Any) -> Any:
+        if isinstance(held, Tensor):
+            return change(held)
+        attributes = getattr(held, "__dict__", {})
+        if not objects or not any(isinstance(each, Tensor) for each in tree_leaves(attributes)):
+            return held
+        made = copy.copy(held)
+        made.__dict__.update(_mapped(dict(attributes), change, objects=False))
+        return made
+
+    leaves, tree = tree_flatten(value)
+    return tree_unflatten(list(map(leaf, leaves)), tree)

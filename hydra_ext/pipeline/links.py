@@ -141,7 +141,7 @@ class Outbox:
             self._channel.wait(self._channel.send_words(messages.end_of_messages()))
         except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
             self._watch.fail(Failure(self._watch.rank, f"sending {self.log.link}", describe_error(error)))
 
 
@@ -249,7 +249,7 @@ class Inbox:
         except TransportError as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the link has to hear of it
+        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
             self._watch.fail(Failure(self._watch.rank, f"receiving {self.log.link}", describe_error(error)))
         finally:
             with self._watch.changed:
@@ -348,7 +348,7 @@ class Links:
                 end.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to; messages under way arrive. After a failure nobody waits for another rank."""
+        """All ranks have to; messages under way arrive. After a failure no rank waits for another."""
         if self._watch.failure is None:
             for kind in (Outbox, Inbox):
                 for end in self._ends:

@@ -142,7 +142,7 @@ def _refuse_shared_statistics(stages: dict[int, nn.Module]) -> None:
 
 
 def _shared(modules: Sequence[StageModule], own: Sequence[Part]) -> tuple[dict[int, int | None], ...]:
-    """Those of stages that were given as modules: of functions nobody knows what they will build elsewhere."""
+    """Those of stages that were given as modules: what functions will build elsewhere cannot be known."""
     users: dict[nn.Parameter, dict[int, int | None]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):

@@ -1,6 +1,6 @@
 """Saving a pipeline, and going on from what was saved: the part of :class:`hydra_ext.Pipeline` that users see.
 
-What does it is imported by whoever uses it: nobody else waits for that.
+The modules behind it are imported at the first use: other programs do not wait for them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Resumable(ABC):
         pipeline's ``seed`` becomes that of the checkpoint. Gradients are dropped.
 
         Args:
-            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
+            folder: of checkpoints, into which another process may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule: what :meth:`save` was given.
 

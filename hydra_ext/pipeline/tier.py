@@ -87,7 +87,7 @@ class Tier:
         self.run = Run(root, layout, core, budget=budget, place=place)
         try:
             self.run.open(None, arena)
-        except BaseException:  # re-raised: nobody calls close() after this
+        except BaseException:  # re-raised: no close() is called after this
             self.run.close()
             raise
 

@@ -108,7 +108,7 @@ class OptimizerStep:
 
     @property
     def writes_elsewhere(self) -> bool:
-        """What has begun does, whoever has hooked himself in since."""
+        """What has begun does, whatever hooks were added since."""
         return self._behind is not None or _is_native(self._optimizer)
 
     @torch.no_grad()
@@ -156,14 +156,14 @@ class OptimizerStep:
 
 
 def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether its steps can be made while something else runs: nobody's code is to see them, nor random numbers."""
+    """Whether its steps can be made while something else runs: no user's code sees them, nor do they draw numbers."""
     if optimizer is None or not _is_native(optimizer):
         return False
     return all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_native(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are native ones with nobody else's code inside.
+    """Whether its steps are native ones without other code inside.
 
     Hooks, and a ``step()`` that overrides the native one, see the gradients that are applied, and weights in the
     parameters: the newest before the step, those that it has made after it. What they write there counts.

@@ -7,10 +7,10 @@ and no graph ever sees a tensor whose memory changes under it.
 
 An update writes the next version into the memory of the version that nothing uses any more, and the user's parameters
 are then pointed at it: a native optimizer (:mod:`hydra_ext.optim`) reads the newest version and writes the next one;
-any other, and one that somebody has hooked himself into, updates in place, so that the newest is copied there first.
+any other, and one with hooks, updates in place, so that the newest is copied there first.
 Where a single version is alive the user's parameters are the leaves themselves, and are updated in place.
 
-Weights that somebody else writes to are noticed by autograd's version counters.
+Writes of others to weights are noticed by autograd's version counters.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class StageWeights:
         """The modules have this version's leaves.
 
         Raises:
-            StateError: somebody has written to this version since it was made.
+            StateError: this version was written to since it was made.
         """
         slot = self._slot_of[version]
         if self._alive > 1:
@@ -143,7 +143,7 @@ class StageWeights:
         Only where several versions are alive, and nothing uses the one before the oldest of them any more.
 
         Raises:
-            StateError: somebody has written to the user's parameters.
+            StateError: the user's parameters were written to.
         """
         self.check_own()
         leaves = self._slots[self._retired(version)].leaves
@@ -153,7 +153,7 @@ class StageWeights:
         """Makes version ``version`` from the newest; without a step both are the same weights.
 
         Raises:
-            StateError: somebody has written to the user's parameters.
+            StateError: the user's parameters were written to.
         """
         self.check_own()
         current = self._slot_of[self.newest]
@@ -173,8 +173,8 @@ class StageWeights:
     def check_own(self) -> None:
         """
         Raises:
-            StateError: somebody has written to the user's parameters since the last update, though another version is
-                alive beside them.
+            StateError: the user's parameters were written to since the last update, though another version is alive
+                beside them.
         """
         if self._alive == 1:
             return

@@ -188,7 +188,7 @@ class Watch:
                 self._store.delete_key(f"met {where}/{self.rank}")
 
     def part(self) -> None:
-        """The last meeting, and the end of this watch: nobody needs the others any more, who may end as they like.
+        """The last meeting, and the end of this watch: no rank needs the others any more, which may end as they like.
 
         Raises:
             RankFailed: as at any meeting.
@@ -209,7 +209,7 @@ class Watch:
         self._ended.set()
         self._moved.set()
         if self._store is not None and threading.current_thread() is not self._thread:
-            with suppress(RuntimeError):  # whoever holds the store may have ended already
+            with suppress(RuntimeError):  # the process that holds the store may have ended already
                 self._store.set(f"alive/{self.rank}", "ended")
             self._thread.join(timeout=self.patience)
 

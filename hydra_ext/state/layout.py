@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 64  # bytes: torch's memory begins at a multiple, and no vector register is longer
-_ROOM = 3  # times the memory of its elements that a copy may take, before its gaps are closed up
+ALIGNMENT = 64  # bytes: torch's memory begins at a multiple, and no vector register is longer
+ROOM = 3  # times the memory of its elements that a copy may take, before its gaps are closed up
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Layout:
         dimensions overlap, too, the copy is contiguous.
         """
         itemsize = tensor.itemsize
-        made = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % _ALIGNMENT // itemsize)
-        if tensor.is_contiguous() or made.extent <= _ROOM * made._elements:
+        made = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT // itemsize)
+        if tensor.is_contiguous() or made.extent <= ROOM * made._elements:
             return made
-        closer = _closer(made.size, made.stride, max(1, _ALIGNMENT // itemsize))
+        closer = _closer(made.size, made.stride, max(1, ALIGNMENT // itemsize))
         return replace(made, stride=closer or _contiguous(made.size))
 
     @cached_property
@@ -91,10 +91,10 @@ class Layout:
             if self.stride == tensor.stride() and self.packed is self:
                 memory(made).copy_(memory(tensor))
             else:
-                self._once(made).copy_(self._once(tensor.detach()))
+                self.once(made).copy_(self.once(tensor.detach()))
         return made
 
-    def _once(self, tensor: Tensor) -> Tensor:
+    def once(self, tensor: Tensor) -> Tensor:
         """Each element in one place."""
         for dimension, stride in enumerate(self.stride):
             if stride == 0 and self.size[dimension] > 1:

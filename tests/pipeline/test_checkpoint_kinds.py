@@ -1,4 +1,4 @@
-"""Every kind of pipeline goes on from its checkpoint, which holds the same whoever saves it."""
+"""Every kind of pipeline goes on from its checkpoint, which holds the same from each of them."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def known_to_have_failed() -> Pipeline:
     return pipe
 
 
-def test_a_failure_that_nobody_was_told_of_is_an_error_of_the_end() -> None:
+def test_a_failure_that_no_rank_was_told_of_is_an_error_of_the_end() -> None:
     pipe = known_to_have_failed()
     with pytest.raises(RankFailed, match="rank 1 has failed: its process has ended"):
         pipe.close()

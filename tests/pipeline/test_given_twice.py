@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from hydra_ext.errors import StateError
+from hydra_ext.pipeline.kept import twice
 from support import given_twice
 from support.ranks import run_ranks
 
@@ -27,3 +30,20 @@ def test_tensors_that_require_gradients_get_them(tmp_path: Path) -> None:
 def test_and_may_not_be_written_to_before(tmp_path: Path) -> None:
     for _, error in run_ranks(given_twice.gradients, True, folder=tmp_path):
         assert "was written to before its forward was run again" in error
+
+
+def test_what_shares_memory_with_a_tensor_that_wants_a_gradient_is_no_copy() -> None:
+    x = torch.ones(4, requires_grad=True)
+    y = torch.zeros(4)
+    given = twice({"x": x, "y": y, "same": y, "half": x.detach()[2:]})
+    first = next(given)
+    first["y"].fill_(1)
+    second = next(given)
+    assert second["x"] is x
+    assert second["half"] is first["half"]
+    assert second["same"] is second["y"]
+    assert second["y"].tolist() == [0, 0, 0, 0]
+    given = twice({"x": x, "half": x.detach()[2:]})
+    next(given)["half"].fill_(2)
+    with pytest.raises(StateError, match="was written to before its forward was run again"):
+        next(given)

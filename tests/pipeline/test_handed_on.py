@@ -1,4 +1,4 @@
-"""What a stage hands on arrives as it was then, whoever writes to that memory later; and nothing is kept for ever."""
+"""What a stage hands on arrives as it was then, whatever writes to that memory later; and nothing is kept for ever."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_whole_batch_is_cut_into_microbatches() -> None:
 def test_whether_a_norm_comes_in_time_is_known_of_the_schedule() -> None:
     for schedule, refused in (("pipedream", True), ("2bw", False), ("1f1b", False)):
         with make_pipe(schedule=schedule, microbatches=1) as pipe:
-            pipe.step(data(1), pipelines.loss_of, max_norm=1.0)  # one stage: nobody to wait for
+            pipe.step(data(1), pipelines.loss_of, max_norm=1.0)  # one stage: no rank to wait for
         found = make(schedule, stages=3, microbatches=1 if refused else 4)
         assert norm_comes_in_time(found) is not refused
 
@@ -177,7 +177,7 @@ def test_what_two_stages_may_not_have_in_common_is_refused() -> None:
                 make_pipe(stages=stages, schedule=schedule)
 
 
-def test_stages_of_one_rank_may_have_in_common_what_nobody_writes_to() -> None:
+def test_stages_of_one_rank_may_have_in_common_what_is_not_written_to() -> None:
     head, *_, tail = pipelines.make_stages(3)
     frozen = nn.Sequential(nn.Tanh(), nn.Linear(pipelines.WIDTH, pipelines.WIDTH)).requires_grad_(False)
     stages = [nn.Sequential(head, frozen), nn.Sequential(frozen, tail)]

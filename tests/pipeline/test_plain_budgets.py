@@ -12,6 +12,7 @@ from support.plain_budgets import MICROBATCHES, STEPS, Case, check, train_all
 from support.plain_inputs import SUBJECTS
 from support.ranks import run_ranks
 
+VIEWS = "written views"  # without a budget: a call's tensors come to the device one by one, as by Tensor.to
 CALLED_TWICE = "conditioned"  # with twice the activations, which leave no such budget that weights make room
 
 
@@ -20,6 +21,23 @@ def _check_all(cases: Sequence[Case], folder: Path) -> list[list[dict[str, Any]]
     for case, *results in zip(cases, *ranks, strict=True):
         check(case, results)
     return ranks
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_views_of_one_memory_stay_so_in_one_process(stages: int, recompute: bool) -> None:
+    case = Case(VIEWS, "gpipe" if stages == 1 else "interleaved", stages=stages, recompute=recompute)
+    check(case, [*train_all(0, [case])])
+
+
+def test_views_of_one_memory_stay_so_on_two_ranks(tmp_path: Path) -> None:
+    kinds = [("gpipe", 2), ("interleaved", 4)]
+    cases = [
+        Case(VIEWS, schedule, stages=stages, recompute=recompute)
+        for schedule, stages in kinds
+        for recompute in (False, True)
+    ]
+    _check_all(cases, tmp_path)
 
 
 def test_a_shape_may_come_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
@@ -39,7 +57,7 @@ def test_a_shape_may_come_up_in_the_middle_of_a_step(tmp_path: Path) -> None:
 
 
 def test_however_inputs_are_given(tmp_path: Path) -> None:
-    cases = [Case(name, budget=49_152) for name in SUBJECTS if name != CALLED_TWICE]
+    cases = [Case(name, budget=49_152) for name in SUBJECTS if name not in (CALLED_TWICE, VIEWS)]
     _check_all([*cases, Case(CALLED_TWICE, budget=90_000, evicts=False)], tmp_path)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hydra_ext.pipeline.watch import Watch
 
-PATIENCE = 3600.0  # seconds that nobody may need
+PATIENCE = 3600.0  # seconds that no test may need
 
 
 @pytest.fixture

@@ -44,10 +44,17 @@ class Case:
 def data_of(case: Case, step: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(step)
     rows = islice(cycle(SHAPES[: case.kinds]), step, step + MICROBATCHES)  # another shape begins each step
+    views = case.subject == "written views"
+
+    def inputs(n: int) -> tuple[Tensor, Tensor]:
+        if not views:
+            return torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)
+        both = torch.randn(n, WIDTH + 1, generator=generator)
+        return both[:, :-1], both[:, 1:]
+
     return [
         {
-            "x": torch.randn(n, WIDTH, generator=generator),
-            "other": torch.randn(n, WIDTH, generator=generator),
+            **dict(zip(("x", "other"), inputs(n), strict=True)),
             "late": torch.randn(1, generator=generator),
             "ids": torch.randint(WIDTH, (n,), generator=generator),
             "positions": torch.randperm(n, generator=generator),

@@ -113,6 +113,14 @@ class WritesInput(Stack):
         return super().forward(x)
 
 
+class WritesBeside(BetweenBlocks):
+    """Writes to one of its inputs, which may show in the other."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, other: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return super().forward(x, mask, other=other)
+
+
 class WritesNumbers(Stack):
     def forward(self, ids: Tensor) -> Tensor:
         ids.add_(1).remainder_(WIDTH)
@@ -265,6 +273,7 @@ SUBJECTS: dict[str, Subject] = {
     "numbers": Subject(OfNumbers, lambda m, mb: _loss(m(mb["ids"], mb["positions"]), mb["labels"])),
     "written": Subject(WritesInput, _written),
     "written, the microbatch's": Subject(WritesInput, _written_given),
+    "written views": Subject(WritesBeside, lambda m, mb: _loss(m(mb["x"], other=mb["other"]), mb["labels"])),
     "written numbers": Subject(WritesNumbers, lambda m, mb: _loss(m(mb["ids"]), mb["labels"])),
     "written late": Subject(WritesLate, _written_late),
     "left": Subject(Leaves, _left),

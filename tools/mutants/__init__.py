@@ -10,8 +10,10 @@ knows C++.
 
 Python mutants are drawn (:mod:`mutants.drawing`) from all that the operators make of a source
 (:mod:`mutants.operators`). Each is tried in a copy of the package, against the tests that execute its line
-(:mod:`mutants.reach`), fastest first. The engine's are a table (:mod:`mutants.engine_table`), each with the tests to
-try first. Whatever survives is put into one package and meets the whole suite: every test that fails there is run
-against each survivor by itself (:mod:`mutants.survivors`). Results are kept by mutant and by the content of sources
-and tests, so that a stopped run goes on where it was.
+(:mod:`mutants.reach`), fastest first. The engine's are a table (:mod:`mutants.engine_core`,
+:mod:`mutants.engine_torch`), each with the tests to try first. Whatever survives is put into one package and meets the
+whole suite: every test that fails there is run against each survivor by itself (:mod:`mutants.survivors`).
+
+A stopped run goes on where it was, and a later one, too: a result is kept while the mutated file stands, and the file
+of the test that killed it or, of a survivor, the whole suite (:mod:`mutants.results`).
 """

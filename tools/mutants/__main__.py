@@ -8,12 +8,11 @@ import signal
 from pathlib import Path
 
 from mutants import drawing, engine_trials, reach, report, survivors, trials
-from mutants.packages import Packages, digest
+from mutants.packages import Packages
 from mutants.python_trials import Judge, try_all
 from mutants.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = (".py", ".cpp", ".h", ".cu")
 
 
 def options() -> argparse.Namespace:
@@ -23,11 +22,16 @@ def options() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=200, help="of the Python package's mutants that are drawn")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="runs of tests, or of the compiler, at a time")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="where results are kept")
-    parser.add_argument("--reach", type=Path, help="the map of an earlier run, used as it is (default: made anew)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="where all is kept")
+    parser.add_argument("--results", type=Path, help="where results are kept (default: results.jsonl in the folder)")
+    parser.add_argument("--reach", type=Path, help="the map of an earlier run, used as it is (default: the folder's)")
     parser.add_argument("--report", type=Path, help="the Markdown to write (default: report.md in the folder)")
     parser.add_argument(
-        "--parts", nargs="*", choices=("python", "engine", "suite"), default=["python", "engine", "suite"]
+        "--parts",
+        nargs="+",
+        choices=("reach", "python", "engine", "suite"),
+        default=["python", "engine", "suite"],
+        help="reach alone makes the map of tests and lines, which the others need and otherwise make themselves",
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="try these mutants alone")
     return parser.parse_args()
@@ -41,16 +45,17 @@ def main() -> None:
     table = [mutation for mutation in engine_trials.MUTATIONS if not only or mutation.key in only]
     engine_trials.expect_places(ROOT, table)
     folder: Path = chosen.folder.resolve()
-    sources = digest(path for name in ("hydra_ext", "csrc") for path in _files(name))
     work = folder / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     packages = Packages(ROOT, work)
-    traces: Path = chosen.reach or folder / f"reach-{sources}"
+    traces: Path = chosen.reach or folder / "reach"
     if chosen.reach is None:
         reach.trace(ROOT, packages.plain, traces, workers=chosen.jobs)
-    lines = reach.Reach(traces)
-    results = Results(folder / "results.jsonl", sources=sources, suite=digest(_files("tests")))
+    if chosen.parts == ["reach"]:
+        return
+    lines = reach.Reach(traces, ROOT)
+    results = Results(chosen.results or folder / "results.jsonl", ROOT)
     mutants = drawing.draw(ROOT, chosen.seed, chosen.count)
     print(f"seed {chosen.seed}: {len(mutants)} mutants of the Python package drawn", flush=True)
     tried = [mutant for mutant in mutants if not only or mutant.key in only]
@@ -72,10 +77,6 @@ def _write_report(chosen: argparse.Namespace, folder: Path, results: Results, mu
     engine = [result for mutation in engine_trials.MUTATIONS if (result := results.get(mutation.key))]
     print(report.write(path, ROOT, seed=chosen.seed, drawn=len(mutants), python=python, engine=engine))
     print(f"written to {path}")
-
-
-def _files(name: str) -> list[Path]:
-    return [path for path in (ROOT / name).rglob("*") if path.suffix in _SOURCES and path.name != "_build_info.py"]
 
 
 if __name__ == "__main__":

@@ -25,11 +25,13 @@ class Mutant:
     change: tuple[str, ...]
     edit: Edit
     text: str
+    occurrence: int = 0  # of the same change of the same function, from the top
 
     @cached_property
     def key(self) -> str:
         """The same for the same change of the same function, wherever its lines stand."""
-        words = "\n".join((self.file, self.function, *self.change))
+        number = (str(self.occurrence),) if self.occurrence else ()
+        words = "\n".join((self.file, self.function, *self.change, *number))
         return hashlib.sha256(words.encode()).hexdigest()[:12]
 
     @property
@@ -76,7 +78,7 @@ class Source:
             return None
         line = Ranges(self._bytes).line(edit.start)
         around = self._around(line)
-        scopes = [node for node in around if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
+        scopes = _scopes(around)
         text = changed.decode()
         return Mutant(
             file=self.file,
@@ -86,6 +88,20 @@ class Source:
             change=difference(self._bytes.decode(), text),
             edit=edit,
             text=text,
+            occurrence=self._occurrence(edit, line),
+        )
+
+    def _occurrence(self, edit: Edit, line: int) -> int:
+        """How many equal lines above it in the same function could be changed alike."""
+        texts = self._bytes.decode().splitlines()
+        scope = _scopes(self._around(line))
+        lines = [n for n in self._edits if n < line and texts[n - 1].strip() == texts[line - 1].strip()]
+        before = self._bytes.decode()
+        change = difference(before, edit.applied(self._bytes).decode())
+        return sum(
+            any(difference(before, other.applied(self._bytes).decode()) == change for other in self._edits[n])
+            for n in lines
+            if _scopes(self._around(n)) == scope
         )
 
     def _around(self, line: int) -> list[ast.stmt]:
@@ -109,6 +125,10 @@ class Source:
         if scope is None:
             return range(1, self.lines + 1)
         return range(scope.lineno, (scope.end_lineno or 0) + 1)
+
+
+def _scopes(around: list[ast.stmt]) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in around if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def _first_line(node: ast.stmt) -> int:

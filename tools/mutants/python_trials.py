@@ -13,7 +13,7 @@ from mutants.drawing import Mutant
 from mutants.packages import Packages
 from mutants.reach import Reach
 from mutants.results import Outcome, Result, Results
-from mutants.trials import TOO_LONG, Ending, Trial
+from mutants.trials import BETWEEN, TOO_LONG, Ending, Trial
 
 _FIRST_TESTS = 12  # most mutants fall to the first few
 _FIRST_SECONDS = 20.0
@@ -56,14 +56,23 @@ class Judge:
                 ending = self.run(package, [part], *options, limit=_PART_SECONDS)
                 failed |= ending.failed
                 hanging = [test for test, why in ending.failed.items() if why == TOO_LONG]
-                if hanging and not any("::" in test for test in hanging):
-                    raise RuntimeError(f"the tests of {part} do not end, and none of them was running")
+                if BETWEEN in ending.failed:
+                    raise RuntimeError(f"of the tests of {part} none was running: {ending.failed[BETWEEN]}")
                 options += [f"--deselect={test.removeprefix('tests/')}" for test in hanging]
         return failed
 
-    def confirmed(self, package: Path, test: str, why: str) -> bool:
+    def confirmed(self, package: Path, test: str, why: str, batch: list[str]) -> bool:
         """Whether a failure is the change's: the test passes without it, and where it may be one of chance, it
-        fails again with it."""
+        fails again with it.
+
+        Args:
+            batch: what was run: all of it runs again where no test was running.
+        """
+        if test == BETWEEN:
+            again = self.run(package, batch).failed
+            if BETWEEN in again:
+                return not self.run(self._packages.plain, batch).failed
+            return any(self.confirmed(package, other, reason, batch) for other, reason in again.items())
         if "::" not in test:
             return True  # the package or a test file cannot be imported
         if test not in self._sound:
@@ -143,8 +152,10 @@ def _advanced(case: _Case, judge: Judge) -> Result | None:
         return None
     case.seconds += ending.seconds
     for test, why in ending.failed.items():
-        if judge.confirmed(case.package, test, why):
+        if judge.confirmed(case.package, test, why, case.batch):
             return _result(case, Outcome.KILLED, test, why)
+        if test == BETWEEN:
+            continue  # the batch has been run again
         # -x stopped there: the rest of the batch is still to be run.
         case.left.insert(0, [name for name in case.batch if name not in (test, test.partition("[")[0], *ending.passed)])
     case.left = [batch for batch in case.left if batch]
@@ -169,6 +180,4 @@ def _result(case: _Case, outcome: Outcome, by: str, why: str) -> Result:
         why=why,
         tests=case.tried,
         seconds=round(case.seconds, 1),
-        sources="",
-        suite="",
     )

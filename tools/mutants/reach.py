@@ -1,9 +1,15 @@
-"""Which test executes which line, and how long it takes: made once for a state of the sources, folder by folder."""
+"""Which test executes which line, and how long it takes: made once for a state of the tests, folder by folder.
+
+Where a source has changed since, its lines are found again where they stand now; those that are new are taken to be
+executed by what executed the lines around them. What that misses, the whole suite meets.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -44,7 +50,8 @@ def _trace_part(tests: Path, package: Path, folder: Path, part: str, workers: in
         return
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(package / "hydra_ext", folder / "hydra_ext", ignore=_ignored)
     tools = Path(__file__).resolve().parents[1]
     environment = os.environ | {
         outcomes.FILE: str(folder / "outcomes"),
@@ -68,11 +75,38 @@ def _trace_part(tests: Path, package: Path, folder: Path, part: str, workers: in
     done.write_text(state)
 
 
-class Reach:
-    """The maps of all folders that were traced."""
+def _ignored(folder: str, names: list[str]) -> list[str]:
+    """All but Python sources."""
+    return [name for name in names if not (name.endswith(".py") or (Path(folder) / name).is_dir())]
 
-    def __init__(self, folder: Path) -> None:
-        self._parts = [path.parent for path in sorted(folder.glob("*/done"))]
+
+def moved(before: str, now: str) -> dict[int, range]:
+    """Of each line that was there, where it is now; of one that has become others, all of those."""
+    found: dict[int, range] = {}
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), now.splitlines(), autojunk=False)
+    for kind, first, last, first_now, last_now in matcher.get_opcodes():
+        for line in range(first, last):
+            if kind == "equal":
+                place = first_now + line - first
+                found[line + 1] = range(place + 1, place + 2)
+            else:
+                found[line + 1] = range(first_now + 1, last_now + 1)
+        if kind == "insert" and first > 0:
+            found[first] = range(found[first].start, last_now + 1)
+    return found
+
+
+class Reach:
+    """The maps of all folders that were traced.
+
+    Args:
+        root: of the sources as they are now.
+    """
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self._root = root
+        parts = [path.parent for path in sorted(folder.glob("*/done"))]
+        self._parts = [part for part in parts if (root / "tests" / part.name).exists()]
         self._by_file: dict[str, dict[int, set[str]]] = {}
 
     @cached_property
@@ -106,8 +140,10 @@ class Reach:
                 lines.read()
                 for path in lines.measured_files():
                     if path.endswith("/" + file):
+                        places = moved((part / file).read_text(), (self._root / file).read_text())
                         for line, names in lines.contexts_by_lineno(path).items():
-                            found.setdefault(line, set()).update(filter(None, names))
+                            for place in places.get(line, ()):
+                                found.setdefault(place, set()).update(filter(None, names))
         return self._by_file[file]
 
 

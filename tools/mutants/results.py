@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+
+from mutants.packages import digest
+
+_SOURCES = (".py", ".cpp", ".h", ".cu")
+_GOOGLETEST = re.compile(r"(?:\w+/)?(\w+)\.(\w+)")
 
 
 class Outcome(enum.Enum):
@@ -16,7 +23,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """Of one mutant, for one state of the sources and of the tests."""
+    """Of one mutant, for one state of what it depends on."""
 
     key: str
     part: str  # "python" or "engine"
@@ -28,35 +35,64 @@ class Result:
     why: str
     tests: int  # that were tried
     seconds: float
-    sources: str  # the digest of what was mutated
-    suite: str  # the digest of the tests
+    source: str = ""  # the digest of the mutated file
+    against: str = ""  # the digest of the file of the test that killed it, or of the whole suite
 
 
 class Results:
-    """Appended to as they come; the last of a mutant counts."""
+    """Appended to as they come; the last of a mutant counts.
 
-    def __init__(self, path: Path, *, sources: str, suite: str) -> None:
+    A result stands while the mutated file does, and the file of the test that killed it, or all files of tests where it
+    survived: other files may have changed what a test sees, but not so often that all has to be tried again.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
         self._path = path
-        self._sources = sources
-        self._suite = suite
+        self._root = root
         self._found: dict[str, Result] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             row = json.loads(line)
-            self._take(Result(**{**row, "change": tuple(row["change"]), "outcome": Outcome(row["outcome"])}))
+            if "against" in row:
+                self._take(Result(**{**row, "change": tuple(row["change"]), "outcome": Outcome(row["outcome"])}))
 
     def _take(self, result: Result) -> None:
-        """What survived other tests is tried again; what was killed stays so while its sources stand."""
-        if result.sources != self._sources:
-            return
-        if result.outcome is Outcome.KILLED or result.suite == self._suite:
+        if result == self._stamped(result):
             self._found[result.key] = result
 
     def get(self, key: str) -> Result | None:
         return self._found.get(key)
 
     def add(self, result: Result) -> None:
-        stamped = replace(result, sources=self._sources, suite=self._suite)
-        self._take(stamped)
+        stamped = self._stamped(result)
+        self._found[stamped.key] = stamped
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps({**asdict(stamped), "outcome": stamped.outcome.value}) + "\n")
+
+    def _stamped(self, result: Result) -> Result:
+        killed = result.outcome is Outcome.KILLED
+        against = self._digest_of_test(result.by) if killed else self._suite
+        return replace(result, source=self._digest(result.place.rpartition(":")[0]), against=against)
+
+    @cached_property
+    def _suite(self) -> str:
+        return digest(path for path in (self._root / "tests").rglob("*") if path.suffix in _SOURCES)
+
+    def _digest_of_test(self, test: str) -> str:
+        """Of its file; of all tests' where it cannot be told."""
+        name = test.partition("::")[0]
+        if name.startswith("import "):
+            return ""  # no test's: the package cannot be imported
+        if name.endswith(".py"):
+            return self._digest(name if name.startswith("tests/") else f"tests/{name}")
+        googletest = _GOOGLETEST.match(name)
+        if googletest:
+            definition = re.compile(rf"\bTEST(_F|_P)?\(\s*{googletest[1]}\s*,\s*{googletest[2]}\s*\)")
+            for path in sorted((self._root / "tests" / "cpp").rglob("*.cpp")):
+                if definition.search(path.read_text()):
+                    return digest([path])
+        return self._suite
+
+    def _digest(self, name: str) -> str:
+        path = self._root / name
+        return digest([path]) if path.is_file() else "gone"

@@ -112,7 +112,7 @@ def _killed(packed: _Packed, one: _One, results: Results, failed: Sequence[str],
     try:
         for test in failed:
             for name, why in judge.run(package, [test]).failed.items():
-                if judge.confirmed(package, name, why):
+                if judge.confirmed(package, name, why, [test]):
                     return replace(before, outcome=Outcome.KILLED, by=name, why=why)
     finally:
         shutil.rmtree(package)

@@ -37,6 +37,7 @@ _MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end 
 _OK, _FAILED, _NO_TESTS = 0, 1, 5
 _PIPE_BYTES = 2**20
 TOO_LONG = "took longer than it may"
+BETWEEN = "(between tests)"  # in the place of a test: the run ended when none was running
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,10 @@ class Trial:
         if why is not None or (code not in (_OK, _FAILED, _NO_TESTS) and not failed):
             ended = {row["test"] for row in rows if row["outcome"] == "ended"}
             running = [row["test"] for row in rows if row["outcome"] == "began" and row["test"] not in ended]
-            if not running and why is None:
+            if not running and why is None and code >= 0:
                 tail = "\n".join(output.splitlines()[-20:])
                 raise RuntimeError(f"pytest ended with code {code} and ran nothing: {self._words[:3]}\n{tail}")
-            for test in running or ["(between tests)"]:
+            for test in running or [BETWEEN]:
                 failed.setdefault(test, why or f"ended with code {code}")
         passed = tuple(test for test in seen if test not in failed)
         return Ending(failed, passed, time.monotonic() - self._began)

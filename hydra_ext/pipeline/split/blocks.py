@@ -107,7 +107,7 @@ def _is_large_chain(module: nn.Module, largest: float, most: float) -> bool:
 def blocks_call(blocks: Mapping[str, nn.Module], call: BlockCall) -> Iterator[None]:
     """Within it ``call(name, block, forward, args, kwargs)`` runs where a block's ``forward`` would.
 
-    The block's own hooks run around it as ever, whoever makes the call.
+    The block's own hooks run around it as ever, wherever the call is made.
     """
     missing = object()
     before = {name: block.__dict__.get("forward", missing) for name, block in blocks.items()}

@@ -43,7 +43,7 @@ def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tens
 
 
 def kept_elsewhere(recorder: Recorder, model: nn.Module) -> dict[Root, tuple[set[int], MemoryOf]]:
-    """What the forward has made since the first event, or written to, and somebody else than the model has kept."""
+    """What the forward has made since the first event, or written to, and what is kept elsewhere than by the model."""
     if not _alive(recorder, model):
         return {}
     gc.collect()  # what only garbage holds is not kept

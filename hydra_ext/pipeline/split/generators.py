@@ -48,7 +48,7 @@ class DrawnGenerators:
             generator.set_state(state)
 
     def release(self) -> list[tuple[frozenset[int], weakref.ReferenceType[torch.Generator]]]:
-        """Of each, the events that use it, and a reference that is dead if nobody else holds it. Forgets all."""
+        """Of each, the events that use it, and a reference that is dead if nothing else holds it. Forgets all."""
         found = [(frozenset(self._users[n]), weakref.ref(generator)) for n, (generator, _) in self._before.items()]
         self._before.clear()
         self._users.clear()

@@ -40,6 +40,6 @@ def _node(tensor: Tensor) -> int | None:
         return None
     try:
         node = tensor.grad_fn
-    except RuntimeError:  # a view that torch refuses to follow since its base was written to; nobody can use it
+    except RuntimeError:  # a view that torch refuses to follow since its base was written to; it cannot be used
         return None
     return None if node is None else node._sequence_nr()

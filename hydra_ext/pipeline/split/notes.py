@@ -1,6 +1,6 @@
 """What a rehearsal knows about tensors: by their memory, so that it holds for views too, and by the object itself.
 
-Nothing is kept alive: an address is not used again while somebody holds a weak reference to what was there.
+Nothing is kept alive: an address is not used again while a weak reference is held to what was there.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ByStorage(Generic[_Content]):
         return (content for _, content in self._entries.values())
 
     def alive(self) -> Iterator[tuple[MemoryOf, _Content]]:
-        """Memory that somebody holds, but for tensors without storage."""
+        """Memory that is held, but for tensors without storage."""
         self.purge()
         for key, (holder, content) in list(self._entries.items()):
             if isinstance(holder, StorageWeakRef):
@@ -94,7 +94,7 @@ class ByStorage(Generic[_Content]):
         self._entries[memory.key] = (memory.reference, content)
 
     def purge(self) -> None:
-        """Forgets memory that nobody holds any more."""
+        """Forgets memory that is held no more."""
         gone = [
             key
             for key, (holder, _) in self._entries.items()

@@ -1,4 +1,4 @@
-"""What the caller's function can reach without the model: nobody sees when it looks there."""
+"""What the caller's function can reach without the model: when it looks there cannot be seen."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ def placed_in_rehearsal(recorder: Recorder, function: Callable[..., Any], args: 
 def placed_in_stage(watch: StandInWatch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     hosts = tensors_of(args[0])
     if function is to_device:
-        missing = [watch.what(host) is not None for host in hosts]
-        return args[0] if any(missing) else function(*args)
+        return args[0] if any(watch.what(host) for host in hosts) else function(*args)
     moved = tensors_of(args[1])
     result = function(*args)
     for host, each in zip(hosts, moved, strict=True):

@@ -19,7 +19,7 @@ from hydra_ext.pipeline.split.reads import Reader, Reads
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.snapshots import ModulesNow, Snapshot
 
-_NOBODY_KNOWS: set[Reader] = {("glue", -1)}  # whoever reads it cannot be seen: it may be any
+_UNKNOWN: set[Reader] = {("glue", -1)}  # its reader cannot be seen: it may be any
 
 
 @dataclass
@@ -163,7 +163,7 @@ class PlainReads:
             if left.module is not None:
                 self._watch(left.module, left.attribute, name)
             if left.is_unseen:
-                self.reads.found[name] = set(_NOBODY_KNOWS)
+                self.reads.found[name] = set(_UNKNOWN)
         self._find((), {}, {})
 
     def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class PlainReads:
 
     def _watch(self, owner: Any, attribute: str, name: str) -> None:
         if not self.reads.watch(owner, attribute, name):
-            self.reads.found[name] = set(_NOBODY_KNOWS)
+            self.reads.found[name] = set(_UNKNOWN)
 
 
 def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:

@@ -261,7 +261,7 @@ class Recorder:
                 self.usages[-1].writes |= note.state
         given = set() if operation.is_fresh else {storage_key(tensor) for tensor in operation.tensors}
         for tensor in results:
-            # A view of memory that nobody knows (a table of the program's, a weight on the device) makes nothing.
+            # A view of unknown memory (a table of the program's, a weight on the device) makes nothing.
             if self.notes.get(tensor) is None and storage_key(tensor) not in given:
                 context.made.add(storage_key(tensor))
                 made_from = frozenset() if tainted else frozenset(roots)

@@ -1,7 +1,7 @@
 """Several stages of one module on one rank: each with the module's attributes and buffers to itself.
 
 Every stage runs the glue before its own part again, and puts stand-ins where skipped blocks left something. On a rank
-of its own that concerns nobody. Here each stage gets the state in which it left the module, as if it were alone; and
+of its own that concerns no other. Here each stage gets the state in which it left the module, as if it were alone; and
 between its passes the module shows what belongs to the stages here.
 """
 
@@ -42,7 +42,7 @@ class SideBySide:
         """The module is as this stage left it; afterwards it shows what the stage has changed in its own part."""
         current = self._with_changes_from_outside()
         self._of[stage].put(current)
-        # What nobody here holds may as well be shown as the first one sees it.
+        # What no stage here holds may as well be shown as the first one sees it.
         all_is_own = not forward or stage == self._stages[0]
         begun = ModuleState.now(self._roots) if all_is_own else None
         self._own_begins = None

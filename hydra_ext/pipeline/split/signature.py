@@ -12,19 +12,21 @@ from torch.utils._pytree import tree_flatten
 
 from hydra_ext.pipeline.split.opened import opened
 from hydra_ext.pipeline.split.record import PLAIN
-from hydra_ext.pipeline.split.tensors import Absent
+from hydra_ext.pipeline.split.tensors import Absent, named_tensors
+from hydra_ext.state.copies import sharing
 from hydra_ext.state.layout import order_of
 
 
 def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:
-    """Structure, Python numbers and tensors' shapes, dtypes and order in memory of the microbatch, ``fn``'s code, and
-    the modes that a forward sees.
+    """Structure, Python numbers and tensors' shapes, dtypes and order in memory of the microbatch, which of them share
+    memory, ``fn``'s code, and the modes that a forward sees.
 
     Mappings and dataclasses count by what they hold; other objects that are neither tensors nor numbers by their type.
     """
     modes = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return (
         _kind(microbatch),
+        _shared(microbatch),
         _code(fn),
         tuple(module.training for module in model.modules()),
         tuple(_is_trainable(parameter) for parameter in model.parameters()),
@@ -36,6 +38,17 @@ def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) ->
 def _kind(value: Any) -> Hashable:
     leaves, tree = tree_flatten(value)
     return tree, tuple(_leaf(leaf) for leaf in leaves)
+
+
+def _shared(microbatch: Any) -> Hashable:
+    """Of each tensor two numbers, equal for those that share memory, and for those that are one: what is written to one
+    is written to the others."""
+    tensors = [tensor for _, tensor in named_tensors(microbatch)]
+    one: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        one.setdefault(id(tensor), number)
+    memory = {id(tensor): number for number, group in enumerate(sharing(tensors)) for tensor in group}
+    return tuple((memory[id(tensor)], one[id(tensor)]) for tensor in tensors)
 
 
 def _is_trainable(parameter: nn.Parameter) -> bool:

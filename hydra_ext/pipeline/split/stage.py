@@ -28,6 +28,7 @@ from hydra_ext.pipeline.split.watch import StandInWatch
 from hydra_ext.pipeline.stage_program import Crossing
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import split
+from hydra_ext.state.copies import sharing
 from hydra_ext.state.layout import copied
 
 
@@ -357,10 +358,24 @@ def _nothing() -> None:
 
 
 def _with_own_written(microbatch: Any, rehearsal: Rehearsal) -> Any:
-    """The microbatch with copies of what a forward writes to: the next stage's begins anew, and would do so again."""
+    """The microbatch with copies of what a forward writes to: the next stage's begins anew, and would do so again.
+
+    Raises:
+        SplitError: a gradient of it is wanted, which a copy would not hand on.
+    """
     names = {name for kind, name in rehearsal.lasting.named if kind == "input"}
-    written = [tensor for name, tensor in named_tensors(microbatch) if name in names and not tensor.requires_grad]
-    return own_copy(microbatch, only=set(map(id, written))) if written else microbatch
+    if not names:
+        return microbatch
+    places = {id(tensor): name for name, tensor in named_tensors(microbatch)}
+    written = {id(tensor) for name, tensor in named_tensors(microbatch) if name in names}
+    for group in sharing(tensor for _, tensor in named_tensors(microbatch)):
+        wanted = [places[id(tensor)] for tensor in group if tensor.requires_grad]
+        if wanted and any(id(tensor) in written for tensor in group):
+            raise SplitError(
+                f"the forward writes to memory of the microbatch's {', '.join(wanted)}, of which a gradient is wanted, "
+                "and several stages of this rank get it: write to a clone() of it"
+            )
+    return own_copy(microbatch, only=written)
 
 
 def _structure(rehearsal: Rehearsal, boundary: int) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_iter, tree_unflatten
 
 from hydra_ext.pipeline.split.opened import closed, opened
-from hydra_ext.state.layout import copied
+from hydra_ext.state.copies import copied_together, sharing
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -21,13 +21,20 @@ def tensors_of(value: Any) -> list[Tensor]:
 def own_copy(
     value: Any, noted: Callable[[Tensor, str], None] | None = None, *, only: Collection[int] | None = None
 ) -> Any:
-    """The same with memory of its own, laid out alike; what is one tensor in several places is one again.
+    """The same with memory of its own, laid out alike; what is one tensor in several places is one again, and what
+    shares memory does so again.
 
     Args:
         noted: is told of each tensor and its place.
-        only: the identities of the tensors to copy; all of them unless given.
+        only: the identities of the tensors to copy, with those that share memory with them; all of them unless given.
     """
+    # For a rehearsal what is written to must be told as a whole: unaligned memory would have more before it.
+    aligned = noted is None
     copies: dict[int, Tensor] = {}
+    for group in sharing(tensor for _, tensor in named_tensors(value)):
+        if only is None or any(id(tensor) in only for tensor in group):
+            for tensor, copy in zip(group, copied_together(group, aligned=aligned), strict=True):
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
 
     def own(value: Any, above: str) -> Any:
         leaves, tree = tree_flatten_with_path(value)
@@ -37,11 +44,8 @@ def own_copy(
         content = None if isinstance(leaf, Tensor) else opened(leaf)
         if content is not None:
             return closed(leaf, {key: own(held, f"{place}[{key!r}]") for key, held in content.items()})
-        if not isinstance(leaf, Tensor) or (only is not None and id(leaf) not in only):
+        if not isinstance(leaf, Tensor) or id(leaf) not in copies:
             return leaf
-        if id(leaf) not in copies:
-            # Unaligned memory would have more before it, and what is written to must be told as a whole.
-            copies[id(leaf)] = copied(leaf, aligned=False).requires_grad_(leaf.requires_grad)
         if noted is not None:
             noted(copies[id(leaf)], place)
         return copies[id(leaf)]
@@ -70,7 +74,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
-    """What nobody would take for a result."""
+    """What cannot be taken for a result."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min

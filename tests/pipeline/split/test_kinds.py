@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.split.kinds import KINDS_KEPT
+from hydra_ext.pipeline.split.lasting import Lasting
+from hydra_ext.pipeline.split.signature import signature_of
+from hydra_ext.pipeline.split.stage import _with_own_written
 from hydra_ext.pipeline.split.tensors import own_copy
 from support.split_models import Batch
 from support.split_models_more import Dense
@@ -108,3 +113,27 @@ def test_pictures_may_lie_in_another_order_than_those_before() -> None:
     assert rehearsal.possible_cuts == [1, 2, 3, 4, 5]
     for cut_at in rehearsal.possible_cuts:
         assert_same(run(model, picture_loss, several, [cut_at], rehearsal), run_plainly(model, picture_loss, several))
+
+
+def test_tensors_that_share_memory_are_another_kind_than_those_that_do_not() -> None:
+    """What a block writes to one of them is carried on only where the rehearsal has seen it in the other."""
+    both = torch.randn(2, 9)
+    views = {"x": both[:, :-1], "y": both[:, 1:]}
+    apart = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in views.items()}
+    one = dict.fromkeys(("x", "y"), both[:, :-1])
+    kinds = [signature_of(nn.Module(), len, each) for each in (views, apart, one, copy.deepcopy(views))]
+    assert kinds[0] == kinds[3]
+    assert len({kind[1] for kind in kinds}) == 3  # type: ignore[index]
+
+
+def test_a_gradient_is_not_lost_where_stages_of_one_rank_share_what_is_written_to() -> None:
+    rehearsal = SimpleNamespace(lasting=Lasting(frozenset({("input", "['y']")})))
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(SplitError, match=r"memory of the microbatch's \['x'\], of which a gradient is wanted"):
+        _with_own_written({"x": x, "y": x.detach()[1:]}, rehearsal)  # type: ignore[arg-type]
+    y = torch.zeros(3)
+    made = _with_own_written({"x": x, "y": y, "z": y[1:]}, rehearsal)  # type: ignore[arg-type]
+    assert made["x"] is x
+    made["y"].fill_(1)
+    assert made["z"].tolist() == [1, 1]
+    assert y.tolist() == [0, 0, 0]

@@ -146,7 +146,7 @@ def test_neither_a_rehearsal_nor_timing_changes_the_model_nor_the_microbatch_nor
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_batch_statistics_are_updated_by_the_stage_that_holds_them_and_by_nobody_else() -> None:
+def test_batch_statistics_are_updated_by_the_stage_that_holds_them_and_by_no_other() -> None:
     subject = OWN["resnet"]
     model = subject.make()
     (batch,) = subject.batches(1)
@@ -282,7 +282,7 @@ def parts(name: str, count: int) -> tuple[nn.Module, Rehearsal, list[int]]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "unet", "functional", "clip"])
-def test_every_parameter_is_held_by_somebody_and_shared_ones_are_named(name: str) -> None:
+def test_every_parameter_is_held_by_a_stage_and_shared_ones_are_named(name: str) -> None:
     model, rehearsal, cuts = parts(name, 3)
     borders = [0, *cuts, len(rehearsal.events)]
     held = [parameters_of(rehearsal, borders[i], borders[i + 1], model) for i in range(3)]

@@ -138,7 +138,7 @@ def test_functions_of_the_package_are_a_librarys_wherever_it_lies() -> None:
     assert not is_installed(test_functions_of_the_package_are_a_librarys_wherever_it_lies)
 
 
-def test_a_table_that_was_there_before_is_nobodys_to_carry() -> None:
+def test_a_table_that_was_there_before_is_not_to_be_carried() -> None:
     assert possible_cuts(ReadsTables(), Tables()) == [1, 2, 3, 4, 5]
 
 
