@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <utility>
 
 namespace hydra {
 
@@ -11,6 +12,13 @@ class PagedModel;
 
 namespace schedule {
 class Schedule;
+}
+
+/// Of a property whose getter may wait for a mutex, which another thread may hold while it waits for the interpreter
+/// lock.
+template <typename Getter>
+pybind11::cpp_function released(Getter getter) {
+  return pybind11::cpp_function(std::move(getter), pybind11::call_guard<pybind11::gil_scoped_release>());
 }
 
 void bind_base(pybind11::module_& module);

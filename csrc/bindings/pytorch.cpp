@@ -67,7 +67,7 @@ void bind_running(ModelClass& model_class) {
           py::arg("milliseconds"), "False when other threads are still inside after that time.")
       .def(
           "recorded", [](PagedModel& model, PassKind kind) { return model.pager().recorded(kind); }, py::arg("kind"),
-          "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
+          Released(), "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
       .def("record_timeline", &PagedModel::record_timeline, py::arg("samples"))
       .def("timeline", &PagedModel::timeline)
       .def("refresh", &PagedModel::refresh)
@@ -76,9 +76,8 @@ void bind_running(ModelClass& model_class) {
       .def("defer_update", &PagedModel::defer_update, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F,
            Released())
       .def("finish_update", py::overload_cast<>(&PagedModel::finish_update), Released())
-      .def("overlapping_blocks", &PagedModel::overlapping_blocks, Released(),
-           "Groups of blocks whose parameters overlap in memory.")
-      .def("drain", &PagedModel::drain, Released(), "Waits until nothing is on its way, whatever became of it.")
+      .def("overlapping_blocks", &PagedModel::overlapping_blocks, Released(), py::arg("others"),
+           "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
       .def("stay_in", &PagedModel::stay_in, Released(), py::arg("blocks"), py::arg("kind"))
       .def("drop_copies", &PagedModel::drop_copies)
       .def("begin_early", &PagedModel::begin_early)
@@ -88,26 +87,28 @@ void bind_running(ModelClass& model_class) {
 }
 
 void bind_reading(ModelClass& model_class) {
-  model_class.def_property_readonly("pager_statistics", [](PagedModel& model) { return model.pager().statistics(); })
+  model_class
+      .def_property_readonly("pager_statistics", released([](PagedModel& model) { return model.pager().statistics(); }))
       .def_property_readonly(
           "leaving_norm", [](PagedModel& model) { return &model.sink().norm(); },
           py::return_value_policy::reference_internal)
-      .def_property_readonly("gradient_statistics", [](PagedModel& model) { return model.sink().statistics(); })
-      .def_property_readonly(
-          "resident_blocks",
-          [](PagedModel& model) {
-            BlockList resident;
-            for (std::int32_t block = 0; block < static_cast<std::int32_t>(model.pager().blocks()); ++block) {
-              const BlockState state = model.pager().state(block);
-              if (state == BlockState::kPresent || state == BlockState::kLoading) {
-                resident.push_back(block);
-              }
-            }
-            return resident;
-          },
-          "Blocks whose bytes are on the device, or on their way there.")
-      .def_property_readonly("resident_bytes", [](PagedModel& model) { return model.pager().resident_bytes(); })
-      .def_property_readonly("pins", [](PagedModel& model) { return model.pager().pins(); })
+      .def_property_readonly("gradient_statistics",
+                             released([](PagedModel& model) { return model.sink().statistics(); }))
+      .def_property_readonly("resident_blocks", released([](PagedModel& model) {
+                               BlockList resident;
+                               for (std::int32_t block = 0; block < static_cast<std::int32_t>(model.pager().blocks());
+                                    ++block) {
+                                 const BlockState state = model.pager().state(block);
+                                 if (state == BlockState::kPresent || state == BlockState::kLoading) {
+                                   resident.push_back(block);
+                                 }
+                               }
+                               return resident;
+                             }),
+                             "Blocks whose bytes are on the device, or on their way there.")
+      .def_property_readonly("resident_bytes",
+                             released([](PagedModel& model) { return model.pager().resident_bytes(); }))
+      .def_property_readonly("pins", released([](PagedModel& model) { return model.pager().pins(); }))
       .def_property_readonly(
           "ledger", [](PagedModel& model) { return &model.account().ledger(); },
           py::return_value_policy::reference_internal)
@@ -117,10 +118,10 @@ void bind_reading(ModelClass& model_class) {
       .def_property_readonly(
           "backend", [](PagedModel& model) { return &model.backend(); }, py::return_value_policy::reference_internal)
       .def_property_readonly("arena_bytes", [](PagedModel& model) { return model.arena().mapped_bytes(); })
-      .def_property_readonly("deferred_updates", &PagedModel::deferred_updates)
-      .def_property_readonly("update_seconds", &PagedModel::update_seconds)
-      .def_property_readonly("update_wait_seconds", &PagedModel::update_wait_seconds)
-      .def_property_readonly("update_bytes", &PagedModel::update_bytes)
+      .def_property_readonly("deferred_updates", released(&PagedModel::deferred_updates))
+      .def_property_readonly("update_seconds", released(&PagedModel::update_seconds))
+      .def_property_readonly("update_wait_seconds", released(&PagedModel::update_wait_seconds))
+      .def_property_readonly("update_bytes", released(&PagedModel::update_bytes))
       .def_property_readonly("dropped_copies", &PagedModel::dropped_copies)
       .def_property_readonly("foreign_bytes", &PagedModel::foreign_bytes)
       .def_property_readonly(

@@ -9,6 +9,7 @@
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/account.h"
 #include "csrc/pytorch/counting_allocator.h"
+#include "csrc/pytorch/paged_model.h"
 #include "csrc/testing/file_faults.h"
 #include "csrc/testing/traffic_twin.h"
 
@@ -65,6 +66,15 @@ void run_twin(const std::vector<at::Tensor>& update, const std::vector<at::Tenso
   testing::run_traffic_twin(traffic, arrays, update.at(0).numel(), pool);
 }
 
+void drain(PagedModel& model) {
+  model.finish_update();
+  model.backend().to_device().drain();
+  model.backend().to_host().drain();
+  if (DiskHomes* const disk = model.disk()) {
+    disk->lane().drain();
+  }
+}
+
 }  // namespace
 
 void bind_testing(py::module_& module) {
@@ -105,6 +115,8 @@ void bind_testing(py::module_& module) {
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
             py::arg("pool"), "The memory traffic of an update without its arithmetic; spoils what the tensors hold.");
+  tests.def("drain", &drain, py::arg("model"), py::call_guard<py::gil_scoped_release>(),
+            "Waits until the model is updated, and nothing of it is on its way, whatever became of it.");
   py::class_<Meter>(tests, "Meter")
       .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
       .def("begin", &Meter::begin)

@@ -110,7 +110,7 @@ class Pager {
   /// Of a block that is settled, or acquired.
   SlotContents contents_of(std::int32_t block) const;
 
-  /// Compute up to `written` has written the slot of a block that is settled, or acquired: who acquires it follows.
+  /// Compute up to `written` has written the slot of a block that is settled, or acquired: an acquirer follows it.
   void note_written(std::int32_t block, FencePtr written);
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);

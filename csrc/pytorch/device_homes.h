@@ -116,7 +116,7 @@ class DeviceHomes {
   bool reviewed_locked(Home& home, Departed& departed);
   /// Moves the bytes and waits. Throws the lane's error.
   void move(Lane& lane, std::vector<Segment> segments, std::vector<FencePtr> after);
-  /// Until nothing writes what it has on the device.
+  /// Blocks until no compute writes its memory on the device.
   static void wait_for_compute(const Home& home) noexcept;
   void release_locked(Home& home) noexcept;
 

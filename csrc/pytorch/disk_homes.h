@@ -109,8 +109,7 @@ class DiskHomes {
   StepPlan borrow(std::int32_t block, const TensorPlan& plan, const Places& places);
   /// They have changed, and are written.
   void give_back(std::int32_t block);
-  /// Blocks until nothing is on its way, whatever became of it.
-  void drain() noexcept { lane_.drain(); }
+  DiskLane& lane() noexcept { return lane_; }
 
   DiskStatistics statistics() const;
 

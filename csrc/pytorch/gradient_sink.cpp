@@ -249,6 +249,7 @@ bool AccumulatingSink::relieve() {
   const ReleaseGilIfHeld released;
   const auto start = std::chrono::steady_clock::now();
   wait_for(oldest);
+  at::Tensor failed;  // ends without the lock, since Python may know it
   const std::lock_guard lock(mutex_);
   statistics_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (leaving_.empty() || leaving_.front().ticket != oldest.ticket) {
@@ -260,7 +261,7 @@ bool AccumulatingSink::relieve() {
     error_ = error_ ? error_ : error;
     if (oldest.first) {
       // Never leave bytes that did not arrive where a gradient is expected.
-      oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad() = at::Tensor();
+      failed = std::exchange(oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad(), at::Tensor());
     }
   }
   return true;

@@ -97,6 +97,21 @@ std::byte* HostParameter::host_data() const {
          host.storage_offset() * static_cast<std::int64_t>(host.itemsize());
 }
 
+HostExtent HostParameter::extent() const {
+  const std::byte* const begin = host_data();
+  return begin == nullptr ? HostExtent() : HostExtent{begin, begin + host_bytes()};
+}
+
+HostExtent HostParameter::reach() const {
+  const HostExtent own = extent();
+  if (own.begin == nullptr || withheld()) {
+    return own;
+  }
+  const c10::Storage& storage = host.storage();
+  const auto* const begin = static_cast<const std::byte*>(storage.data());
+  return {begin, begin + storage.nbytes()};
+}
+
 std::uint32_t HostParameter::version() const {
   return static_cast<std::uint32_t>(host.unsafeGetTensorImpl()->version_counter().current_version());
 }
@@ -187,7 +202,7 @@ std::string why_not_pageable(const at::Tensor& host) {
 
 bool adopt_into(const at::Tensor& host, const ArenaRegionPtr& region, Bytes offset) {
   const c10::Storage& storage = host.unsafeGetTensorImpl()->unsafe_storage();
-  const bool sole = storage.use_count() == 1 && host.storage_offset() == 0 &&
+  const bool sole = references_to(storage) == 1 && host.storage_offset() == 0 &&
                     storage.nbytes() == static_cast<std::size_t>(host.nbytes());
   c10::StorageImpl* implementation = storage.unsafeGetStorageImpl();
   if (!sole || !implementation->resizable() || c10::impl::cow::is_cow_data_ptr(storage.data_ptr())) {

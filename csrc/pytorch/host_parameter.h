@@ -23,6 +23,13 @@ namespace hydra {
 /// whether it is settled, so that nothing may be added to it before the window closes.
 enum class GradientState : std::uint8_t { kUnchanged, kArrived, kSettled };
 
+/// Host memory.
+struct HostExtent {
+  const std::byte* begin = nullptr;
+  const std::byte* end = nullptr;
+  bool overlaps(const HostExtent& other) const noexcept { return begin < other.end && other.begin < end; }
+};
+
 struct HostParameter {
   std::string name;
   at::Tensor host;
@@ -54,6 +61,8 @@ struct HostParameter {
 
   Bytes face_bytes() const { return static_cast<Bytes>(face.nbytes()); }
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
+  /// Of the host's bytes; empty where host_data() is null.
+  HostExtent extent() const;
   /// Null where somebody has given the host bytes that another tensor's withholding has taken away.
   std::byte* host_data() const;
   /// Whether the host has no bytes now: a step is writing them or the device is their home, and nobody has given it
@@ -64,12 +73,16 @@ struct HostParameter {
   /// The host's bytes are about to be withheld, to go to the disk if so, or have been given back.
   void note_withheld(bool to_disk = false);
   void note_given_back();
-  /// As the latter, with bytes that nobody has to look for changes in.
+  /// As the latter, with bytes whose changes are known.
   void note_came_home();
   /// A step of the optimizer is about to write the host: every slot's bytes are older, and its version is known.
   void note_moved();
+  /// What a write to it may change: its own bytes, or those of its storage. Empty where it has none at hand.
+  HostExtent reach() const;
   /// Whether its storage may be that of other tensors too.
   bool shares() const { return host.storage().use_count() > 1; }
+  /// Whether its memory may be that of other tensors too, under its storage or another one.
+  bool may_overlap() const { return !adopted || shares(); }
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 

@@ -177,18 +177,17 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void note_face_written(const Page& page);
 
   /// Lets an optimizer step run while the model goes on, blocks in this order; see DeferredUpdate. Until a block is
-  /// done its tensors are withheld, and its fills wait. What tensors of others look into is done on return. Outside
-  /// windows.
+  /// done its tensors are withheld, and its fills wait. Blocks whose storages other tensors share are updated on
+  /// return. Outside windows.
   void defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale);
   /// Blocks until the block, or all, is updated, and gives tensors back.
   void finish_update(std::int32_t block);
   void finish_update();
   /// As the first, of all blocks that use the storage.
   void finish_update(std::int32_t block, const c10::Storage& storage);
-  /// Groups of blocks whose parameters overlap in memory; their updates have to be made in the optimizer's order.
-  std::vector<BlockList> overlapping_blocks() const;
-  /// Blocks until all is updated, and nothing is on its way between device, host and disk, whatever became of it.
-  void drain();
+  /// Groups of blocks whose parameters overlap in memory; their updates have to be made in the optimizer's order. Of
+  /// `others`, parameters outside the model, the block is -1.
+  std::vector<BlockList> overlapping_blocks(const std::vector<at::Tensor>& others) const;
   /// Optimizer steps that were deferred, how long their threads worked, and what they have read and written.
   std::int64_t deferred_updates() const;
   double update_seconds() const;
@@ -229,6 +228,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// Of one lane, in two classes of priority, and what is read ahead.
   std::size_t disk_fills() const { return 2 * backend_->to_device().in_flight() + WeightLoans::kAhead; }
   DiskStatistics disk_statistics() const;
+  /// Null where there is none.
+  DiskHomes* disk() noexcept { return disk_.get(); }
 
   /// Lock. Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
   void close();
@@ -272,8 +273,10 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void synchronise_hosts();
   /// False: what it found is added to `mismatches`.
   bool synchronise(HostParameter& parameter, bool all_stale, std::string& mismatches);
-  /// What one parameter's version or optimizer tells is true of all that have its storage.
+  /// What one parameter's version or optimizer tells is true of all that have its memory.
   void spread_moves();
+  /// Slots have older bytes than these, whichever parameters they are of.
+  void mark_moved(std::vector<HostExtent> written);
   /// Between windows, one block alone. False if parameters differ from what they were.
   bool synchronise_block(std::int32_t block);
   /// Of a block whose home is the device: its slot is never stale.
@@ -306,10 +309,12 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   void settle_update();
   /// Gives back what will never be updated.
   void abandon_update() noexcept;
-  void give_back_locked(std::int32_t block) noexcept;
-  void take_locked(const BlockUpdate& update);
-  /// How many references to storages the model itself keeps.
-  UpdateHold::ReferenceCounts references_kept() const;
+  void give_back_locked(std::int32_t block, UpdateHold::Departed& departed) noexcept;
+  void give_all_back_locked(UpdateHold::Departed& departed) noexcept;
+  /// What the update reads and writes, which it is noted to do.
+  UpdateHold::Share share_of(const BlockUpdate& update);
+  /// Adds how many references to storages the model itself keeps.
+  void add_references_kept(UpdateHold::ReferenceCounts& kept) const;
   void note_update_wait(Activity::Time begin, double seconds, std::int32_t block);
   /// The hosts hold what the forward wrote to faces.
   void note_written_home();
@@ -352,7 +357,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   mutable std::mutex update_mutex_;
   std::shared_ptr<DeferredUpdate> update_;
-  UpdateHold hold_;  // of that
+  UpdateHold hold_;  // what update_ reads and writes
   std::int64_t deferred_updates_ = 0;
   double update_seconds_ = 0.0;  // of those that have ended
   double update_wait_seconds_ = 0.0;

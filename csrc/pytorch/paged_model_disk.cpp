@@ -248,15 +248,6 @@ void PagedModel::bring_home(std::int32_t block, const c10::Storage& storage) {
   }
 }
 
-void PagedModel::drain() {
-  finish_update();
-  backend_->to_device().drain();
-  backend_->to_host().drain();
-  if (disk_) {
-    disk_->drain();
-  }
-}
-
 void PagedModel::bring_home_from_device() {
   finish_update();
   homes_.bring_home();

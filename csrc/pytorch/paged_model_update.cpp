@@ -2,14 +2,30 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <iterator>
 #include <set>
-#include <tuple>
 #include <utility>
 
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/paged_model.h"
 
 namespace hydra {
+
+namespace {
+
+/// References that wrappers of Python's are, which Python itself does not refer to.
+UpdateHold::ReferenceCounts wrappers_of(const std::vector<BlockUpdate>& updates) {
+  UpdateHold::ReferenceCounts wrappers;
+  for (const BlockUpdate& update : updates) {
+    for (const at::Tensor& tensor : update.tensors) {
+      const c10::Storage& storage = tensor.storage();
+      wrappers[storage.unsafeGetStorageImpl()] = has_idle_wrapper(storage) ? 1 : 0;
+    }
+  }
+  return wrappers;
+}
+
+}  // namespace
 
 // ---- a step -----------------------------------------------------------------------------------
 
@@ -24,16 +40,25 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   for (const BlockUpdate& update : updates) {
     parts.push_back(part_of(update));
   }
+  UpdateHold::ReferenceCounts kept = wrappers_of(updates);
   std::set<std::int32_t> known_elsewhere;
   {
+    UpdateHold::Departed departed;
     const std::lock_guard lock(update_mutex_);
-    for (const BlockUpdate& update : updates) {
-      take_locked(update);
+    std::vector<UpdateHold::Share> shares;
+    std::transform(updates.begin(), updates.end(), std::back_inserter(shares),
+                   [this](const BlockUpdate& update) { return share_of(update); });
+    hold_.take(shares, weak_from_this());
+    try {
+      add_references_kept(kept);
+      known_elsewhere = hold_.known_elsewhere(kept);
+      update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale,
+                                      backend_->host_memory_bytes_per_second(), &backend_->activity());
+    } catch (...) {  // re-raised: no thread, say, and nothing is updated
+      give_all_back_locked(departed);
+      throw;
     }
-    known_elsewhere = hold_.known_elsewhere(references_kept());
     ++deferred_updates_;
-    update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale, backend_->host_memory_bytes_per_second(),
-                                    &backend_->activity());
     for (const std::int32_t block : hold_.blocks()) {
       backings_[static_cast<std::size_t>(block)]->wait_before_fill(update_);
     }
@@ -43,16 +68,15 @@ void PagedModel::defer_update(std::vector<BlockUpdate> updates, std::shared_ptr<
   }
 }
 
-void PagedModel::take_locked(const BlockUpdate& update) {
+UpdateHold::Share PagedModel::share_of(const BlockUpdate& update) {
   std::set<const c10::TensorImpl*> written;
-  std::vector<at::Tensor> here;
+  UpdateHold::Share share{.blocks = update.blocks, .parameters = {}, .tensors = {}};
   for (const at::Tensor& tensor : update.tensors) {
     written.insert(tensor.unsafeGetTensorImpl());
     if (!disk_ || !disk_->holds(tensor)) {
-      here.push_back(tensor);
+      share.tensors.push_back(tensor);
     }
   }
-  std::vector<HostParameter*> parameters;
   for (const std::int32_t block : update.blocks) {
     for (HostParameter* parameter : backings_[static_cast<std::size_t>(block)]->parameters()) {
       if (!written.contains(parameter->host.unsafeGetTensorImpl())) {
@@ -60,15 +84,14 @@ void PagedModel::take_locked(const BlockUpdate& update) {
       }
       parameter->note_moved();
       if (!disk_ || !disk_->holds(parameter->host)) {
-        parameters.push_back(parameter);
+        share.parameters.push_back(parameter);
       }
     }
   }
-  hold_.take(update.blocks, parameters, here, weak_from_this());
+  return share;
 }
 
-UpdateHold::ReferenceCounts PagedModel::references_kept() const {
-  UpdateHold::ReferenceCounts kept;
+void PagedModel::add_references_kept(UpdateHold::ReferenceCounts& kept) const {
   for (const auto& parameter : parameters_) {
     const at::Tensor& gradient = parameter->host.unsafeGetTensorImpl()->grad();
     ++kept[parameter->withheld_storage.unsafeGetStorageImpl()];
@@ -77,34 +100,29 @@ UpdateHold::ReferenceCounts PagedModel::references_kept() const {
       ++kept[gradient.storage().unsafeGetStorageImpl()];
     }
   }
-  return kept;
 }
 
-std::vector<BlockList> PagedModel::overlapping_blocks() const {
-  struct Extent {
-    const c10::StorageImpl* storage;
-    std::int64_t begin;
-    std::int64_t end;
-    std::int32_t block;
-  };
-  std::vector<Extent> extents;
+std::vector<BlockList> PagedModel::overlapping_blocks(const std::vector<at::Tensor>& others) const {
+  std::vector<std::pair<HostExtent, std::int32_t>> extents;
   for (const auto& parameter : parameters_) {
-    const std::int64_t begin = parameter->host.storage_offset() * static_cast<std::int64_t>(parameter->host.itemsize());
-    if (parameter->shares() && parameter->host_bytes() > 0) {
-      extents.push_back({parameter->host.storage().unsafeGetStorageImpl(), begin, begin + parameter->host_bytes(),
-                         parameter->page->block});
+    extents.emplace_back(parameter->extent(), parameter->page->block);
+  }
+  for (const at::Tensor& other : others) {
+    if (!withheld_of(other)) {
+      const auto* const begin = static_cast<const std::byte*>(other.const_data_ptr());
+      extents.emplace_back(HostExtent{begin, begin + other.nbytes()}, -1);
     }
   }
-  std::sort(extents.begin(), extents.end(), [](const Extent& one, const Extent& other) {
-    return std::tie(one.storage, one.begin) < std::tie(other.storage, other.begin);
-  });
+  std::erase_if(extents, [](const auto& each) { return each.first.begin == each.first.end; });
+  std::sort(extents.begin(), extents.end(),
+            [](const auto& one, const auto& other) { return one.first.begin < other.first.begin; });
   std::vector<BlockList> groups;
   for (std::size_t i = 0; i < extents.size(); ++i) {
-    std::set<std::int32_t> group{extents[i].block};
-    std::int64_t end = extents[i].end;
-    for (; i + 1 < extents.size() && extents[i + 1].storage == extents[i].storage && extents[i + 1].begin < end; ++i) {
-      group.insert(extents[i + 1].block);
-      end = std::max(end, extents[i + 1].end);
+    std::set<std::int32_t> group{extents[i].second};
+    HostExtent joined = extents[i].first;
+    for (; i + 1 < extents.size() && joined.overlaps(extents[i + 1].first); ++i) {
+      group.insert(extents[i + 1].second);
+      joined.end = std::max(joined.end, extents[i + 1].first.end);
     }
     if (group.size() > 1) {
       groups.emplace_back(group.begin(), group.end());
@@ -141,12 +159,18 @@ Bytes PagedModel::update_bytes() const {
   return update_bytes_ + (update_ ? update_->bytes() : 0);
 }
 
-void PagedModel::give_back_locked(std::int32_t block) noexcept {
+void PagedModel::give_back_locked(std::int32_t block, UpdateHold::Departed& departed) noexcept {
   if (!hold_.blocks().contains(block)) {
     return;
   }
   backings_[static_cast<std::size_t>(block)]->wait_before_fill(nullptr);
-  hold_.end(block);
+  hold_.end(block, departed);
+}
+
+void PagedModel::give_all_back_locked(UpdateHold::Departed& departed) noexcept {
+  while (!hold_.blocks().empty()) {
+    give_back_locked(*hold_.blocks().begin(), departed);
+  }
 }
 
 void PagedModel::finish_update(std::int32_t block) {
@@ -159,8 +183,11 @@ void PagedModel::finish_update(std::int32_t block) {
   if (update) {
     const Activity::Time begin = backend_->activity().now();
     note_update_wait(begin, update->wait(block), block);
+    UpdateHold::Departed departed;
     const std::lock_guard lock(update_mutex_);
-    give_back_locked(block);
+    if (update_ == update) {  // else another step writes the block now
+      give_back_locked(block, departed);
+    }
   }
 }
 
@@ -227,27 +254,29 @@ void scale_gradient(const at::Tensor& gradient, double factor) {
 }
 
 void PagedModel::abandon_update() noexcept {
+  std::shared_ptr<DeferredUpdate> ended;  // without the lock, as it has tensors
+  UpdateHold::Departed departed;
   const std::lock_guard lock(update_mutex_);
-  while (!hold_.blocks().empty()) {
-    give_back_locked(*hold_.blocks().begin());
-  }
-  update_.reset();
+  give_all_back_locked(departed);
+  ended = std::exchange(update_, nullptr);
 }
 
 void PagedModel::settle_update() {
+  std::shared_ptr<DeferredUpdate> ended;  // without the lock, as it has tensors
+  UpdateHold::Departed departed;
   const std::lock_guard lock(update_mutex_);
   if (!update_) {
     return;
   }
   for (const std::int32_t block : std::set(hold_.blocks())) {
     if (update_->finished(block)) {
-      give_back_locked(block);
+      give_back_locked(block, departed);
     }
   }
   if (hold_.blocks().empty()) {
     update_seconds_ += update_->seconds();
     update_bytes_ += update_->bytes();
-    update_.reset();
+    ended = std::exchange(update_, nullptr);
   }
 }
 

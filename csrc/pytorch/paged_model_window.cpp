@@ -2,8 +2,6 @@
 // closes.
 #include <torch/csrc/autograd/engine.h>
 
-#include <set>
-
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/counting_allocator.h"
 #include "csrc/pytorch/gil.h"
@@ -150,21 +148,6 @@ void PagedModel::follow_training(HostParameter& parameter) {
   }
 }
 
-void PagedModel::spread_moves() {
-  std::set<const c10::StorageImpl*> moved;
-  for (const auto& parameter : parameters_) {
-    if (!parameter->withheld() && parameter->shares() &&
-        (parameter->moved || parameter->version() != parameter->version_seen)) {
-      moved.insert(parameter->host.storage().unsafeGetStorageImpl());
-    }
-  }
-  for (const auto& parameter : parameters_) {
-    if (!moved.empty() && moved.contains(parameter->host.storage().unsafeGetStorageImpl())) {
-      parameter->moved = true;
-    }
-  }
-}
-
 void PagedModel::synchronise_hosts() {
   const bool all_stale = all_stale_.exchange(false);
   spread_moves();
@@ -262,6 +245,7 @@ void PagedModel::exit(WindowToken& token, bool failed) {
                    "module in place of the one around it");
     }
   } catch (...) {  // re-raised: the gradients did not all come
+    const py::gil_scoped_release released;
     sink_->run_hooks(/*failed=*/true);
     throw;
   }
@@ -385,16 +369,6 @@ std::string PagedModel::settle_faces() {
     parameter->attach();
   }
   return lost;
-}
-
-void PagedModel::note_written_home() {
-  for (const auto& parameter : parameters_) {
-    if (parameter->page->written) {
-      parameter->page->written = false;
-      parameter->host.unsafeGetTensorImpl()->bump_version();
-      parameter->note_seen();  // the slot holds the same
-    }
-  }
 }
 
 }  // namespace hydra

@@ -1,6 +1,7 @@
 #include "csrc/pytorch/withheld.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MapAllocator.h>
 #include <c10/core/StorageImpl.h>
 
 #include <mutex>
@@ -85,7 +86,26 @@ c10::DataPtr note_on_disk(const WithheldTensor& withheld) noexcept {
   return freed;
 }
 
-bool is_alone(const at::Tensor& tensor) { return is_whole(tensor) && tensor.storage().use_count() == 1; }
+bool has_idle_wrapper(const c10::Storage& storage) {
+  // The wrapper that Python makes of a storage lives as long as that does.
+  return storage.use_count() > 1 && storage.unsafeGetStorageImpl()->pyobj_slot()->has_unique_reference();
+}
+
+std::size_t references_to(const c10::Storage& storage) {
+  return storage.use_count() - (has_idle_wrapper(storage) ? 1 : 0);
+}
+
+bool is_lent(const c10::Storage& storage) {
+  static const c10::DeleterFnPtr from_outside =
+      c10::InefficientStdFunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::Device(c10::kCPU)).get_deleter();
+  const c10::DataPtr& memory = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return memory.get() != nullptr && (memory.get_deleter() == from_outside || memory.get_context() == nullptr ||
+                                     at::MapAllocator::fromDataPtr(memory) != nullptr);
+}
+
+bool is_alone(const at::Tensor& tensor) {
+  return is_whole(tensor) && references_to(tensor.storage()) == 1 && !is_lent(tensor.storage());
+}
 
 bool is_whole(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && !withheld_of(tensor) && tensor.storage_offset() == 0 &&

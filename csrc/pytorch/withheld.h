@@ -4,7 +4,9 @@
 // A withheld tensor carries the fault key, so that an operation on it waits; raw access (numpy, data_ptr, saving)
 // raises. Storage, tensor, version and aliases stay what they are: only the data pointer is away, in the storage's
 // own place for it.
-// Threads: any. withhold() and give_back() by one thread at a time for one tensor.
+// Threads: any; withhold() and give_back() by one thread at a time for one tensor. An operation that began before
+// withhold(), in another thread, goes on with the bytes it found: it may see them change, or read them when they are
+// freed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -46,7 +48,16 @@ at::Tensor make_withheld(const at::Tensor& like, const std::weak_ptr<PagedModel>
                          std::byte* at_home);
 /// Its home is the disk from now on: gives the bytes that it had on the host.
 c10::DataPtr note_on_disk(const WithheldTensor& withheld) noexcept;
-/// Whether nobody else knows the tensor's bytes, an array of numpy's say, who would not see them change any more.
+/// Whether Python has a wrapper of the storage and does not refer to it: a reference, though nothing looks into the
+/// bytes. Takes the interpreter lock.
+bool has_idle_wrapper(const c10::Storage& storage);
+/// References to the storage, but for that one. Takes the interpreter lock.
+std::size_t references_to(const c10::Storage& storage);
+/// Whether the storage's memory is lent to torch, by an array of numpy's say, or shared between processes: others may
+/// look into it at any time. Not of withheld ones.
+bool is_lent(const c10::Storage& storage);
+/// Whether nothing else knows the tensor's bytes, an array of numpy's say, which would not see them change any more.
+/// Takes the interpreter lock.
 bool is_alone(const at::Tensor& tensor);
 /// Whether it is all of a storage that has its bytes on the host, whoever else knows them.
 bool is_whole(const at::Tensor& tensor);

@@ -844,10 +844,6 @@ class PagedModel:
         pool: ThreadPool,
         scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
     ) -> None: ...
-    def drain(self) -> None:
-        """
-        Waits until nothing is on its way, whatever became of it.
-        """
     def drop_copies(self) -> None: ...
     def drop_early(self) -> None: ...
     def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
@@ -867,9 +863,9 @@ class PagedModel:
         sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
         files: FileOperations = None,
     ) -> None: ...
-    def overlapping_blocks(self) -> list[list[int]]:
+    def overlapping_blocks(self, others: collections.abc.Sequence[torch.Tensor]) -> list[list[int]]:
         """
-        Groups of blocks whose parameters overlap in memory.
+        Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.
         """
     def read_from_disk(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """

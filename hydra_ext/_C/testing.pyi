@@ -15,6 +15,7 @@ __all__: list[str] = [
     "FileOperation",
     "Meter",
     "Operation",
+    "drain",
     "pretend_cuda",
     "run_traffic_twin",
 ]
@@ -150,6 +151,11 @@ class Meter:
     def end(self) -> None: ...
     @property
     def ledger(self) -> hydra_ext._C.Ledger: ...
+
+def drain(model: hydra_ext._C.PagedModel) -> None:
+    """
+    Waits until the model is updated, and nothing of it is on its way, whatever became of it.
+    """
 
 def pretend_cuda() -> None:
     """

@@ -55,6 +55,7 @@ class Updates:
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
         self._parts: list[list[int]] = []  # the blocks of what is being prepared
+        self._outside_overlaps = False  # parameters outside the model with blocks of it
         self._scale = 1.0  # of the gradients of the model's own parameters
         if optimizer.runner is not None:
             optimizer.runner.sync()
@@ -110,12 +111,13 @@ class Updates:
     # ---- what the optimizer asks for --------------------------------------------------------------------------------
 
     def parts(self, gradients: Gradients) -> list[Gradients]:
-        """By block, in the order in which the last forward used the blocks; blocks whose weights overlap together. The
-        step before has ended."""
+        """By block, in the order in which the last forward used the blocks; blocks whose weights overlap together, and
+        with them the parameters outside the model if one of those overlaps, too. The step before has ended."""
         self._core.finish_update()
         used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
-        together = self._together(list(order))
+        outside = [parameter for parameter, _ in gradients if parameter not in self._block_of]
+        together = self._together(list(order), outside)
         by_block: dict[int, Gradients] = {block: [] for block in order}
         members: dict[int, Gradients] = {first: [] for first in together}
         first_of = {block: first for first, blocks in together.items() for block in blocks}
@@ -126,12 +128,13 @@ class Updates:
         self._homes.expect_step(by_block)
         stepped = [first for first in together if members[first]]
         self._parts = [[block for block in together[first] if by_block[block]] for first in stepped]
+        self._outside_overlaps = any(_NO_BLOCK in blocks and len(blocks) > 1 for blocks in together.values())
         return [members[first] for first in stepped]
 
-    def _together(self, order: list[int]) -> dict[int, list[int]]:
+    def _together(self, order: list[int], outside: list[Tensor]) -> dict[int, list[int]]:
         """By the first of them, the blocks that are updated as one, in this order."""
         group_of = {block: {block} for block in order}
-        for blocks in self._core.overlapping_blocks():
+        for blocks in self._core.overlapping_blocks(outside):
             joined = set().union(*(group_of[block] for block in blocks))
             group_of.update(dict.fromkeys(joined, joined))
         together: dict[int, list[int]] = {}
@@ -147,20 +150,21 @@ class Updates:
         return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
-        """Parameters of other models are updated at once."""
+        """Parameters outside the model are updated at once, and with them the blocks that they overlap."""
         if self._spilling is not None:
             self._spilling.settle(block for blocks in self._parts if len(blocks) == 1 for block in blocks)
         for blocks in self._parts:
             if len(blocks) > 1:
                 for block in blocks:
-                    self._core.bring_home(block)
+                    if block != _NO_BLOCK:
+                        self._core.bring_home(block)
         settled = set(self._core.settled_blocks)
         later: list[_C.BlockUpdate] = []
         at_home: list[_C.BlockUpdate] = []
         for blocks, part in zip(self._parts, prepared, strict=True):
             optimizer.finish(part)
-            if blocks == [_NO_BLOCK]:
-                part.plan.run(optimizer.pool)
+            if _NO_BLOCK in blocks:
+                self._run_outside(optimizer, part)
             else:
                 update = _C.BlockUpdate(blocks, part.plan, optimizer.tensors_of(part))
                 (later if settled.isdisjoint(blocks) else at_home).append(update)
@@ -169,3 +173,12 @@ class Updates:
         for update in at_home:
             self._core.update_at_home(update, optimizer.pool, self._scale)
         self._homes.end_step()
+
+    def _run_outside(self, optimizer: HostOptimizer, part: PreparedStep) -> None:
+        if self._scale != 1.0:
+            for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
+                if parameter in self._block_of:
+                    _C.scale_gradient(gradient, self._scale)
+        part.plan.run(optimizer.pool)
+        if self._outside_overlaps:
+            self._core.refresh()  # no version of the model's parameters shows what was written through others

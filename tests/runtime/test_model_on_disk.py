@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, optim
-from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation
+from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation, drain
 from hydra_ext.runtime.spilling import choose
 from support.benches import assert_same
 from support.native import BATCHES, BETWEEN, OPTIMIZERS, STEPS, WIDTH, state, train
@@ -301,7 +301,7 @@ def test_a_transfer_that_fails_is_an_error_and_never_a_wrong_number(
     files = FaultyFiles()
     told = ""
     with contextlib.suppress(hydra_ext.errors.SpillError), offloaded(model, ours, tmp_path, files=files) as run:
-        run.core.drain()
+        drain(run.core)
         files.fail(operation, FileFault.ERROR, nth, error=errno.EIO)
         try:
             for batch in BATCHES:
@@ -329,7 +329,7 @@ def test_a_gradient_that_did_not_reach_the_disk_ends_a_step_before_anything_is_c
     ended = False
     with contextlib.suppress(hydra_ext.errors.SpillError), offloaded(model, ours, tmp_path, files=files) as run:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        run.core.drain()
+        drain(run.core)
         files.fail(FileOperation.WRITE, FileFault.ERROR, DEPTH, error=errno.EIO)  # that of the last gradient
         model(BATCHES[0]).pow(2).mean().backward()
         with pytest.raises(hydra_ext.errors.SpillError, match="Input/output error"):

@@ -16,7 +16,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import _C, Checks, Run, SimulatedDevice, errors, optim
-from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation
+from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation, drain
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from support.benches import assert_same
 from support.leaving import ends_in
@@ -296,7 +296,7 @@ def failing(
     context = context_of(model, ours, tmp_path, files=files, poison=False)
     with ends_in(errors.SpillError, context) if to_the_end else context as run:
         train(model, ours)
-        run.core.drain()
+        drain(run.core)
         fail(files)
         yield run, model, ours, files
     assert files.met() > 0

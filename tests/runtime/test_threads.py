@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -112,6 +114,13 @@ def test_a_write_while_another_thread_is_inside_is_an_error_for_both() -> None:
         assert "wrote to '0.weight' while the forward ran" in str(error)
         with torch.no_grad():
             assert torch.equal(model(BATCHES[0]), nn.Sequential(*model)(BATCHES[0]))
+
+
+def test_figures_are_read_while_another_thread_trains() -> None:
+    """Tensors end under the interpreter's lock, which no reader may hold while it waits for a figure."""
+    command = [sys.executable, "-W", "ignore", "-m", "support.figures_beside"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_leaving_the_context_waits_for_threads_inside() -> None:
