@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hydra_ext.state.layout import Layout, copied
+from hydra_ext.state.numbers import clone, has_plain_numbers, is_small, may_have_changed, version_of
 from hydra_ext.state.randomness import OwnRandomness
 
-_SMALL = 2**20  # bytes
 _ABSENT: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
@@ -27,15 +26,6 @@ _COPIED = _CONTAINERS | {Tensor}
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
 Names = dict[str, Any]  # a module's attributes, or its buffers
-
-
-def may_have_changed(buffer: Tensor, version: int) -> bool:
-    return buffer._version != version or is_small(buffer)
-
-
-def is_small(tensor: Tensor) -> bool:
-    """Whether a copy may be made each time, in place of trusting a version."""
-    return tensor.layout == torch.strided and tensor.nbytes <= _SMALL
 
 
 class ModuleState:
@@ -53,7 +43,7 @@ class ModuleState:
     def __init__(self, module: nn.Module) -> None:
         self._held: list[Names] = [names for inner in module.modules() for names in (inner.__dict__, inner._buffers)]
         self._before: list[tuple[Names, Names]] = [(names, dict(names)) for names in self._held]
-        self._copies = [(buffer, buffer._version, copied(buffer)) for buffer in module.buffers()]
+        self._copies = [(buffer, version_of(buffer), copied(buffer)) for buffer in module.buffers()]
         values = [value for _, before in self._before for value in before.values()]
         self._generators = OwnRandomness(values)
         self._versions = [(value, value._version) for value in values if _is_state(value)]
@@ -125,7 +115,7 @@ class _Copies:
 
     def take(self, original: Tensor, made: Tensor) -> None:
         self._known[id(original)] = original, made
-        self._originals.append((original, original._version))
+        self._originals.append((original, version_of(original)))
 
     def of(self, value: Any) -> Any:
         """In place of it: tensors and containers are copied, however deep, each once."""
@@ -162,7 +152,7 @@ class _Copies:
         """After the second call: whether an original has been written to all the same."""
         for container in self._empty:
             container.clear()
-        return any(tensor._version != version for tensor, version in self._originals)
+        return any(version_of(tensor) != version for tensor, version in self._originals)
 
 
 def _is_state(value: Any) -> bool:
@@ -172,9 +162,7 @@ def _is_state(value: Any) -> bool:
 
 def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
     """A copy of the value that lies in memory as the buffer does: what is computed from it has the same bits."""
-    if type(buffer) is not Tensor or buffer.layout != torch.strided or buffer.is_quantized:
-        return value.clone()
-    return Layout.of(buffer).copy(value)
+    return Layout.of(buffer).copy(value) if has_plain_numbers(buffer) else clone(value)
 
 
 @dataclass(frozen=True)

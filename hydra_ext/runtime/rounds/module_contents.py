@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.activations.module_state import is_small
 from hydra_ext.state import numbers
+from hydra_ext.state.numbers import is_small
 from hydra_ext.state.randomness import OwnRandomness, is_generator
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
