@@ -60,7 +60,7 @@ def _module(value: Tensor, *, buffer: bool) -> nn.Module:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_only_read_is_not_taken_for_written(name: str) -> None:
     module, holder = _module(KINDS[name](), buffer=True), _module(KINDS[name](), buffer=False)
-    before, contents = note([module]), ModuleContents.of([holder])
+    before, contents = note([module]), ModuleContents.of_each([holder])
     assert written(before, note([module])) == []
     assert contents.written() == []
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.contents import ITERATOR, LEAVES, Kind, walk
+from hydra_ext.state.contents import ITERATOR, LEAVES, Kind, walk
 
 _SIMPLE = {dict, OrderedDict, list, set, deque}
 

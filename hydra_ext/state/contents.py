@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.foreign import for_each_class, is_foreign, is_of_library
-from hydra_ext.pipeline.split.generators import is_default
-from hydra_ext.pipeline.split.iterators import is_iterator, position
+from hydra_ext.state.foreign import for_each_class, is_foreign, is_of_library
+from hydra_ext.state.iterators import is_iterator, position
+from hydra_ext.state.randomness import is_default
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -206,8 +206,13 @@ def data_of(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if type(value) not in _CODE and not (name.startswith("__") and name.endswith("__"))
+        if type(value) not in _CODE and not (name.startswith("__") and name.endswith("__")) and not _is_ours(value)
     }
+
+
+def _is_ours(value: Any) -> bool:
+    """Descriptors of ours come and go."""
+    return str(type(value).__module__).startswith("hydra_ext.")
 
 
 def _members_of_class(saved: dict[str, Any]) -> list[Any]:
@@ -266,6 +271,18 @@ def _members_of_array(saved: np.ndarray[Any, Any]) -> Iterable[Any]:
     return saved.flat if saved.dtype == object else ()
 
 
+def _is_another_array(held: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> bool:
+    if held.shape != saved.shape or held.dtype != saved.dtype:
+        return True
+    if held.dtype.hasobject:
+        return not all(map(operator.is_, held.flat, saved.flat))
+    return not np.array_equal(_bytes_of(held), _bytes_of(saved))
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 ARRAY = Kind(lambda value: np.array(value), _set_array, _members_of_array, lambda saved, to: saved)
 
 _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -308,3 +325,23 @@ def _compared(state: Any) -> Any:
 SOURCE = Kind(_save_source, _set_source, lambda saved: (), lambda saved, to: saved)
 ITERATOR = Kind(position, lambda iterator, saved: None, lambda saved: (), lambda saved, to: saved)
 _ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)
+
+
+def has_changed(kind: Kind, held: Any, saved: Any) -> bool:
+    """Whether what a thing holds itself is not what was saved of it; its members are only told by themselves."""
+    if kind is FIXED:
+        return False
+    if kind is ARRAY:
+        return _is_another_array(held, saved)
+    now = kind.save(held)
+    if kind is ITERATOR:
+        return bool(now != saved)
+    if kind is SOURCE:
+        return bool(_compared(now) != _compared(saved))
+    if len(now) != len(saved):
+        return True
+    if kind is SET:
+        return {*map(id, now)} != {*map(id, saved)}
+    if kind is SEQUENCE:
+        return not all(map(operator.is_, now, saved))
+    return not (all(map(operator.is_, now, saved)) and all(map(operator.is_, now.values(), saved.values())))
