@@ -135,10 +135,20 @@ FIXED = Kind(lambda value: value, lambda value, saved: None, lambda saved: saved
 
 def mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
     """Itself where all members stay."""
-    members = [to(each) for each in value]
-    if all(map(operator.is_, members, value)):
-        return value
-    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    return tuple_of(value, [to(each) for each in value])
+
+
+def tuple_of(original: Any, members: list[Any]) -> Any:
+    """One of the same class with these members; itself where all stay. A class of the user's may be made of others."""
+    if all(map(operator.is_, members, original)):
+        return original
+    kind: Any = type(original)
+    if hasattr(kind, "n_sequence_fields"):  # what C functions return, with names
+        return kind(members)
+    made = tuple.__new__(kind, members)
+    if hasattr(original, "__dict__"):
+        made.__dict__.update(original.__dict__)
+    return made
 
 
 # ---- attributes -----------------------------------------------------------------------------------------------------
@@ -230,14 +240,15 @@ CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
 ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
 
 
-def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]]) -> None:
+def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]], apart: Iterable[Any] = ()) -> None:
     """Once to each of these things and of what is in them, however deep, and to the users' classes of what has
     attributes.
 
     Args:
         take: of a thing, and a kind that it is of: what is in it. Keeps it alive: an identity means one object.
+        apart: things that are left out, with what is reached from them alone.
     """
-    seen: set[int] = set()
+    seen = {*map(id, apart)}
     classes: set[type] = set()
     rest = list(roots)
     while rest:
