@@ -53,7 +53,7 @@ class RepeatableCall:
     Args:
         module: whose call it is.
         in_full: whether what it gives is compared, too.
-        hold: who keeps the tensors that the first call has changed on the module.
+        hold: keeps the tensors that the first call has changed on the module.
 
     Attributes:
         tensors: those among the arguments, until the first call.

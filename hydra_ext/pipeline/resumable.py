@@ -92,7 +92,7 @@ class Resumable(ABC):
         pipeline's ``seed`` becomes that of the checkpoint. Gradients are dropped.
 
         Args:
-            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
+            folder: of checkpoints, to which another process may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule: what :meth:`save` was given.
 
