@@ -5,7 +5,8 @@ seen; so the calls of one microbatch are repeated once, before the first backwar
 not give the same again keep their activations from then on. One that differs in a later backward raises there, before
 its gradients are computed, and is kept from then on, too.
 
-Only sites that hold no other site are recomputed, and not inside a user's checkpoint or a user's hooks on saved tensors.
+Only sites that hold no other site are recomputed, and not inside a user's checkpoint, or hooks on saved
+tensors.
 """
 
 from __future__ import annotations
