@@ -213,9 +213,13 @@ def test_a_step_that_cannot_be_made_again_says_that_it_is_not_complete() -> None
         parameter.register_post_accumulate_grad_hook(lambda _: None)
     Deviating.calls = 0
     with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
-        with pytest.raises(UnsupportedModel, match=r"not complete, and cannot be made again: hooks run"):
+
+        def train() -> None:
             for (x,) in batches(20, 1):
                 run.step([x], lambda x: loss(model, x), recompute=True)
+
+        with pytest.raises(UnsupportedModel, match=r"not complete, and cannot be made again: hooks run"):
+            train()
         optimizer.zero_grad()
 
 
