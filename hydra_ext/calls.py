@@ -44,7 +44,7 @@ class StandIn:
                 self.module.__dict__[_SLOT] = self  # a module may have a __setattr__ of its own
 
     def remove(self) -> None:
-        """Undoes :meth:`install`, whoever has come since; below a call of another kind it stays, and does nothing."""
+        """Undoes :meth:`install`, whatever has come since; below a call of another kind it stays, and does nothing."""
         with _lock:
             standing = self.module.__dict__.get(_SLOT)
             if standing is self:

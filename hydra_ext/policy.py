@@ -176,4 +176,7 @@ class Recompute:
     gradient is computed from it, and the module is not called again from then on. The inputs are kept by the policy
     that holds around the module. Of several such modules inside each other the outermost is called again, whatever is
     chosen for those inside it.
+
+    Saved memory is compared as it is: a forward that saves what was never written, such as the rest of a
+    ``torch.empty``, differs even where no gradient depends on it. Fill it, or choose another policy.
     """

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from hydra_ext import _C
 from hydra_ext.activations.module_state import Hold, ModuleState
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.state.contents import tuple_of
 from hydra_ext.state.randomness import HostRandomness
 from hydra_ext.tracing import not_traced
 
@@ -52,7 +53,7 @@ class RepeatableCall:
     Args:
         module: whose call it is.
         in_full: whether what it gives is compared, too.
-        hold: who keeps the tensors that the first call has changed on the module.
+        hold: keeps the tensors that the first call has changed on the module.
 
     Attributes:
         tensors: those among the arguments, until the first call.
@@ -116,7 +117,7 @@ class RepeatableCall:
         now = HostRandomness()
         self._random.restore()
         try:
-            with self._state.in_place(), added_to(saved):
+            with self._state.in_place() as trace, added_to(saved, trace.note_saved):
                 output = self._call(args, kwargs)
         except _StopRecomputationError:  # all is there that was saved
             self._check(saved, self._state)
@@ -159,8 +160,8 @@ class _Kept:
 
 
 @contextmanager
-def added_to(digest: _C.SavedDigest) -> Iterator[None]:
-    """What is saved for backward meanwhile is added to the digest before it goes where it would go."""
+def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: None) -> Iterator[None]:
+    """What is saved for backward meanwhile is noted, and added to the digest, before it goes where it would go."""
     hooks = _saved_tensors_hooked(True)
     if hooks is None or not torch.is_grad_enabled():
         yield
@@ -169,6 +170,7 @@ def added_to(digest: _C.SavedDigest) -> Iterator[None]:
 
     @not_traced
     def added(tensor: Tensor) -> Any:
+        note(tensor)
         return pack(tensor) if digest.add(tensor) else _Kept(tensor.detach())
 
     @not_traced
@@ -239,7 +241,7 @@ def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, 
     if id(value) in known:
         return known[id(value)][0]
     if isinstance(value, tuple):
-        return _tuple_of(value, [_copy(part, shared, known) for part in value])
+        return tuple_of(value, [_copy(part, shared, known) for part in value])
     made = copy.copy(value)
     known[id(value)] = (made, value)  # the original is held so that no other object takes its identity
     if isinstance(value, list):
@@ -250,15 +252,6 @@ def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, 
     if hasattr(value, "__dict__"):
         for key, part in value.__dict__.items():
             made.__dict__[key] = _copy(part, shared, known)
-    return made
-
-
-def _tuple_of(original: tuple[Any, ...], parts: list[Any]) -> tuple[Any, ...]:
-    kind: Any = type(original)
-    if all(part is before for part, before in zip(parts, original, strict=True)):
-        return original
-    # What C functions return, with names, cannot be made as other tuples are.
-    made: tuple[Any, ...] = kind(parts) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, parts)
     return made
 
 

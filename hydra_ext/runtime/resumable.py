@@ -117,7 +117,7 @@ class Resumable(ABC):
         it, and see the same folder.
 
         Args:
-            folder: of checkpoints, into which somebody may be saving, or one checkpoint.
+            folder: of checkpoints, to which another process may be saving, or one checkpoint.
             strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
             schedule, scaler: what :meth:`save` was given.
 

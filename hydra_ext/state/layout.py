@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from hydra_ext.state.numbers import clone, has_plain_numbers
 
 ALIGNMENT = 64  # bytes: torch's memory begins at a multiple, and no vector register is longer
 ROOM = 3  # times the memory of its elements that a copy may take, before its gaps are closed up
@@ -116,8 +118,8 @@ def copied(tensor: Tensor, *, aligned: bool = True) -> Tensor:
         aligned: it begins where the tensor begins; else at a multiple of 64 bytes, and has no memory before that.
     """
     tensor = tensor.detach()
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-        return tensor.clone()
+    if not has_plain_numbers(tensor):
+        return clone(tensor)
     layout = Layout.of(tensor)
     layout = layout if aligned else replace(layout, lead=0)
     return layout.copy(tensor) if layout.lead or not tensor.is_contiguous() else tensor.clone()

@@ -35,6 +35,11 @@ def generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
 
 
+def is_default(generator: torch.Generator) -> bool:
+    """Whether it is one of torch's own."""
+    return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
+
+
 class TorchRandomness:
     """The states of torch's ``generators``, as they were noted last: at first when this was made."""
 

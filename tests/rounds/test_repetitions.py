@@ -195,6 +195,7 @@ def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCa
         if rounds:
             train(run)
             assert "run.step makes a step again" in caplog.text
+            assert "not complete" not in caplog.text
         else:
             with pytest.raises(UnsupportedModel, match="gives something else when it is called a second time"):
                 train(run)
@@ -203,6 +204,23 @@ def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCa
             train(run)  # what has deviated is kept
     assert len(found) >= len(steps)
     assert_equal(found[:5], expected)  # the sixth step meets the fiftieth call
+
+
+def test_a_step_that_cannot_be_made_again_says_that_it_is_not_complete() -> None:
+    model = Net(lambda: Deviating(50))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    Deviating.calls = 0
+    with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
+
+        def train() -> None:
+            for (x,) in batches(20, 1):
+                run.step([x], lambda x: loss(model, x), recompute=True)
+
+        with pytest.raises(UnsupportedModel, match=r"not complete, and cannot be made again: hooks run"):
+            train()
+        optimizer.zero_grad()
 
 
 def choices_of(start: int) -> Callable[[int], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,7 @@ from support.stashed import assert_empty, assert_same, gradients
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
-class Calls(list[bool]):
-    """Whether each was with a graph. No plain list: what a repetition adds to it stays."""
+_CALLS: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()  # no module's own: what a repetition adds stays
 
 
 class Counting(nn.Linear):
@@ -23,7 +23,11 @@ class Counting(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(64, 64)
-        self.calls = Calls()
+
+    @property
+    def calls(self) -> list[bool]:
+        """Whether each was with a graph."""
+        return _CALLS.setdefault(self, [])
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(torch.is_grad_enabled())

@@ -12,10 +12,10 @@ from hydra_ext.pipeline.split.carried import attribute_tensors
 from hydra_ext.pipeline.split.generators import GeneratorStates
 from hydra_ext.pipeline.split.lasting import Lasting
 from hydra_ext.pipeline.split.notes import Undo
-from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.split.run import OtherWay
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.split.tensors import named_tensors
+from hydra_ext.state.held_before import HeldBefore
 
 
 @contextmanager

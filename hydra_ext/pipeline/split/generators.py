@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hydra_ext.state.randomness import is_default
+
 
 def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """That of a call, if it is not one of torch's defaults: those are seeded for each event."""
@@ -18,10 +20,6 @@ def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
         if isinstance(value, torch.Generator) and not is_default(value):
             return value
     return None
-
-
-def is_default(generator: torch.Generator) -> bool:
-    return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
 
 
 class DrawnGenerators:

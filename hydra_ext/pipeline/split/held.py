@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.contents import (
+from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.state.contents import (
     ATTRIBUTES,
     MAPPING,
     SEQUENCE,
@@ -20,8 +21,7 @@ from hydra_ext.pipeline.split.contents import (
     has_attributes,
     kinds_of,
 )
-from hydra_ext.pipeline.split.foreign import is_foreign
-from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.state.foreign import is_foreign
 
 # Attributes that every module has; those that a model sets itself are its state.
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}

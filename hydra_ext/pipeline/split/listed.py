@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.pipeline.split.contents import mapped_tuple, set_attribute
 from hydra_ext.pipeline.split.held import Entry, Root, all_modules, entries, module_roots
+from hydra_ext.state.contents import mapped_tuple, set_attribute
 
 
 def listed_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, nn.Parameter]]:

@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hydra_ext.pipeline.split.contents import attributes_of
 from hydra_ext.pipeline.split.held import Root, entries, is_object, members
 from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.state.contents import attributes_of
 
 _WITHOUT_TENSORS = (*PLAIN, bytes, Enum, np.ndarray, np.generic, type)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.contents import (
+from hydra_ext.pipeline.split.stand_ins import is_absent
+from hydra_ext.state.contents import (
     ARRAY,
     ATTRIBUTES,
     CLASS,
@@ -27,7 +28,6 @@ from hydra_ext.pipeline.split.contents import (
     stamp_of_array,
     walk,
 )
-from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.state.layout import copied
 
 Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer

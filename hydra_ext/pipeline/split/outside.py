@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from hydra_ext.pipeline.split.contents import kinds_of
-from hydra_ext.pipeline.split.foreign import is_installed
 from hydra_ext.pipeline.split.held import Root, entries, has_own_class
+from hydra_ext.state.contents import kinds_of
+from hydra_ext.state.foreign import is_installed
 
 
 def reached_by(function: Callable[..., Any]) -> dict[int, Any]:

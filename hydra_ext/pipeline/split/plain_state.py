@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import nn
 
-from hydra_ext.pipeline.split.contents import is_source
 from hydra_ext.pipeline.split.held import Root, argument_roots, entries
 from hydra_ext.pipeline.split.outside import reached_by
 from hydra_ext.pipeline.split.reads import Reader, Reads
 from hydra_ext.pipeline.split.recorder import Recorder
 from hydra_ext.pipeline.split.snapshots import ModulesNow, Snapshot
+from hydra_ext.state.contents import is_source
 
 _UNKNOWN: set[Reader] = {("glue", -1)}  # its reader cannot be seen: it may be any
 

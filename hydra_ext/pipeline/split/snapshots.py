@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.contents import (
+from hydra_ext.pipeline.split.held import Root, all_modules, class_roots, entries, is_object, members, module_roots
+from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.state.contents import (
     ATTRIBUTES,
     attributes_of,
     classes_of,
@@ -18,9 +20,7 @@ from hydra_ext.pipeline.split.contents import (
     has_state,
     kinds_of,
 )
-from hydra_ext.pipeline.split.foreign import is_foreign
-from hydra_ext.pipeline.split.held import Root, all_modules, class_roots, entries, is_object, members, module_roots
-from hydra_ext.pipeline.split.record import PLAIN
+from hydra_ext.state.foreign import is_foreign
 
 
 class Snapshot:

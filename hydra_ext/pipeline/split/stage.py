@@ -19,7 +19,6 @@ from hydra_ext.pipeline.split.ownership import buffers_of, parameters_of
 from hydra_ext.pipeline.split.randomness import EventRandomness
 from hydra_ext.pipeline.split.record import Key, Rehearsal
 from hydra_ext.pipeline.split.rehearse import rehearse
-from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.split.run import OtherWay, StageDone, StageRun
 from hydra_ext.pipeline.split.signature import signature_of
 from hydra_ext.pipeline.split.stand_ins import device_of, is_absent
@@ -29,6 +28,7 @@ from hydra_ext.pipeline.stage_program import Crossing
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import split
 from hydra_ext.state.copies import sharing
+from hydra_ext.state.held_before import HeldBefore
 from hydra_ext.state.layout import copied
 
 

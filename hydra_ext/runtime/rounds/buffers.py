@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hydra_ext import _C
-from hydra_ext.activations.module_state import may_have_changed
 from hydra_ext.state import numbers
+from hydra_ext.state.numbers import has_plain_numbers, may_have_changed, version_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ModelBuffers:
                 old = known.get(id(buffer))
                 kept = old is not None and not may_have_changed(buffer, old.version)
                 value = old.value if old is not None and kept else numbers.on_host(buffer)
-                found.append(NotedBuffer(module, name, buffer, buffer._version, value))
+                found.append(NotedBuffer(module, name, buffer, version_of(buffer), value))
         self._latest = found
         return found
 
@@ -48,7 +48,7 @@ def note(modules: Sequence[nn.Module]) -> list[NotedBuffer]:
     """Of these modules themselves, those inside left out."""
     found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     return [
-        NotedBuffer(module, name, buffer, buffer._version, numbers.on_host(buffer))
+        NotedBuffer(module, name, buffer, version_of(buffer), numbers.on_host(buffer))
         for module, name, buffer in found
         if buffer is not None
     ]
@@ -67,9 +67,17 @@ def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list
     found = []
     for noted in after:
         old = known.get((id(noted.module), noted.name))
-        if old is not None and (old.buffer is not noted.buffer or numbers.differ(noted.value, old.value)):
+        if old is not None and _is_another(old, noted):
             found.append(noted.module)
     return found
+
+
+def _is_another(old: NotedBuffer, new: NotedBuffer) -> bool:
+    if old.buffer is not new.buffer:
+        return True
+    if not has_plain_numbers(new.buffer):
+        return old.version != new.version
+    return numbers.differ(old.value, new.value)
 
 
 def restore(noted: Sequence[NotedBuffer]) -> None:

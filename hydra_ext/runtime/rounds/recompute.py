@@ -5,7 +5,8 @@ seen; so the calls of one microbatch are repeated once, before the first backwar
 not give the same again keep their activations from then on. One that differs in a later backward raises there, before
 its gradients are computed, and is kept from then on, too.
 
-Only sites that hold no other site are recomputed, and not inside a user's checkpoint or hooks of his on saved tensors.
+Only sites that hold no other site are recomputed, and not inside a user's checkpoint, or hooks on saved
+tensors.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class _SiteCall(RepeatableCall):
         return Deviation(
             f"{self._name}, which run.step recomputes, gives something else when it is called a second time: its "
             "forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an argument. No "
-            "wrong gradient was computed, but this step is not complete; from now on the block's activations are kept. "
-            "To keep all of them, give recompute=False"
+            "wrong gradient was computed; from now on the block's activations are kept. To keep all of them, give "
+            "recompute=False"
         )
 
 

@@ -194,8 +194,11 @@ class Stepper:
                     raise UnsupportedModel(f"{error}, and run.step cannot take that back: {obstacle}") from error
                 self._refuse(error)
             except Deviation as error:  # from now on that block is kept
-                if self._why_not_undone(last.averaging):
-                    raise
+                obstacle = self._why_not_undone(last.averaging)
+                if obstacle:
+                    raise Deviation(
+                        f"{error}. This step is not complete, and cannot be made again: {obstacle}"
+                    ) from error
                 logger.warning("run.step makes a step again: %s", error)
             except StepAgain:
                 failed = "Another rank makes the step again"

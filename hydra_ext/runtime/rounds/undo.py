@@ -18,7 +18,7 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, restore, written
-from hydra_ext.runtime.rounds.module_contents import ModuleContents
+from hydra_ext.runtime.rounds.module_contents import Copies, ModuleContents
 from hydra_ext.state.randomness import HostRandomness
 
 
@@ -128,6 +128,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._buffers = ModelBuffers()
+        self._copies = Copies()
         self._round: _Moment | None = None
         self._step: _Moment | None = None
         self._gradients: Gradients | None = None
@@ -141,7 +142,7 @@ class Undo:
 
     def round_begins(self, owner: UndoOwner) -> None:
         models = _models(owner)
-        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models), HostRandomness())
+        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models, self._copies), HostRandomness())
         self._step = self._step or self._round
         self._backwards = owner.backwards
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.chain import ChainStage
 from hydra_ext.pipeline.split import time_events
-from hydra_ext.pipeline.split.restoring import HeldBefore
 from hydra_ext.pipeline.stage_program import event_seed
+from hydra_ext.state.held_before import HeldBefore
 from support.split_models import Batch
 from support.split_models_own import Layer, Stack, text, text_loss
 from support.split_side_effects import (

@@ -1,14 +1,19 @@
-"""Iterators: how far one has come can be seen, and is not to be set back."""
+"""Iterators: how far one has come can be seen, and not be set back; of some a copy can be made."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import re
 from collections.abc import Iterator
 from types import GeneratorType
 from typing import Any
 
-from hydra_ext.pipeline.split.foreign import for_each_class
+from hydra_ext.state.foreign import for_each_class
 
+# Which hold a place in what they go through, and go through nothing that another one does, too.
+_COPIED = frozenset({type(iter([])), type(reversed([])), type(iter(())), type(iter("")), type(iter(range(0)))})
+_COUNT = re.compile(r"count\((-?\d+)(?:, (-?\d+))?\)")
 _SHOWN = (itertools.count, itertools.repeat)  # as text, with what comes next
 
 
@@ -25,6 +30,14 @@ def position(iterator: Any) -> Any:
     if isinstance(iterator, GeneratorType):
         return _Frame(iterator)
     return iterator.__length_hint__() if hasattr(iterator, "__length_hint__") else None
+
+
+def independent_copy(iterator: Any) -> Any | None:
+    """One that goes on as it does, where there is a way to make it."""
+    if type(iterator) in _COPIED:
+        return copy.copy(iterator)
+    counted = _COUNT.fullmatch(repr(iterator)) if type(iterator) is itertools.count else None
+    return itertools.count(*(int(number) for number in counted.groups(default="1"))) if counted else None
 
 
 class _Frame:

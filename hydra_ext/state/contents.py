@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.pipeline.split.foreign import for_each_class, is_foreign, is_of_library
-from hydra_ext.pipeline.split.generators import is_default
-from hydra_ext.pipeline.split.iterators import is_iterator, position
+from hydra_ext.state.foreign import for_each_class, is_foreign, is_of_library
+from hydra_ext.state.iterators import is_iterator, position
+from hydra_ext.state.randomness import is_default
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -135,10 +135,20 @@ FIXED = Kind(lambda value: value, lambda value, saved: None, lambda saved: saved
 
 def mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
     """Itself where all members stay."""
-    members = [to(each) for each in value]
-    if all(map(operator.is_, members, value)):
-        return value
-    return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    return tuple_of(value, [to(each) for each in value])
+
+
+def tuple_of(original: Any, members: list[Any]) -> Any:
+    """One of the same class with these members; itself where all stay. A class of the user's may be made of others."""
+    if all(map(operator.is_, members, original)):
+        return original
+    kind: Any = type(original)
+    if hasattr(kind, "n_sequence_fields"):  # what C functions return, with names
+        return kind(members)
+    made = tuple.__new__(kind, members)
+    if hasattr(original, "__dict__"):
+        made.__dict__.update(original.__dict__)
+    return made
 
 
 # ---- attributes -----------------------------------------------------------------------------------------------------
@@ -206,8 +216,13 @@ def data_of(kind: type) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(kind).items()
-        if type(value) not in _CODE and not (name.startswith("__") and name.endswith("__"))
+        if type(value) not in _CODE and not (name.startswith("__") and name.endswith("__")) and not _is_ours(value)
     }
+
+
+def _is_ours(value: Any) -> bool:
+    """Descriptors of ours come and go."""
+    return str(type(value).__module__).startswith("hydra_ext.")
 
 
 def _members_of_class(saved: dict[str, Any]) -> list[Any]:
@@ -225,14 +240,15 @@ CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
 ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
 
 
-def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]]) -> None:
+def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]], apart: Iterable[Any] = ()) -> None:
     """Once to each of these things and of what is in them, however deep, and to the users' classes of what has
     attributes.
 
     Args:
         take: of a thing, and a kind that it is of: what is in it. Keeps it alive: an identity means one object.
+        apart: things that are left out, with what is reached from them alone.
     """
-    seen: set[int] = set()
+    seen = {*map(id, apart)}
     classes: set[type] = set()
     rest = list(roots)
     while rest:
@@ -264,6 +280,18 @@ def stamp_of_array(saved: np.ndarray[Any, Any]) -> Any:
 
 def _members_of_array(saved: np.ndarray[Any, Any]) -> Iterable[Any]:
     return saved.flat if saved.dtype == object else ()
+
+
+def _is_another_array(held: np.ndarray[Any, Any], saved: np.ndarray[Any, Any]) -> bool:
+    if held.shape != saved.shape or held.dtype != saved.dtype:
+        return True
+    if held.dtype.hasobject:
+        return not all(map(operator.is_, held.flat, saved.flat))
+    return not np.array_equal(_bytes_of(held), _bytes_of(saved))
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 ARRAY = Kind(lambda value: np.array(value), _set_array, _members_of_array, lambda saved, to: saved)
@@ -308,3 +336,23 @@ def _compared(state: Any) -> Any:
 SOURCE = Kind(_save_source, _set_source, lambda saved: (), lambda saved, to: saved)
 ITERATOR = Kind(position, lambda iterator, saved: None, lambda saved: (), lambda saved, to: saved)
 _ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)
+
+
+def has_changed(kind: Kind, held: Any, saved: Any) -> bool:
+    """Whether what a thing holds itself is not what was saved of it; its members are only told by themselves."""
+    if kind is FIXED:
+        return False
+    if kind is ARRAY:
+        return _is_another_array(held, saved)
+    now = kind.save(held)
+    if kind is ITERATOR:
+        return bool(now != saved)
+    if kind is SOURCE:
+        return bool(_compared(now) != _compared(saved))
+    if len(now) != len(saved):
+        return True
+    if kind is SET:
+        return {*map(id, now)} != {*map(id, saved)}
+    if kind is SEQUENCE:
+        return not all(map(operator.is_, now, saved))
+    return not (all(map(operator.is_, now, saved)) and all(map(operator.is_, now.values(), saved.values())))
