@@ -7,7 +7,6 @@ forward, and note in an attribute that they have. Objects of other classes are n
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +14,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydra_ext.activations.module_state import is_small
+from hydra_ext.runtime.rounds.accesses import CONTAINERS, DICTS, TORCHS, Key
 from hydra_ext.state import numbers
 from hydra_ext.state.randomness import OwnRandomness, is_generator
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
-_DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_CONTAINERS = _DICTS | {list, deque, set}
-_TORCHS = frozenset(nn.Module().__dict__)
 _ABSENT: Any = object()
 
 
@@ -35,12 +32,17 @@ class _NotedTensor:
 
 @dataclass
 class ModuleContents:
-    """The attributes of all modules of some models, as they are when this is made."""
+    """The attributes of all modules of some models, as they are when this is made.
+
+    Attributes:
+        generators: of random numbers, that the modules hold.
+    """
 
     _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _containers: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     _tensors: list[_NotedTensor] = field(default_factory=list)
-    _generators: list[Any] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    _hooks: list[tuple[nn.Module, Any, Any]] = field(default_factory=list)
     _randomness: OwnRandomness = field(default_factory=lambda: OwnRandomness(()))
 
     @classmethod
@@ -57,18 +59,34 @@ class ModuleContents:
             before = {name: value for name, value in names.items() if name not in _OWN}
             contents._names.append((names, before))
             contents._containers.append((module, module._buffers, dict(module._buffers)))
-            for value in before.values():
-                contents._note(module, value, known)
-        contents._randomness = OwnRandomness(contents._generators)
+            for name, value in before.items():
+                if name in TORCHS:
+                    contents._note_hooks(module, value)
+                else:
+                    contents._note(module, value, known)
+        contents._randomness = OwnRandomness(contents.generators)
         return contents
+
+    @classmethod
+    def of_keys(cls, keys: Iterable[Key]) -> ModuleContents:
+        """Of these attributes."""
+        contents, known = cls(), set[int]()
+        for module, name in keys:
+            contents._note(module, module.__dict__.get(name), known)
+        return contents
+
+    def _note_hooks(self, owner: nn.Module, value: Any) -> None:
+        kind = type(value)
+        if kind in CONTAINERS:
+            self._hooks.append((owner, value, dict(value) if kind in DICTS else kind(value)))
 
     def _note(self, owner: nn.Module, value: Any, known: set[int]) -> None:
         kind = type(value)
-        if kind in _CONTAINERS:
+        if kind in CONTAINERS:
             if id(value) not in known:
                 known.add(id(value))
-                self._containers.append((owner, value, dict(value) if kind in _DICTS else kind(value)))
-                for inner in value.values() if kind in _DICTS else value:
+                self._containers.append((owner, value, dict(value) if kind in DICTS else kind(value)))
+                for inner in value.values() if kind in DICTS else value:
                     self._note(owner, inner, known)
         elif kind is Tensor:
             if id(value) not in known and value.is_leaf and not value.is_inference():
@@ -80,21 +98,32 @@ class ModuleContents:
                 self._note(owner, inner, known)
         elif is_generator(value) and id(value) not in known:
             known.add(id(value))
-            self._generators.append(value)
+            self.generators.append(value)
 
-    def written(self) -> list[nn.Module]:
-        """Whose tensors or containers have been written to since; what was set in their place does not count, nor do
-        hooks."""
-        found = []
+    def written(self) -> list[tuple[nn.Module, Any]]:
+        """Tensors and containers that have been written to since, each with a module that holds it; what was set in
+        their place does not count, nor do hooks."""
+        found: list[tuple[nn.Module, Any]] = []
         for owner, container, before in self._containers:
+            if container is owner._buffers and container.keys() == before.keys():
+                continue  # others see what is in them
             if not _is_as_before(container, before):
-                hooks = any(owner.__dict__.get(name) is container for name in _TORCHS)
-                found += [] if hooks else [owner]
+                found.append((owner, container))
         for noted in self._tensors:
             moved = noted.tensor._version != noted.version
             if moved or (noted.value is not None and numbers.differ(noted.tensor, noted.value)):
-                found.append(noted.owner)
+                found.append((noted.owner, noted.tensor))
         return found
+
+    def again(self) -> ModuleContents:
+        """What these tensors and containers have in them now. Cannot be restored."""
+        contents, known = ModuleContents(), set[int]()
+        for owner, value in [(part[0], part[1]) for part in self._containers]:
+            if value is not owner._buffers:
+                contents._note(owner, value, known)
+        for noted in self._tensors:
+            contents._note(noted.owner, noted.tensor, known)
+        return contents
 
     def obstacle(self) -> str:
         """What was changed and cannot be put back; empty if all can."""
@@ -111,7 +140,7 @@ class ModuleContents:
             for name, value in before.items():
                 if names.get(name, _ABSENT) is not value:
                     names[name] = value
-        for _, container, before in self._containers:
+        for _, container, before in [*self._containers, *self._hooks]:
             _refill(container, before)
         for noted in self._tensors:
             if noted.value is not None:
