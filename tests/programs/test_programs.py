@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from support.lives.drawing import program_of
+from support.lives.drawing import program_of, stateful_program_of
 from support.lives.program import Program
 from support.lives.reporting import Tally
 from support.lives.running import run
@@ -35,6 +35,14 @@ def test_random_programs_are_those_of_plain_pytorch(first: int) -> None:
     for seed in range(first, first + PER_TEST):
         check(program_of(seed), seed, tally)
     assert tally.refused <= MOST_REFUSED, tally.text()
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(60, 1200, 60))])
+def test_random_programs_of_models_with_state_are_those_of_plain_pytorch(first: int) -> None:
+    tally = Tally()
+    for seed in range(first, first + PER_TEST):
+        check(stateful_program_of(seed), seed, tally)
+    assert tally.refused == 0, tally.text()
 
 
 # Hypothesis draws other ones than numbers do. It would look for a shorter one for minutes: leaving operations out does
