@@ -52,8 +52,8 @@ class Report:
         rounds: groups of microbatches that ``run.step`` took through the blocks together.
         refusals: groups that could not be run so; from the first on microbatches are run one at a time.
         fallbacks: microbatches that ``run.step`` ran one at a time.
-        retries: rounds that ``run.step`` undid and tried again, for they ran out of device memory; ``fn`` was called
-            again for their microbatches.
+        retries: rounds that ``run.step`` undid and ran again, for they ran out of device memory, or have shown what it
+            has to look at, or to keep; ``fn`` was called again for their microbatches.
         ranks: how many train copies of the model together.
         reduced_bytes: of gradients that this rank has averaged with the others.
         waited_for_ranks_seconds: it waited for the others meanwhile; a GPU's own waits are not seen.
@@ -129,7 +129,7 @@ class Report:
         ]
         if self.rounds or self.fallbacks:
             lines.append(
-                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.retries} tried again for memory, "
+                f"steps    {self.rounds} rounds, {self.refusals} refused, {self.retries} run again, "
                 f"{self.fallbacks} microbatches one at a time"
             )
         if self.homes:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hydra_ext.errors import CheckpointError
 from support.lives import running
-from support.lives.drawing import program_of
+from support.lives.drawing import program_of, stateful_program_of
 from support.lives.program import Program, op
 from support.lives.reporting import Tally
 from support.lives.running import run
@@ -45,6 +45,14 @@ def check(program: Program, seed: int, tally: Tally) -> None:
 def test_random_programs_are_those_of_plain_pytorch(first: int, sample: Tally) -> None:
     for seed in range(first, first + PER_TEST):
         check(program_of(seed), seed, sample)
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.full) for first in range(60, 1200, 60))])
+def test_random_programs_of_models_with_state_are_those_of_plain_pytorch(first: int) -> None:
+    tally = Tally()
+    for seed in range(first, first + PER_TEST):
+        check(stateful_program_of(seed), seed, tally)
+    assert tally.refused == 0, tally.text()
 
 
 # Hypothesis draws other ones than numbers do. It would look for a shorter one for minutes: leaving operations out does

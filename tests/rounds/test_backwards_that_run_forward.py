@@ -60,7 +60,8 @@ def test_such_rounds_are_undone_and_made_one_microbatch_at_a_time(
                 run.step(microbatches, lambda x: model(x).pow(2).mean(), recompute=recompute, round_size=size)
         report = run.report()
     assert [record.levelname for record in caplog.records if "has changed buffers" in record.message] == ["WARNING"]
-    assert report.refusals == 1
+    known = size is None or recompute is None  # from the first round, which is one of a single microbatch
+    assert report.refusals == (0 if known else 1)
     assert report.retries == 0
     assert report.fallbacks > 0
     for (name, expected), got in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):

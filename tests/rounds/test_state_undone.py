@@ -75,7 +75,9 @@ class Noisy(Layer):
 def test_generators_of_modules_are_put_back(
     generator: Callable[[], Any], held: Callable[[Any], Any], recompute: bool, failure: Failure | None
 ) -> None:
-    assert_is_the_loop(lambda: Stack(lambda: Noisy(held(generator()))), failure, recompute=recompute)
+    # Those in containers are not where they were when a block is called again: it is kept from then on.
+    again = recompute and not isinstance(held(None), type(None))
+    assert_is_the_loop(lambda: Stack(lambda: Noisy(held(generator()))), failure, again=again, recompute=recompute)
 
 
 # ---- tensors and containers -----------------------------------------------------------------------------------------

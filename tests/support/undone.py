@@ -110,7 +110,7 @@ def plain(make: Callable[[], nn.Module], extra: Extra, loss: Any) -> list[Any]:
 
 
 def in_rounds(
-    make: Callable[[], nn.Module], failure: Failure | None, extra: Extra, loss: Any, **choices: Any
+    make: Callable[[], nn.Module], failure: Failure | None, extra: Extra, loss: Any, again: int = 0, **choices: Any
 ) -> tuple[list[Any], hydra_ext.Report]:
     model: Any
     model, optimizer = _begin(make)
@@ -139,7 +139,7 @@ def in_rounds(
             losses += run.step(inputs, lambda x: loss(model, x), seeds=list(seeds(step)), **choices).losses
         report = run.report()
     assert report.windows > 0
-    assert report.retries == (failure is not None)
+    assert report.retries == (failure is not None) + again
     return _left(model, losses, extra), report
 
 
@@ -149,10 +149,12 @@ def assert_is_the_loop(
     *,
     extra: Extra = lambda _: None,
     loss: Any = squared,
+    again: int = 0,
     **choices: Any,
 ) -> hydra_ext.Report:
+    """``again``: rounds that are run twice for what their forward has shown."""
     expected = plain(make, extra, loss)
-    found, report = in_rounds(make, failure, extra, loss, **choices)
+    found, report = in_rounds(make, failure, extra, loss, again, **choices)
     assert len(found) == len(expected)
     assert [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other] == []
     return report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class ModelBuffers:
         return found
 
 
-def note(modules: Sequence[nn.Module]) -> list[NotedBuffer]:
+def note(modules: Iterable[nn.Module]) -> list[NotedBuffer]:
     """Of these modules themselves, those inside left out."""
     found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     return [
@@ -61,14 +61,14 @@ def differs(noted: NotedBuffer) -> bool:
     return may_have_changed(noted.buffer, noted.version) and numbers.differ(noted.buffer, noted.value)
 
 
-def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[nn.Module]:
-    """Whose buffers are others between two times, or have other numbers."""
+def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[NotedBuffer]:
+    """Those that are others between two times, or have other numbers, as they are after."""
     known = {(id(noted.module), noted.name): noted for noted in before}
     found = []
     for noted in after:
         old = known.get((id(noted.module), noted.name))
         if old is not None and _is_another(old, noted):
-            found.append(noted.module)
+            found.append(noted)
     return found
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 import torch
@@ -26,8 +26,11 @@ from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.averaging import Averaging
+from hydra_ext.runtime.rounds.accesses import Accesses
+from hydra_ext.runtime.rounds.draws import DrawOrder
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
-from hydra_ext.runtime.rounds.isolation import Attributes, DrawOrder, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.holders import Holding
+from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
 from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.recompute import Recomputation
 
@@ -39,6 +42,25 @@ class Refused(Exception):
 class OutOfOrder(Refused):
     """These microbatches have drawn random numbers, or written to what modules hold, in another order than a loop: one
     at a time they do not."""
+
+
+class SharesGraph(Refused):
+    """These microbatches use what others have made, of this round or of one before."""
+
+
+@dataclass
+class Known:
+    """What rounds of a run have shown of what its modules hold.
+
+    Attributes:
+        watched: what code around sites writes to.
+        accesses: whose reads are noted.
+        generators: of random numbers, as the round begins.
+    """
+
+    watched: list[Holding] = field(default_factory=list)
+    accesses: Accesses = field(default_factory=Accesses)
+    generators: Sequence[Any] = ()
 
 
 class RoundOwner(engine.BackwardParticipant, Protocol):
@@ -68,10 +90,12 @@ class Round(Generic[Result]):
         seeds: of the random state that each begins with.
         take_root: takes what a microbatch's backward starts from out of what its work returned.
         recomputation: makes the sites' calls; without it activations are kept.
-        watched: modules that are known to be written to by code around sites.
+        known: of what modules hold.
+        last_piece: made around the backward of each.
 
     Attributes:
         draws: from the generators that the microbatches share.
+        found_more: whether its forward has shown what has to be watched.
     """
 
     def __init__(
@@ -81,13 +105,17 @@ class Round(Generic[Result]):
         seeds: Sequence[int],
         take_root: Callable[[Result], Tensor],
         recomputation: Recomputation | None = None,
-        watched: Iterable[nn.Module] = (),
+        *,
+        known: Known,
+        last_piece: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._owner = owner
         self._take_root = take_root
         self._recomputation = recomputation
-        self._order = Order(owner.layout.sites, watched)
-        self._attributes = Attributes(owner.model, self._order)
+        self._known = known
+        self._last_piece = last_piece
+        self._order = Order(owner.layout.sites, known.watched if len(works) > 1 else ())
+        self._attributes = Attributes(owner.model, self._order, alone=len(works) == 1)
         self._caller = Surroundings(owner.device)
         self._own = [Surroundings(owner.device) for _ in works]
         for own, seed in zip(self._own, seeds, strict=True):
@@ -97,7 +125,8 @@ class Round(Generic[Result]):
             Fiber(index, owner, self._context, self._attributes, work, recomputation)
             for index, work in enumerate(works)
         ]
-        self.draws = DrawOrder()
+        self.draws = DrawOrder(known.generators)
+        self.found_more = False
         self._stays: list[Stay[Result]] = []
         self._regions = [GraphExecGroup() for _ in works]
         self._staged = _C.StagedBackward()
@@ -114,22 +143,37 @@ class Round(Generic[Result]):
             OutOfOrder: a microbatch has drawn after a later one had.
             BaseException: what one of them raised; then all have been unwound.
         """
-        with self._order.followed():
+        models = [self._owner.model, *(other.model for other in engine.participants())]
+        with self._order.followed(), self._known.accesses.noted(models) if len(self._fibers) > 1 else nullcontext():
             self._stays = self._run_fibers(self._fibers, self._owner.forward_kind())
         return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
 
-    def unwatched(self, changed: Sequence[nn.Module]) -> list[nn.Module]:
-        """Those among the modules which forwards have written to that have to be watched: the round is to be made anew.
+    def learn(self, changed: Sequence[Holding]) -> bool:
+        """After the forward. Whether something was not looked at that has to be: then the round is to be made anew.
+
+        Args:
+            changed: what it has written to in place.
 
         Raises:
-            OutOfOrder: others were written to in another order than a loop.
+            OutOfOrder: it was read and written in another order than a loop.
         """
+        known, alone = self._known, len(self._fibers) == 1
         found = self._order.unwatched(changed)
-        if found or self._order.conflict:
+        known.watched += found
+        self.found_more = bool(found)
+        unnoted = known.accesses.learn(self._attributes.keys().union(*changed))
+        conflict = "" if alone else self._order.conflict or self._attributes.conflict()
+        again = not alone and not conflict and (unnoted or bool(found))
+        if conflict or again:
             self._attributes.undo()
-        if self._order.conflict:
-            raise OutOfOrder(self._order.conflict)
-        return found
+        if conflict:
+            raise OutOfOrder(conflict)
+        return again
+
+    @property
+    def set_late(self) -> bool:
+        """Whether a backward has set attributes."""
+        return self._attributes.set_late
 
     def repeats(self) -> bool:
         """Whether the sites that are to be recomputed were seen to give the same again.
@@ -184,10 +228,10 @@ class Round(Generic[Result]):
             blocks = frozenset[int]().union(*(fiber.blocks for fiber in group))
             core.stay_in(sorted(blocks), kind)
             for fiber in group:
-                with self._turn_of(fiber, repetition=repetition):
+                with self._turn_of(fiber, keep=not repetition):
                     fiber.go_on(blocks)
                 if self.draws.conflict:
-                    raise OutOfOrder("they draw from Python's or numpy's random numbers between blocks")
+                    raise OutOfOrder(f"they draw from {self.draws.conflict} in another order than a loop")
                 if not repetition:
                     self._order.end_turn(fiber.index, ended=fiber.ended)
                 if self._order.conflict:
@@ -201,15 +245,15 @@ class Round(Generic[Result]):
         return stays
 
     @contextmanager
-    def _turn_of(self, fiber: Fiber[Any], *, repetition: bool) -> Iterator[None]:
-        """The process as this microbatch knows it."""
+    def _turn_of(self, fiber: Fiber[Any], *, keep: bool = False, backward: bool = False) -> Iterator[None]:
+        """The process as this microbatch knows it. ``keep``: what it sets on modules counts."""
         own = self._own[fiber.index]
         own.restore()
-        self._attributes.begin_turn(fiber.index)
+        self._attributes.begin_turn(fiber.index, backward=backward)
         try:
             yield
         finally:
-            self._attributes.end_turn(fiber.index, keep=not repetition)
+            self._attributes.end_turn(fiber.index, keep=keep)
             self.draws.end_turn(fiber.index)
             own.note()
 
@@ -225,6 +269,7 @@ class Round(Generic[Result]):
 
         Raises:
             Refused: these graphs cannot be run piece by piece.
+            SharesGraph: they lead to what other microbatches have made.
             RankFailed: another rank has failed. Nothing was accumulated if it was before its last backward.
         """
         if averaging is not None:
@@ -235,12 +280,10 @@ class Round(Generic[Result]):
                 raise
         while self._added < len(self._fibers) and not self._staged.refusal:
             self._add_graph(self._fibers[self._added])
-        refusal = self._attributes.conflict or self._staged.refusal
-        if not refusal and self._staged.nested:
-            refusal = self._nested_sums()
-        if refusal:
+        nested = self._nested_sums() if self._staged.nested and not self._staged.refusal else ""
+        if self._staged.refusal or nested:
             self._attributes.undo()
-            raise Refused(refusal)
+            raise Refused(nested) if nested else SharesGraph(self._staged.refusal)
         if any(other.replicas is not None for other in self._others):
             raise StateError(
                 "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
@@ -250,7 +293,7 @@ class Round(Generic[Result]):
         self._owner.backwards += 1
         self._staged.plan([(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces])
         try:
-            with engine.windows_of([self._owner, *self._others]):
+            with replaced_functions(), engine.windows_of([self._owner, *self._others]):
                 self._run_pieces(averaging)
             self._owner.backward_ended(accumulated=True)
         finally:
@@ -282,7 +325,7 @@ class Round(Generic[Result]):
             return False
         if fiber.index == 0:
             self._owner.core.begin_early()
-        with self._turn_of(fiber, repetition=True), self._regions[fiber.index]:
+        with self._last_piece(), self._turn_of(fiber, backward=True), self._regions[fiber.index]:
             self._staged.run_last_piece(self._owner.core)
         return True
 
@@ -312,7 +355,7 @@ class Round(Generic[Result]):
                 averaging.advance(turn)
             core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
             for fiber, _ in stay.pieces:
-                with self._turn_of(fiber, repetition=True), self._regions[fiber.index]:
+                with self._turn_of(fiber, backward=True), self._regions[fiber.index]:
                     self._staged.run(turn)
                     core.run_hooks()
                 core.drop_copies()
@@ -326,6 +369,9 @@ class _Unheard:
     """What a repetition sets on modules does not count."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
+        pass
+
+    def note_read(self, index: int, module: nn.Module, name: str) -> None:
         pass
 
     def note_visit(self, index: int, place: int) -> None:

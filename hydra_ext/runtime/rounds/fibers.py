@@ -46,9 +46,10 @@ def current() -> Fiber[Any] | None:
 
 
 class WriteListener(Protocol):
-    """Told of every attribute that the fiber sets on a module, and of every call of a site."""
+    """Told of every attribute that the fiber sets on a module, of those that it reads, and of every call of a site."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None: ...
+    def note_read(self, index: int, module: nn.Module, name: str) -> None: ...
     def note_visit(self, index: int, place: int) -> None: ...
 
 

@@ -5,7 +5,8 @@ and the attributes that forwards set on the model's modules. Of an attribute eac
 else what the nearest microbatch before it set, as it would in a loop.
 
 Two functions of torch are replaced while a round runs, and have an effect in fibers only: ``nn.Module.__setattr__``,
-which tells of attributes, and ``torch.set_autocast_cache_enabled``, which would share casts between microbatches.
+which tells of
+attributes, in backwards too, and ``torch.set_autocast_cache_enabled``, which would share casts between microbatches.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import torch
 from torch import nn
 
 from hydra_ext.runtime.rounds import fibers
+from hydra_ext.runtime.rounds.accesses import ABSENT, Key
 from hydra_ext.runtime.rounds.order import Order
-from hydra_ext.state.randomness import HostRandomness, TorchRandomness, generators
+from hydra_ext.state.randomness import TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 
-_ABSENT: Any = object()
-Key = tuple[nn.Module, str]
+_PLAIN = (bool, int, float, str)
 
 # Pairs of what reads a switch and what sets it: those that contexts set for the length of a call.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -62,71 +63,80 @@ class Surroundings:
         self._random.seed(seed)
 
 
-class DrawOrder:
-    """Whether the microbatches of a round draw from Python's and numpy's generators in the order of a loop.
-
-    These generators are one for the process, and no microbatch has one of its own: in a loop the second goes on where
-    the first has stopped. In a round that is so only if none draws after a later one has.
-
-    Attributes:
-        turns: how many of them have drawn.
-        conflict: whether the order was another one.
-    """
-
-    def __init__(self) -> None:
-        self._host = HostRandomness()
-        self._latest = 0
-        self.turns = 0
-        self.conflict = False
-
-    def end_turn(self, index: int) -> None:
-        if self._host.moved:
-            self._host.note()
-            self.turns += 1
-            self.conflict = self.conflict or index < self._latest
-            self._latest = max(index, self._latest)
-
-
 class Attributes:
     """What the microbatches of one round set on the model's modules.
 
+    A single one has the modules for itself.
+
     Attributes:
-        conflict: why the round cannot be equal to a loop; empty when nothing speaks against it.
+        set_late: whether a backward has set something to what its forward did not.
     """
 
-    def __init__(self, model: nn.Module, order: Order) -> None:
+    def __init__(self, model: nn.Module, order: Order, *, alone: bool) -> None:
         self._order = order
+        self._alone = alone
         self._modules = set(model.modules())
         self._before: dict[Key, Any] = {}
         self._values: dict[Key, dict[int, Any]] = {}
         self._this_turn: set[Key] = set()
-        self.conflict = ""
+        self._seen: dict[Key, dict[int, list[Any]]] = {}  # of others, before anything of its own
+        self._read: set[Key] = set()
+        self._several: set[Key] = set()  # set by a microbatch again after a later one has
+        self._late: dict[Key, Any] = {}  # set by the backward under way, and what was there
+        self.set_late = False
 
-    def begin_turn(self, index: int) -> None:
+    def begin_turn(self, index: int, *, backward: bool) -> None:
         self._this_turn.clear()
-        for key, values in self._values.items():
-            earlier = [other for other in values if other <= index]
-            _set(key, values[max(earlier)] if earlier else self._before[key])
+        if not self._alone:
+            for key in self._values:
+                _set(key, self._expected(key, index + 1))
+        if backward:
+            _in_backward.append(self)
 
     def end_turn(self, index: int, *, keep: bool) -> None:
-        """``keep``: what the turn set counts; else it was a repetition."""
+        """``keep``: what the turn set counts; else it was a repetition, or a backward."""
         for key, values in self._values.items():
             if keep and index in values:
                 values[index] = _get(key)
+        if self in _in_backward:
+            _in_backward.remove(self)
+            self.set_late = self.set_late or any(not _same(_get(key), was) for key, was in self._late.items())
+            self._late.clear()
+
+    def _expected(self, key: Key, index: int) -> Any:
+        """What a loop would have there when this microbatch begins."""
+        earlier = [other for other in self._values[key] if other < index]
+        return self._values[key][max(earlier)] if earlier else self._before[key]
 
     def finish(self) -> None:
         """The modules are as after a loop: the last microbatch's values stay."""
-        for key, values in self._values.items():
-            _set(key, values[max(values)])
+        if not self._alone:
+            for key, values in self._values.items():
+                _set(key, values[max(values)])
 
     def undo(self) -> None:
         """The modules are as before the round."""
         for key, value in self._before.items():
             _set(key, value)
 
+    def conflict(self) -> str:
+        """After the forward: why the round cannot be equal to a loop; empty when nothing speaks against it."""
+        for key in self._values:
+            module, name = key
+            seen = self._seen.get(key, {}).items()
+            if any(not _same(value, self._expected(key, index)) for index, values in seen for value in values):
+                return f"{type(module).__name__}.{name} is set by a microbatch after a later one has read it"
+            if key in self._several - self._read:
+                return f"{type(module).__name__}.{name} is set by several calls of each microbatch"
+        return ""
+
+    def keys(self) -> set[Key]:
+        """What was set."""
+        return set(self._values)
+
     @not_traced
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
-        if module not in self._modules or isinstance(value, (nn.Parameter, nn.Module)) or name in module._buffers:
+        if not self._counts(module, name, value):
             return
         key = (module, name)
         values = self._values.setdefault(key, {})
@@ -134,9 +144,31 @@ class Attributes:
         again = index in values and key not in self._this_turn
         if again and _may_add_up(value) and any(other > index for other in values):
             # A later microbatch may have started from a value that was not the last one.
-            self.conflict = f"{type(module).__name__}.{name} is set by several calls of each microbatch"
+            self._several.add(key)
         values.setdefault(index, value)
         self._this_turn.add(key)
+
+    @not_traced
+    def note_read(self, index: int, module: nn.Module, name: str) -> None:
+        key = (module, name)
+        self._order.note_read(key, index)
+        if module not in self._modules or name in module._buffers or self._alone:
+            return
+        self._read.add(key)
+        if index not in self._values.get(key, ()):
+            value = _get(key)
+            seen = self._seen.setdefault(key, {}).setdefault(index, [])
+            if not seen or not _same(seen[-1], value):
+                seen.append(value)
+
+    def note_late(self, module: nn.Module, name: str, value: Any) -> None:
+        """A backward sets it."""
+        if self._counts(module, name, value):
+            self._late.setdefault((module, name), _get((module, name)))
+
+    def _counts(self, module: nn.Module, name: str, value: Any) -> bool:
+        of_state = not isinstance(value, (nn.Parameter, nn.Module)) and name not in module._buffers
+        return of_state and module in self._modules
 
     @not_traced
     def note_visit(self, index: int, place: int) -> None:
@@ -150,14 +182,19 @@ def _may_add_up(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _same(one: Any, other: Any) -> bool:
+    plain = type(one) is type(other) and isinstance(one, _PLAIN)
+    return one is other or (plain and bool(one == other))
+
+
 def _get(key: Key) -> Any:
     module, name = key
-    return module.__dict__.get(name, _ABSENT)
+    return module.__dict__.get(name, ABSENT)
 
 
 def _set(key: Key, value: Any) -> None:
     module, name = key
-    if value is _ABSENT:
+    if value is ABSENT:
         module.__dict__.pop(name, None)
     else:
         module.__dict__[name] = value
@@ -167,6 +204,7 @@ def _set(key: Key, value: Any) -> None:
 
 _lock = threading.Lock()
 _users: set[object] = set()
+_in_backward: list[Attributes] = []  # of rounds
 _plain_setattr: Any = nn.Module.__setattr__
 _plain_set_cache: Any = torch.set_autocast_cache_enabled
 
@@ -176,6 +214,9 @@ def _setattr(module: nn.Module, name: str, value: Any) -> None:
     fiber = fibers.current()
     if fiber is not None:
         fiber.attributes.note_write(fiber.index, module, name, value)
+    else:
+        for attributes in _in_backward:
+            attributes.note_late(module, name, value)
     _plain_setattr(module, name, value)
 
 

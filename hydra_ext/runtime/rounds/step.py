@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hydra_ext import _C, optim
 from hydra_ext.activations.repeatable import Deviation
@@ -18,16 +17,15 @@ from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
 from hydra_ext.runtime.rounds.choice import Choice, Decision
-from hydra_ext.runtime.rounds.executor import OutOfOrder, Refused, Round, RoundOwner
-from hydra_ext.runtime.rounds.isolation import DrawOrder, Surroundings
+from hydra_ext.runtime.rounds.executor import Known, OutOfOrder, Refused, Round, RoundOwner, SharesGraph
+from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
+from hydra_ext.runtime.rounds.notices import tell_again, tell_alone, tell_deviation
 from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
 from hydra_ext.runtime.rounds.recompute import Recomputation
 from hydra_ext.runtime.rounds.undo import Undo, UndoOwner
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.randomness import generators
-
-logger = logging.getLogger(__name__)
 
 _WRITTEN_TO = "modified by an inplace operation"  # as autograd says it
 
@@ -102,7 +100,7 @@ class Stepper:
         rounds: how many there were.
         refusals: rounds whose microbatches could not be run together.
         fallbacks: microbatches that were run one at a time instead.
-        retries: rounds that were undone, for they ran out of memory, and tried again.
+        retries: rounds that were undone and run again otherwise: they ran out of memory, or have shown what to look at.
     """
 
     def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
@@ -110,7 +108,8 @@ class Stepper:
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._undo = Undo()
-        self._watched: list[nn.Module] = []
+        self._known = Known()
+        self._backward_known = False  # whether it writes to buffers
         self._looped = False  # without rounds from now on
         self._alone = False  # in rounds of one microbatch from now on
         self.rounds = 0
@@ -172,9 +171,10 @@ class Stepper:
         outcomes: list[Outcome] = []
         while True:
             first = len(outcomes)
-            decision = self._choice.next(len(works) - first, size=1 if self._alone else size, recompute=recompute)
+            # What only a backward would show is seen alone first where it could not be taken back.
+            alone = self._alone or (not self._backward_known and self._undo.step_cannot_be_undone())
+            decision = self._choice.next(len(works) - first, size=1 if alone else size, recompute=recompute)
             end = first + decision.size
-            failed = ""
             try:
                 complete = last if end == len(works) else LastGradients()
                 outcomes += self._run(works[first:end], seeds[first:end], decision, complete)
@@ -189,17 +189,19 @@ class Stepper:
                     raise told(error, obstacle) from error
                 failed = str(error).partition(" While running ")[0]
             except NotAsALoop as error:
+                self._refuse(error)
+                failed = ""
                 obstacle = self._why_not_undone(last.averaging)
                 if obstacle:
                     raise UnsupportedModel(f"{error}, and run.step cannot take that back: {obstacle}") from error
-                self._refuse(error)
             except Deviation as error:  # from now on that block is kept
                 obstacle = self._why_not_undone(last.averaging)
                 if obstacle:
                     raise Deviation(
                         f"{error}. This step is not complete, and cannot be made again: {obstacle}"
                     ) from error
-                logger.warning("run.step makes a step again: %s", error)
+                tell_deviation(error)
+                failed = "A block's second call gave something else"
             except StepAgain:
                 failed = "Another rank makes the step again"
             # No frame of the round is left here, and with it nothing that it had on the device.
@@ -245,15 +247,15 @@ class Stepper:
         if obstacle:  # of this rank, where another one has asked
             raise StateError(f"{failed or 'The step is to be made again'}, and this rank cannot do so: {obstacle}")
         self._undo.undo(whole=whole)
-        if failed and not self.retries:
-            logger.warning(
-                "run.step undoes a round of %d microbatches and tries it otherwise, calling fn for them again: what fn "
-                "does outside the model is done twice. report().retries counts such rounds from now on. %s",
-                size,
-                failed,
-            )
-        self.retries += bool(failed)
+        if failed:
+            self._tell_again(size, failed)
         return whole
+
+    def _tell_again(self, size: int, why: str) -> None:
+        """A round of so many microbatches has been undone, and is run otherwise."""
+        if not self.retries:
+            tell_again(size, why)
+        self.retries += 1
 
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
@@ -266,10 +268,11 @@ class Stepper:
             outcomes = self._round(works, seeds, decision, last)
             while outcomes is None:
                 self._undo_round("the forward has to be run again")
+                self._tell_again(len(works), "Its forward has shown what is to be looked at, or kept")
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
-            if not isinstance(refused, OutOfOrder) and self._undo.join_rounds(self._owner):
+            if isinstance(refused, SharesGraph) and self._undo.join_rounds(self._owner):
                 raise SharedWithEarlier(str(refused)) from refused  # whose backward has spent its edges
             self._refuse(refused)
             self._undo_round(refused)
@@ -283,36 +286,36 @@ class Stepper:
 
     def _refuse(self, error: Refused | NotAsALoop) -> None:
         self.refusals += 1
-        logger.warning("run.step runs one microbatch at a time from now on: %s", error)
+        tell_alone(f"{error}. What is undone is made again: what fn does outside the model is done twice")
         self._alone = isinstance(error, (OutOfOrder, NotAsALoop)) and not isinstance(error, SharedWithEarlier)
         self._looped = not self._alone
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome] | None:
-        """None if it is to be run anew: recomputed blocks gave something else, or modules are to be watched."""
-        owner = self._owner
-        watched = self._watched if decision.size > 1 else ()
-        this = Round(owner, works, seeds, take_root, self._recomputation if decision.recompute else None, watched)
+        """None if it is to be run anew: recomputed blocks gave something else, or modules are to be looked at."""
+        owner, undo = self._owner, self._undo
+        self._known.generators = undo.generators()
+        this = Round(
+            owner,
+            works,
+            seeds,
+            take_root,
+            self._recomputation if decision.recompute else None,
+            known=self._known,
+            last_piece=lambda: undo.last_piece(buffers=not self._backward_known),
+        )
         before = owner.activation_bytes()
         try:
             outcomes = this.forward()
             held = owner.activation_bytes() - before
-            if not this.repeats():
+            if not this.repeats() or this.learn(undo.forward_ended(owner)):
                 return None
-            if decision.size > 1:
-                unwatched = this.unwatched(self._undo.forward_ended(owner))
-                if unwatched:
-                    self._watched += unwatched
-                    return None
             last.begin()
-            this.backward(self._undo.note_leaves, last.averaging)
-            if decision.size > 1 and (this.draws.conflict or self._undo.moved_buffers()):
-                raise NotAsALoop(
-                    "the backward of several microbatches has "
-                    + ("drawn from Python's or numpy's random numbers" if this.draws.conflict else "changed buffers")
-                    + ", in another order than a loop would have"
-                )
+            this.backward(undo.note_leaves, last.averaging)
+            late = self._written_late(this)
+            if late and decision.size > 1:
+                raise NotAsALoop(f"the backward of several microbatches has {late}, in another order than a loop would")
         except RuntimeError as error:
             if decision.size > 1 and _WRITTEN_TO in str(error):
                 raise NotAsALoop("several microbatches have written to what backward needs as it was") from error
@@ -323,14 +326,32 @@ class Stepper:
         peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
         self._choice.learn(decision, held=held, peak=peak)
         self.rounds += 1
-        self._learn_order(this.draws, alone=decision.size == 1)
-        return outcomes
-
-    def _learn_order(self, draws: DrawOrder, *, alone: bool) -> None:
-        """After a round: whether larger ones draw their random numbers in another order than a loop."""
+        self._backward_known = True
         if self._alone:
             self.fallbacks += 1
-        self._alone = self._alone or (alone and draws.turns > 1)
+        if decision.size == 1 and not self._alone:
+            self._learn_order(this, late)
+        return outcomes
+
+    def _learn_order(self, this: Round[Outcome], late: str) -> None:
+        """After a round of one microbatch: whether several would not be as a loop."""
+        if this.draws.turns > 1:
+            late = "it draws from a generator in several turns, or in its backward, too"
+        elif late:
+            late = f"its backward has {late}"
+        elif this.found_more and self._undo.obstacle(whole=False):
+            late = f"what it does around blocks could not be undone: {self._undo.obstacle(whole=False)}"
+        if late:
+            self._alone = True
+            tell_alone(late)
+
+    def _written_late(self, this: Round[Outcome]) -> str:
+        """What a round's backward has done that several cannot do in the order of a loop; empty if nothing."""
+        if this.draws.conflict:
+            return f"drawn from {this.draws.conflict}"
+        if this.set_late:
+            return "set attributes of modules"
+        return "changed buffers, or what modules hold" if self._undo.backward_has_written() else ""
 
     def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], last: LastGradients) -> list[Outcome]:
         outcomes: list[Outcome] = []

@@ -7,9 +7,10 @@ every step their time. Gradients from before the step are copied, where there ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime import engine
-from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, restore, written
+from hydra_ext.runtime.rounds.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
+from hydra_ext.runtime.rounds.holders import Holding, holdings
 from hydra_ext.runtime.rounds.module_contents import Copies, ModuleContents
 from hydra_ext.state.randomness import HostRandomness
 
@@ -119,7 +121,7 @@ class Gradients:
             self._core.return_gathered(block, index, copy)
 
 
-def _models(owner: UndoOwner) -> list[nn.Module]:
+def models_of(owner: UndoOwner) -> list[nn.Module]:
     return [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
 
 
@@ -133,6 +135,8 @@ class Undo:
         self._step: _Moment | None = None
         self._gradients: Gradients | None = None
         self._after_forward: Sequence[NotedBuffer] = ()
+        self._contents = ModuleContents()
+        self._wrote_early = False
         self._backwards = self._backwards_before = 0  # when the round, and the step, began
 
     def step_begins(self, owner: UndoOwner) -> None:
@@ -141,21 +145,38 @@ class Undo:
         self._backwards_before = owner.backwards
 
     def round_begins(self, owner: UndoOwner) -> None:
-        models = _models(owner)
-        self._round = _Moment(self._buffers.note(models), ModuleContents.of(models, self._copies), HostRandomness())
+        models = models_of(owner)
+        self._contents = ModuleContents.of(models, self._copies)
+        self._round = _Moment(self._buffers.note(models), self._contents, HostRandomness())
+        self._wrote_early = False
         self._step = self._step or self._round
         self._backwards = owner.backwards
 
-    def forward_ended(self, owner: UndoOwner) -> list[nn.Module]:
-        """Of the round. Returns the modules that hold something which it has written to in place."""
-        self._after_forward = self._buffers.note(_models(owner))
+    def forward_ended(self, owner: UndoOwner) -> list[Holding]:
+        """Of the round. Returns what it has written to in place."""
         if self._round is None:
             return []
-        return [*written(self._round.buffers, self._after_forward), *self._round.contents.written()]
+        models, contents = models_of(owner), self._round.contents
+        self._after_forward = self._buffers.note(models)
+        self._contents = contents.again()
+        changed = written(self._round.buffers, self._after_forward)
+        return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
 
-    def moved_buffers(self) -> bool:
-        """Whether the round's backward has changed one: a checkpoint of the user's has run forward again."""
-        return any(differs(noted) for noted in self._after_forward)
+    def backward_has_written(self) -> bool:
+        """Whether the round's backward has: hooks do, and a checkpoint of the user's, which runs forward again."""
+        return self._wrote_early or any(map(differs, self._after_forward)) or bool(self._contents.written())
+
+    @contextmanager
+    def last_piece(self, *, buffers: bool) -> Iterator[None]:
+        """Around a backward before all forwards have ended. ``buffers``: it is not known whether it writes to them."""
+        noted = note({buffer.module for buffer in self._round.buffers}) if self._round is not None and buffers else ()
+        contents = self._contents.again()
+        yield
+        self._wrote_early = self._wrote_early or any(map(differs, noted)) or bool(contents.written())
+
+    def generators(self) -> Sequence[Any]:
+        """Of random numbers, that modules hold."""
+        return self._round.contents.generators if self._round is not None else ()
 
     def note_leaves(self, tensors: Iterable[Tensor]) -> None:
         """A backward is about to sum into the gradients of these."""
@@ -165,7 +186,7 @@ class Undo:
     def step_ended(self) -> None:
         """However it did."""
         self._round = self._step = self._gradients = None
-        self._after_forward = ()
+        self._after_forward, self._contents = (), ModuleContents()
 
     def moved_gradients(self, owner: UndoOwner) -> bool:
         """Whether a backward has begun since the round did."""
@@ -175,6 +196,10 @@ class Undo:
         """This round and those before it in the step can only be undone together from now on: whether there are any."""
         self._backwards = self._backwards_before
         return self.moved_gradients(owner)
+
+    def step_cannot_be_undone(self) -> bool:
+        """As far as its gradients go."""
+        return self._gradients is not None and bool(self._gradients.obstacle)
 
     def obstacle(self, *, whole: bool) -> str:
         """Why the round, or the ``whole`` step, cannot be undone; empty when it can."""
@@ -187,6 +212,7 @@ class Undo:
     def undo(self, *, whole: bool) -> None:
         """The round, nothing of which is in any gradient, or the ``whole`` step."""
         moment = self._step if whole else self._round
+        self._wrote_early = False
         if moment is not None:
             moment.restore()
         if whole and self._gradients is not None:

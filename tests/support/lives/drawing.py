@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from support.lives.contexts import ACTIVATIONS
 from support.lives.program import Op, Program, op
-from support.lives.subjects import FP32_ONLY, HOST_OPTIMIZERS, MODELS, OPTIMIZERS
+from support.lives.stateful import LAYERS_OF
+from support.lives.subjects import FP32_ONLY, HOST_OPTIMIZERS, OPTIMIZERS, STATELESS
 
 LENGTH = (6, 16)
 Draw = Callable[[random.Random, Program], Op]
@@ -166,7 +167,7 @@ def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset
     r = seed if isinstance(seed, random.Random) else random.Random(seed)
     optimizer = r.choice([*OPTIMIZERS, *HOST_OPTIMIZERS, *HOST_OPTIMIZERS])
     program = Program(
-        model=r.choice([*MODELS]),
+        model=r.choice(STATELESS),
         optimizer=optimizer,
         seed=r.randrange(100),
         ops=(),
@@ -209,3 +210,28 @@ def _simpler(step: Op, without: frozenset[str]) -> Op:
         if name in simplest and f"enter {name}={value}" in without
     }
     return op(step.name, **{**step.arguments, **changed}) if step.name == "enter" else step
+
+
+# What leaves no module with a state that is not its parameters', and that of the other side.
+_WITH_STATE: tuple[Draw, ...] = (
+    _rounds,
+    _rounds,
+    _rounds,
+    _train,
+    lambda r, _: op("accumulate", data=_data(r), autocast=False),
+    lambda r, _: op("zero", to_none=True),
+    lambda r, _: op("step"),
+    lambda r, _: op("evaluate", data=_data(r)),
+)
+
+
+def stateful_program_of(seed: int) -> Program:
+    """Steps of a model whose forwards read and write state of all kinds."""
+    r = random.Random(seed)
+    program = Program(
+        model=r.choice([*LAYERS_OF]), optimizer=r.choice([*OPTIMIZERS]), seed=r.randrange(100), ops=(), looks=True
+    )
+    enter = op(
+        "enter", budget="roomy", device="plain", seed=0, poison=True, activations="none", spills=False, named=False
+    )
+    return program.with_ops((enter, *(r.choice(_WITH_STATE)(r, program) for _ in range(r.randint(3, 8)))))

@@ -1,4 +1,4 @@
-"""What random programs train: seven models of a few thousand numbers, and the optimizers."""
+"""What random programs train: models of a few thousand numbers, and the optimizers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import optim
+from support.lives.stateful import LAYERS_OF, Stateful
 
 WORDS = 23
 NARROW, WIDE = 16, 72
@@ -204,6 +205,11 @@ MODELS: dict[str, Subject] = {
     "tied": Subject(lambda width: Text(width, tied=True, dropout=0.0), "words", (45_000, 215_000)),
     "text": Subject(lambda width: Text(width, tied=False, dropout=0.1), "words", (48_000, 230_000)),
     "drawing": Subject(Drawing, "numbers", (8_000, 45_000), draws=True),
+}
+STATELESS = (*MODELS,)  # but for running statistics
+MODELS |= {
+    name: Subject(lambda width, layer=layer: Stateful(width, layer), "numbers", (12_000, 80_000))  # type: ignore[misc]
+    for name, layer in LAYERS_OF.items()
 }
 
 

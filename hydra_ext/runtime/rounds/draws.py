@@ -1,0 +1,77 @@
+"""Whether microbatches draw from the generators that they share in the order of a loop.
+
+Those are Python's and numpy's global ones, and what modules hold: ``torch.Generator``, ``numpy.random.default_rng``,
+``random.Random``. In a loop the second microbatch goes on where the first has stopped. In a round that is so only if
+none draws after a later one has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hydra_ext.state.contents import comparable
+from hydra_ext.state.randomness import HostRandomness
+
+
+class DrawOrder:
+    """The draws of a round's microbatches.
+
+    Args:
+        generators: that modules hold.
+
+    Attributes:
+        turns: in how many of them one generator was drawn from, at the most.
+        conflict: from which of them it was in another order; empty if from none.
+    """
+
+    def __init__(self, generators: Iterable[Any] = ()) -> None:
+        host = HostRandomness()
+        self._sources = [_Source("Python's or numpy's random numbers", lambda: host.moved, host.note)]
+        self._sources += [_of_a_module(generator) for generator in generators]
+        self.turns = 0
+        self.conflict = ""
+
+    def end_turn(self, index: int) -> None:
+        for source in self._sources:
+            if source.end_turn(index):
+                self.turns = max(self.turns, source.turns)
+                self.conflict = self.conflict or ("" if source.in_order else source.name)
+
+
+class _Source:
+    """One generator, or two that are noted together.
+
+    Args:
+        moved: says whether it is elsewhere than it was noted.
+        note: notes it.
+    """
+
+    def __init__(self, name: str, moved: Callable[[], bool], note: Callable[[], None]) -> None:
+        self.name = name
+        self._moved = moved
+        self._note = note
+        self._latest = 0  # microbatch that has drawn
+        self.turns = 0
+        self.in_order = True
+
+    def end_turn(self, index: int) -> bool:
+        """Whether it was drawn from."""
+        if not self._moved():
+            return False
+        self._note()
+        self.turns += 1
+        self.in_order = self.in_order and index >= self._latest
+        self._latest = max(index, self._latest)
+        return True
+
+
+def _of_a_module(generator: Any) -> _Source:
+    noted = [comparable(generator)]
+
+    def note() -> None:
+        noted[0] = comparable(generator)
+
+    return _Source(
+        f"a {type(generator).__name__} that a module holds", lambda: bool(comparable(generator) != noted[0]), note
+    )
