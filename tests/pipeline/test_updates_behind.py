@@ -18,7 +18,7 @@ from support import pipelines
 from support.pipelines import Case
 from support.ranks import run_ranks
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 def in_time(pipe: Pipeline) -> Any:

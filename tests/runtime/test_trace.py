@@ -301,7 +301,7 @@ def test_threads_that_compute_at_once_have_rows_of_their_own(tmp_path: Path) -> 
     inside = threading.Barrier(2)
 
     def meet(*_: object) -> None:
-        inside.wait(30)
+        inside.wait(300)
 
     model[0].register_forward_pre_hook(meet)
 

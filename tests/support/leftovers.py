@@ -31,7 +31,7 @@ from hydra_ext import _C
 from hydra_ext.runtime import engine, root
 
 _REPOSITORY = Path(__file__).parents[2]
-PATIENCE = 1.0  # seconds: for what is about to end
+PATIENCE = 30.0  # seconds: for what is about to end, on a busy machine too
 _log = logging.getLogger(__name__)
 _engine_holder: Any = Variable
 _HOOKS: Any = torch._C._autograd

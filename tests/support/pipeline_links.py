@@ -93,7 +93,7 @@ def exchange(
     pipeline_links._MOST_ABANDONED = most_abandoned
     results = []
     for number, (layouts, ahead) in enumerate(programs):
-        watch = Watch(rank, 2, f"links {number}", patience=20.0, describe=lambda: "")
+        watch = Watch(rank, 2, f"links {number}", patience=120.0, describe=lambda: "")
         links = Links(rank, torch.device("cpu"), watch)
         end = links.connect(0, 1, "test")
         chosen = [(*LAYOUTS, WORDY)[index] for index in layouts]
@@ -108,7 +108,7 @@ def exchange(
             results.append({})
         elif isinstance(end, Inbox):
             results.append(_receive(end, chosen, ahead, in_step=in_step))
-        links.close(20.0)
+        links.close(120.0)
         watch.end()
     return results
 
