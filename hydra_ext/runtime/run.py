@@ -114,7 +114,7 @@ class Run(Resumable):
         each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must not
         wait for another microbatch. What it does outside blocks happens in another order, and once more where a round
         has run out of device memory: it is undone, and tried smaller, then with recomputation. Microbatches that draw
-        Python's or numpy's random numbers between blocks run one at a time.
+        random numbers, or read and write what modules hold, in another order than a loop run one at a time.
 
         Args:
             microbatches: whatever ``fn`` is to be called with.

@@ -174,7 +174,7 @@ def test_it_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     told = [record.getMessage() for record in caplog.records if "is done twice" in record.getMessage()]
     assert len(told) == 1
     assert (report.retries, report.refusals, report.fallbacks) == (2, 0, 0)
-    assert "2 tried again for memory" in str(report)
+    assert "2 run again" in str(report)
 
 
 def test_with_a_round_size_given_nothing_else_is_tried() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds import fibers
+from hydra_ext.state.contents import kinds_of
 
 Key = tuple[nn.Module, str]
 Place = tuple[type, str]
@@ -75,7 +76,7 @@ class Accesses:
             for name, value in module.__dict__.items():
                 if name in TORCHS or isinstance(value, nn.Parameter):
                     continue
-                if isinstance(value, (Tensor, tuple, *CONTAINERS)):
+                if isinstance(value, Tensor) or kinds_of(value):
                     self._of_state.add((kind, name))
                 elif isinstance(value, _NUMBERS_AND_TEXTS):
                     self._all.add((kind, name))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds.accesses import TORCHS, Key
-from hydra_ext.state.contents import kinds_of
+from hydra_ext.state.contents import ATTRIBUTES, classes_of, kinds_of
 
 Holding = frozenset[Key]  # one thing, by all that hold it
 Written = tuple[nn.Module, Any]  # a module that holds it, and it
@@ -20,10 +20,11 @@ def holdings(models: Iterable[nn.Module], written: Sequence[Written]) -> list[Ho
         return []
     wanted = {_identity(value) for _, value in written}
     holders: dict[Any, set[Key]] = {identity: set() for identity in wanted}
-    known: dict[int, frozenset[Any]] = {}
-    for module in (module for model in models for module in model.modules()):
+    modules = [*dict.fromkeys(module for model in models for module in model.modules())]
+    known: dict[int, frozenset[Any]] = {id(module): frozenset() for module in modules}
+    for module in modules:
         own = [(name, value) for name, value in module.__dict__.items() if name not in TORCHS]
-        for name, value in [*own, *module._buffers.items()]:
+        for name, value in [*own, *module._buffers.items(), *(("", kind) for kind in classes_of(type(module)))]:
             for identity in _reached(value, wanted, known):
                 holders[identity].add((module, name))
     found = {frozenset(holders[_identity(value)] or _all_of(module)) for module, value in written}
@@ -38,11 +39,13 @@ def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> 
     """Those of the wanted things that it is, or has in it, however deep."""
     if isinstance(value, Tensor):
         return frozenset({_identity(value)} & wanted)
-    if isinstance(value, nn.Module) or not (kinds := kinds_of(value)):
+    kinds = () if isinstance(value, nn.Module) and id(value) in known else kinds_of(value)
+    if not kinds:
         return frozenset()
     if id(value) not in known:
         known[id(value)] = frozenset()  # it may be in itself
-        inner = (each for kind in kinds for each in kind.members(kind.save(value)))
+        inner = [member for kind in kinds for member in kind.members(kind.save(value))]
+        inner += classes_of(type(value)) if ATTRIBUTES in kinds else ()
         found = frozenset[Any]().union(*(_reached(each, wanted, known) for each in inner))
         known[id(value)] = found | ({id(value)} & wanted)
     return known[id(value)]

@@ -9,15 +9,14 @@ put back, and what their members hold is not looked at.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from hydra_ext.runtime.rounds.accesses import TORCHS, Key
+from hydra_ext.runtime.rounds.accesses import CONTAINERS, TORCHS, Key
 from hydra_ext.state import numbers
 from hydra_ext.state.contents import (
     ARRAY,
@@ -39,7 +38,6 @@ from hydra_ext.state.iterators import independent_copy
 from hydra_ext.state.numbers import is_small, version_of
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
-_SIMPLE = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 _SIZED = (MAPPING, SEQUENCE, SET, FIXED)
 _LONGEST = 4096
 _LARGE = 2**20  # bytes of an array
@@ -139,6 +137,15 @@ class ModuleContents:
             contents._note(module, classes_of(type(module)), known)
         return contents
 
+    @classmethod
+    def of_keys(cls, keys: Collection[Key]) -> ModuleContents:
+        """Of these attributes alone, modules inside left out: to see what is written to. Cannot be restored."""
+        contents = cls(None, {id(inner) for module, _ in keys for inner in module.modules()})
+        known: set[int] = set()
+        for module, name in keys:
+            contents._note(module, [module.__dict__.get(name), *classes_of(type(module))], known)
+        return contents
+
     def _note_buffer_names(self, module: nn.Module, buffers: Any) -> None:
         if buffers:
             self._noted.append(_Noted(module, MAPPING, buffers, dict(buffers)))
@@ -152,7 +159,7 @@ class ModuleContents:
             kind = type(value)
             if kind in LEAVES:
                 continue
-            if name in TORCHS and kind in _SIMPLE:
+            if name in TORCHS and kind in CONTAINERS:
                 if value:
                     self._hooks.append((value, value.copy()))
                     found += value.values() if isinstance(value, dict) else ()
@@ -169,7 +176,7 @@ class ModuleContents:
             kind = type(value)
             if kind in LEAVES:
                 continue
-            if kind in _SIMPLE and not value:
+            if kind in CONTAINERS and not value:
                 self._empty.append((owner, value))
             elif id(value) not in known:
                 known.add(id(value))
@@ -203,15 +210,31 @@ class ModuleContents:
                 found += kind.members(saved)
         return found
 
+    @property
+    def generators(self) -> list[Any]:
+        """Of random numbers."""
+        return [noted.value for noted in self._noted if noted.kind is SOURCE]
+
+    def again(self) -> ModuleContents:
+        """What these things have in them now. Cannot be restored."""
+        contents, known = ModuleContents(None, self._apart), set[int]()
+        for owner, container in self._empty:
+            contents._note(owner, [container], known)
+        for noted in self._noted:
+            if noted.value is not noted.owner._buffers:
+                contents._note(noted.owner, [noted.value], known)
+        for tensor in self._tensors:
+            contents._note(tensor.owner, [tensor.tensor], known)
+        return contents
+
     def written(self) -> list[tuple[nn.Module, Any]]:
-        """What tensors, arrays, containers and objects have been written to since, each with a module that holds it;
-        what was set in their place does not count, nor do hooks, nor generators of random numbers."""
+        """Tensors, arrays, containers, objects and classes that have been written to since, each with a module that
+        holds it; what was set in their place does not count, nor do hooks, nor generators of random numbers."""
         found = [(owner, container) for owner, container in self._empty if container]
         for noted in self._noted:
-            is_same = noted.value is noted.owner._buffers and noted.value.keys() == noted.saved.keys()
-            if is_same or noted.kind is SOURCE:  # others see what is in them
-                continue
-            if has_changed(noted.kind, noted.value, noted.saved):
+            if noted.value is noted.owner._buffers and noted.value.keys() == noted.saved.keys():
+                continue  # others see what is in them
+            if noted.kind is not SOURCE and has_changed(noted.kind, noted.value, noted.saved):
                 found.append((noted.owner, noted.value))
         for tensor in self._tensors:
             moved = version_of(tensor.tensor) != tensor.version
@@ -219,30 +242,6 @@ class ModuleContents:
             if moved or (copied and tensor.value is not None and numbers.differ(tensor.tensor, tensor.value)):
                 found.append((tensor.owner, tensor.tensor))
         return found
-
-    def again(self) -> ModuleContents:
-        """The same things, with what they have in them now. Cannot be restored."""
-        contents, known = ModuleContents(None, self._apart), set[int]()
-        for owner, value in [*self._empty, *((noted.owner, noted.value) for noted in self._noted)]:
-            if value is not owner._buffers:
-                contents._note(owner, [value], known)
-        for tensor in self._tensors:
-            contents._note(tensor.owner, [tensor.tensor], known)
-        return contents
-
-    @classmethod
-    def of_keys(cls, keys: Iterable[Key]) -> ModuleContents:
-        """Of these attributes. Cannot be restored."""
-        keys = [*keys]
-        contents, known = cls(None, {id(module) for module, _ in keys}), set[int]()
-        for module, name in keys:
-            contents._note(module, [module.__dict__.get(name)], known)
-        return contents
-
-    @property
-    def generators(self) -> list[Any]:
-        """Of random numbers, that the modules hold."""
-        return [noted.value for noted in self._noted if noted.kind is SOURCE]
 
     def obstacle(self) -> str:
         """What was changed and cannot be put back; empty if all can."""
