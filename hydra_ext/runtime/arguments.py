@@ -3,22 +3,26 @@
 A forward may write to what it is given: append to a list, put a state into a dictionary, add to a tensor. So lists and
 dictionaries stay the caller's own objects: tensors in them are exchanged for the call and put back afterwards, except
 where the forward has put something else. What cannot be written to (a tuple, say) is made anew around moved tensors.
+Tensors that share memory are apart on the device: a write to one of them is refused.
 Not for one list in two calls at the same time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import chain, repeat
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hydra_ext.errors import StateError
 from hydra_ext.runtime.devices import MOVED
+from hydra_ext.state.copies import sharing
 from hydra_ext.tracing import nothing_traced
 
 # Exactly these: a subclass may do more in __setitem__ than keep what it is given.
@@ -43,11 +47,30 @@ class Arguments:
 
     @nothing_traced
     def give_back(self) -> None:
+        written = [host for host, moved, version in self._moved.values() if _writes(moved) != version]
         kept = {key for key, (host, moved, version) in self._moved.items() if bring_home(host, moved, version)}
         for container in self._lent:
             for key, item in _entries(container):
                 if id(item) in self._moved and id(item) not in kept:
                     container[key] = self._moved[id(item)][0]
+        if written:
+            self._expect_apart(written)
+
+    def _expect_apart(self, written: Sequence[Tensor]) -> None:
+        """On the device each argument has memory of its own: a write to one was not seen in another.
+
+        Raises:
+            StateError: on the host they share it.
+        """
+        every = [host for host, _, _ in self._moved.values() if isinstance(host, Tensor)]
+        for group in sharing(every):
+            wrote = [host for host in group if any(host is each for each in written)]
+            if wrote and len(group) > 1:
+                raise StateError(
+                    f"the forward has written in place to an argument of shape {list(wrote[0].shape)}, and another "
+                    "argument shares its memory: on the device they are apart, so the numbers are wrong; give the "
+                    "model clones, as with x.clone()"
+                )
 
     def _place(self, value: Any) -> tuple[Any, bool]:
         """What stands for ``value`` in the call, and whether it, or anything inside it, is another."""

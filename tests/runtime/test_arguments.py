@@ -13,6 +13,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import _C, Run
+from hydra_ext.errors import StateError
 from support.benches import ROOMY, assert_same
 from support.outcomes import POISONED
 
@@ -190,3 +191,23 @@ def test_a_list_that_holds_itself_is_taken_as_it_is() -> None:
 
     assert_equal(lambda model: [model(forward, mine)])
     assert mine[0] is ONES
+
+
+@pytest.mark.parametrize("clones", [False, True])
+def test_a_write_to_one_of_two_views_of_one_memory_is_refused_as_the_other_does_not_see_it(clones: bool) -> None:
+    def forward(layer: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        return (layer(x) - y).square().sum()
+
+    def work(model: nn.Module) -> list[Any]:
+        tokens = torch.arange(5.0)[None]
+        views = tokens[:, :-1], tokens[:, 1:]
+        given = [view.clone() for view in views] if clones else views
+        return [model(forward, *given), *views]
+
+    if clones:
+        assert_equal(work)
+        return
+    model = Calls()
+    with hydra_ext.offload(model, budget=ROOMY), pytest.raises(StateError, match=r"shape \[1, 4\].*clones"):
+        work(model)
