@@ -6,6 +6,7 @@ are trusted to their version.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ _COPIED = _CONTAINERS | {Tensor}
 
 Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
 Names = dict[str, Any]  # a module's attributes, or its buffers
+
+
+_thread = threading.local()
+
+
+def is_repeating() -> bool:
+    """Whether this thread makes a call again: what it sets meanwhile is put back."""
+    return bool(getattr(_thread, "repetitions", 0))
 
 
 class ModuleState:
@@ -93,9 +102,11 @@ class ModuleState:
                     _set(names, name, copies.of(value))
         copies.begin()
         self._generators.restore()
+        _thread.repetitions = getattr(_thread, "repetitions", 0) + 1
         try:
             yield copies
         finally:
+            _thread.repetitions -= 1
             generators_now.restore()
             for names, now in held_now:
                 if type(names) is dict and names.keys() == now.keys():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_ext.activations.module_state import is_repeating
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.rounds.accesses import ABSENT, Key
 from hydra_ext.runtime.rounds.order import Order
@@ -214,7 +215,7 @@ def _setattr(module: nn.Module, name: str, value: Any) -> None:
     fiber = fibers.current()
     if fiber is not None:
         fiber.attributes.note_write(fiber.index, module, name, value)
-    else:
+    elif _in_backward and not is_repeating():
         for attributes in _in_backward:
             attributes.note_late(module, name, value)
     _plain_setattr(module, name, value)
