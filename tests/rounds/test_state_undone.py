@@ -171,7 +171,7 @@ def test_tensors_and_containers_are_as_in_a_loop(
     def recorded(model: Stack) -> list[Any]:
         return [each.recorded() for each in model.layers if isinstance(each, Records)]
 
-    # A block that reads what is deep in an object, and writes to it, gives something else when called again: it is kept.
+    # A block that reads what it writes to, deep in an object, gives something else when called again: it is kept.
     again = recompute and layer is Reads
     report = assert_is_the_loop(lambda: Stack(layer), failure, again=again, extra=recorded, recompute=recompute)
     assert report.fallbacks == 0
