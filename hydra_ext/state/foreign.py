@@ -23,7 +23,7 @@ def for_each_class(ask: Callable[[type], _Answer]) -> Callable[[type], _Answer]:
 _PLAIN_HOLDERS = {"types", "collections", "argparse"}
 _BELOW = {"torch", "numpy", "hydra_ext"}
 _INSTALLED = {"site-packages", "dist-packages"}
-_OURS = Path(__file__).parents[2]  # is elsewhere in an editable install
+_OURS = Path(__file__).parents[1]  # is elsewhere in an editable install
 
 
 @for_each_class

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split.foreign import is_installed
+from hydra_ext.state.foreign import is_installed
 from support.split_models import Batch
 from support.split_models_beside import (
     AsksForGraph,
