@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import compileall
 import hashlib
-import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -42,12 +43,15 @@ class Packages:
 
 
 def _built() -> list[Path]:
-    """What the build adds to the sources, where the package is installed."""
-    found = importlib.util.find_spec("hydra_ext")
-    if found is None or found.origin is None:
-        raise RuntimeError("hydra_ext is not installed: build it first")
-    folder = Path(found.origin).parent
-    return [next(folder.glob("_C*.so")), folder / "_build_info.py"]
+    """What the build adds to the sources, wherever it is installed. Asked in a process of its own: what is tried later
+    must not find the package imported."""
+    program = (
+        "import hydra_ext._C as built, hydra_ext._build_info as info; print(built.__file__, info.__file__, sep='\\n')"
+    )
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise RuntimeError(f"hydra_ext is not installed: build it first\n{found.stderr}")
+    return [Path(line) for line in found.stdout.splitlines()]
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -234,7 +234,9 @@ class ModuleContents:
         for noted in self._noted:
             if noted.value is noted.owner._buffers and noted.value.keys() == noted.saved.keys():
                 continue  # others see what is in them
-            if noted.kind is not SOURCE and has_changed(noted.kind, noted.value, noted.saved):
+            if noted.kind is SOURCE or (noted.kind is ATTRIBUTES and _is_named_once(noted)):
+                continue
+            if has_changed(noted.kind, noted.value, noted.saved):
                 found.append((noted.owner, noted.value))
         for tensor in self._tensors:
             moved = version_of(tensor.tensor) != tensor.version
@@ -280,3 +282,12 @@ class ModuleContents:
         for tensor in self._tensors:
             if tensor.value is not None and numbers.may_have_changed(tensor.tensor, tensor.version):
                 numbers.put(tensor.tensor, tensor.value)
+
+
+def _is_named_once(noted: _Noted) -> bool:
+    """Whether nothing but texts has come where there was None: the first forward of models of transformers chooses the
+    kind of loss so, in an object that all modules hold. Every microbatch chooses the same."""
+    now = noted.kind.save(noted.value)
+    if now.keys() != noted.saved.keys():
+        return False
+    return all(now[name] is was or (was is None and type(now[name]) is str) for name, was in noted.saved.items())
