@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -61,7 +61,7 @@ def _kinds_of(kind: type) -> tuple[Kind, ...]:
         return (ATTRIBUTES,)
     if issubclass(kind, np.ndarray):
         return _ARRAYS
-    if any(issubclass(kind, each) for each in _STATES):
+    if any(issubclass(kind, each) for each in _states()):
         return _SOURCES
     for content, kinds in ((MAPPING, dict), (SEQUENCE, (list, deque)), (SET, set), (FIXED, (tuple, frozenset))):
         if issubclass(kind, kinds):
@@ -296,22 +296,28 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 ARRAY = Kind(lambda value: np.array(value), _set_array, _members_of_array, lambda saved, to: saved)
 
-_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
-    random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
-    np.random.RandomState: (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
-    np.random.BitGenerator: (lambda it: it.state, lambda it, state: setattr(it, "state", state)),
-    np.random.Generator: (
-        lambda it: it.bit_generator.state,
-        lambda it, state: setattr(it.bit_generator, "state", state),
-    ),
-}
+_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 
 
-def _state_of(source: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+@cache
+def _states() -> dict[type, _Way]:
+    """Of each class of sources of random numbers. Asked for when there is one: numpy's take long to import."""
+    return {
+        torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
+        random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
+        np.random.RandomState: (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
+        np.random.BitGenerator: (lambda it: it.state, lambda it, state: setattr(it, "state", state)),
+        np.random.Generator: (
+            lambda it: it.bit_generator.state,
+            lambda it, state: setattr(it.bit_generator, "state", state),
+        ),
+    }
+
+
+def _state_of(source: Any) -> _Way | None:
     if isinstance(source, random.SystemRandom):
         return None
-    return next((each for kind, each in _STATES.items() if isinstance(source, kind)), None)
+    return next((each for kind, each in _states().items() if isinstance(source, kind)), None)
 
 
 def _save_source(source: Any) -> Any:

@@ -145,12 +145,14 @@ class Trial:
             os.environ |= {
                 outcomes.FILE: f"/dev/fd/{self._rows.writer}",
                 "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONPATH": f"{package}{os.pathsep}{tools}",
+                "PYTHONPATH": os.pathsep.join(map(str, (package, tools, tools / "mutants" / "site"))),
                 "TMPDIR": str(self._folder / "tmp"),
             }
             tempfile.tempdir = None
             sys.dont_write_bytecode = True
             sys.path.insert(0, str(package))
+            # An editable install would go before it.
+            sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable_")]
             os.chdir(root / "tests")
             code = self._pytest()
         finally:

@@ -285,7 +285,7 @@ class ModuleContents:
 
 
 def _is_named_once(noted: _Noted) -> bool:
-    """Whether nothing but texts has come where there was None: the first forward of models of transformers chooses the
+    """Whether nothing but texts has come where there was None: the first forward of some models chooses the
     kind of loss so, in an object that all modules hold. Every microbatch chooses the same."""
     now = noted.kind.save(noted.value)
     if now.keys() != noted.saved.keys():
