@@ -60,7 +60,7 @@ def _module(value: Tensor, *, buffer: bool) -> nn.Module:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_only_read_is_not_taken_for_written(name: str) -> None:
     module, holder = _module(KINDS[name](), buffer=True), _module(KINDS[name](), buffer=False)
-    before, contents = note([module]), ModuleContents.of_each([holder])
+    before, contents = note([module]), ModuleContents.of_keys([(holder, "held")])
     assert written(before, note([module])) == []
     assert contents.written() == []
 
@@ -70,4 +70,4 @@ def test_what_is_written_is(name: str) -> None:
     module = _module(KINDS[name](), buffer=True)
     before, held = note([module]), module.get_buffer("held")
     held.copy_(held.clone().zero_() if name == "sparse" else held.clone().fill_(2.0))
-    assert written(before, note([module])) == [module]
+    assert [noted.module for noted in written(before, note([module]))] == [module]
