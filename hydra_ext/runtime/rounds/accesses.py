@@ -24,8 +24,7 @@ Key = tuple[nn.Module, str]
 Place = tuple[type, str]
 
 ABSENT: Any = object()
-DICTS = frozenset({dict, OrderedDict, defaultdict, Counter})
-CONTAINERS = DICTS | {list, deque, set}
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 TORCHS = frozenset(nn.Module().__dict__)  # what every module has: hooks, flags, the names of what it holds
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None))
 
