@@ -27,6 +27,7 @@ from hydra_ext.pipeline.stage_program import event_seed, microbatch_seed
 from support.split_models import LIBRARY, VOCABULARY, Batch, Subject, causal
 from support.split_models_more import MORE
 from support.split_models_own import OWN
+from support.summation import Summands, assert_sums_alike
 
 SUBJECTS = LIBRARY | OWN | MORE
 ONE_SHAPE = {"branches"}  # its weights decide which way it takes, and a new shape is rehearsed without all of them
@@ -287,14 +288,17 @@ class Whole:
         loss: Tensor = output[0] if isinstance(output, tuple) else output
         return loss
 
-    def _batch(self, step: int, batches: Sequence[Batch]) -> None:
+    def _batch(self, step: int, batches: Sequence[Batch], summands: Summands | None = None) -> None:
         """Leaves the step's gradients in ``grad``, and appends its losses."""
         losses = []
         for parameter in [*self.names.values(), *(p for twins in self._twins for p in twins.values())]:
             parameter.grad = None
         for number, batch in enumerate(batches):
             loss = self._forward(batch, microbatch_seed(SEED, 0, step, number))
-            (loss / len(batches)).backward()
+            share = loss / len(batches)
+            if summands is not None:
+                summands.watch([share], self.names)
+            share.backward()
             losses.append(loss.detach())
         for twins in reversed(self._twins):
             for name, twin in twins.items():
@@ -379,9 +383,9 @@ def _check_sums(case: Case, shared: Sequence[str], twin: Whole) -> None:
     if not shared:
         return
     plain = Whole(case, [0, -1], [])
-    plain._batch(0, case.data()[0])
+    summands = Summands()
+    plain._batch(0, case.data()[0], summands)
     for name in shared:
         gradient = plain.names[name].grad
         if gradient is not None and case.optimizer != "sgd":
-            scale = gradient.abs().max().clamp_min(torch.finfo(gradient.dtype).tiny)
-            assert ((twin.sums[name] - gradient).abs().max() / scale).item() <= 2e-7, f"{case}: {name}"
+            assert_sums_alike(twin.sums[name], gradient, summands.bound(name), f"{case}: {name}")
