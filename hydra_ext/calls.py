@@ -1,13 +1,15 @@
 """Stand-ins for a module's call, through the instance attribute that ``nn.Module.__call__`` asks for first.
 
 It is the one that ``Module.compile`` sets: a stand-in is around the user's hooks, on every way out. The class, the
-hooks and the state of the module stay as they are. ``nn.Module`` leaves the attribute out of copies and pickles; where
+hooks and the state of the module stay as they are. While there are stand-ins, ``Module.compile`` puts what it makes
+below them. ``nn.Module`` leaves the attribute out of copies and pickles; where
 a class copies its whole dictionary, as parametrized ones do, the copy gets what the stand-in has replaced.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from torch import nn
 
 _SLOT = "_compiled_call_impl"
 _lock = threading.Lock()  # around what stands there
+_standing = 0  # stand-ins
+_plain_compile: Any = None  # what Module.compile is, where it is replaced
 
 
 class StandIn:
@@ -42,11 +46,14 @@ class StandIn:
             if not any(call is self for call in _chain(standing)):
                 self.replaced = standing
                 self.module.__dict__[_SLOT] = self  # a module may have a __setattr__ of its own
+                _count(1)
 
     def remove(self) -> None:
         """Undoes :meth:`install`, whatever has come since; below a call of another kind it stays, and does nothing."""
         with _lock:
             standing = self.module.__dict__.get(_SLOT)
+            if any(call is self for call in _chain(standing)):
+                _count(-1)
             if standing is self:
                 del self.module.__dict__[_SLOT]
                 if self.replaced is not None:
@@ -70,6 +77,27 @@ def standing_in(module: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``Module.compile`` was called, whatever stands in for the compiled call now."""
     return any(not isinstance(call, StandIn) for call in standing_in(module))
+
+
+def _count(change: int) -> None:
+    global _standing, _plain_compile
+    _standing += change
+    if _standing > 0 and _plain_compile is None:
+        _plain_compile, nn.Module.compile = nn.Module.compile, _compile  # type: ignore[method-assign]
+    elif _standing == 0 and nn.Module.compile is _compile:
+        nn.Module.compile, _plain_compile = _plain_compile, None  # type: ignore[method-assign]
+
+
+@functools.wraps(nn.Module.compile)
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    before = self.__dict__.get(_SLOT)
+    _plain_compile(self, *args, **kwargs)
+    with _lock:
+        lowest = None
+        for call in _chain(before):
+            lowest = call if isinstance(call, StandIn) else lowest
+        if lowest is not None:
+            lowest.replaced, self.__dict__[_SLOT] = self.__dict__.get(_SLOT), before
 
 
 def _chain(call: Any) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.state.foreign import for_each_class, is_foreign, is_of_library
-from hydra_ext.state.iterators import is_iterator, position
+from hydra_ext.state.iterators import is_iterator, parts, position
 from hydra_ext.state.randomness import is_default
 
 # Of these nothing is to be saved, and nothing is in them.
@@ -340,7 +340,7 @@ def _compared(state: Any) -> Any:
 
 
 SOURCE = Kind(_save_source, _set_source, lambda saved: (), lambda saved, to: saved)
-ITERATOR = Kind(position, lambda iterator, saved: None, lambda saved: (), lambda saved, to: saved)
+ITERATOR = Kind(position, lambda iterator, saved: None, parts, lambda saved, to: saved)
 _ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)
 
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds.module_contents import Copies, ModuleContents
+from hydra_ext.state.iterators import position
 from support.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop
 
 
@@ -158,13 +160,60 @@ def test_what_is_written_to_around_layers_is_as_in_a_loop(kind: str) -> None:
     assert report.refusals == 1
 
 
-def test_an_iterator_that_no_copy_can_be_made_of_is_told() -> None:
+class Numbers:
+    """An iterator of a user's."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next
+
+
+# None can be set back, nor copied without what it goes through.
+AROUND_OTHERS: dict[str, Callable[[], Iterator[int]]] = {
+    "generator": lambda: (number for number in range(1000)),
+    "map": lambda: map(int, range(1000)),
+    "filter": lambda: filter(bool, iter(range(1000))),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "cycle further on": lambda: itertools.islice(itertools.cycle([1, 2, 3]), 3, None),
+    "chain": lambda: itertools.chain([1, 2], range(1000)),
+    "islice": lambda: itertools.islice(itertools.count(), 1000),
+    "accumulate": lambda: itertools.accumulate(range(1000)),
+    "map of a zip of enumerate": lambda: map(itemgetter(0), zip(range(1000), enumerate("a" * 1000), strict=True)),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND_OTHERS)
+def test_an_iterator_that_no_copy_can_be_made_of_is_told(kind: str) -> None:
     def made() -> Stack:
-        return Stack(lambda: Counts((number for number in range(1000)), _iterator))
+        return Stack(lambda: Counts(AROUND_OTHERS[kind](), _iterator))
 
     assert_is_the_loop(made, extra=left)
-    with pytest.raises(RuntimeError, match="a generator, which a module holds, has gone on"):
+    name = type(AROUND_OTHERS[kind]()).__name__
+    with pytest.raises(RuntimeError, match=f"a {name}, which a module holds, has gone on"):
         assert_is_the_loop(made, FAILURES[1])
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=str)
+def test_a_users_iterator_below_one_of_pythons_is_set_back(failure: Failure | None) -> None:
+    assert_is_the_loop(lambda: Stack(lambda: Counts(map(int, Numbers()), _iterator)), failure, extra=left)
+
+
+@pytest.mark.parametrize("made", [*AROUND_OTHERS.values()], ids=[*AROUND_OTHERS])
+def test_a_position_tells_how_far_an_iterator_has_come(made: Callable[[], Iterator[int]]) -> None:
+    iterator = made()
+    seen: list[Any] = []
+    for _ in range(7):  # one that goes round is where it was after that
+        here = position(iterator)
+        assert here == position(iterator)
+        assert here not in seen
+        seen.append(here)
+        next(iterator)
 
 
 def test_nothing_is_made_for_the_empty_containers_of_a_module() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import hydra_ext
+from hydra_ext.calls import StandIn
 from hydra_ext.errors import MissingDependency, StateError
 from hydra_ext.runtime import compiled as following
 from support.benches import assert_same
@@ -275,3 +277,31 @@ def test_dynamo_is_as_before() -> None:
             assert UnspecializedNNModuleVariable.call_function is not before
         assert UnspecializedNNModuleVariable.call_function is not before
     assert UnspecializedNNModuleVariable.call_function is before
+
+
+def test_module_compile_is_as_before() -> None:
+    before = nn.Module.compile
+    with hydra_ext.offload(Net(), budget=BUDGET):
+        with hydra_ext.offload(Net(), budget=BUDGET):
+            assert nn.Module.compile is not before
+        assert nn.Module.compile is not before
+    assert nn.Module.compile is before
+
+
+@pytest.mark.parametrize("name", ["outer", "outer.first", "outer.first.layer", "part", "layer", "head"])
+def test_a_part_compiled_inside_and_called_alone_opens_windows(name: str) -> None:
+    plain, model = Net(), Net()
+    found = {}
+    for one in (plain, model):
+        with hydra_ext.offload(one, budget=BUDGET, checks=POISONED) if one is model else nullcontext() as run:
+            part = one.get_submodule(name)
+            for _ in range(2):  # what it is compiled as the second time takes the place of the first
+                part.compile(backend="eager")
+                part(torch.ones(4, WIDTH)).pow(2).sum().backward()
+            if run is not None:
+                assert run.report().windows >= 4
+                assert run.report().loads > 0
+        found[one] = [parameter.grad for parameter in part.parameters()]
+        part(torch.ones(4, WIDTH))
+    assert_same(found[plain], found[model])
+    assert not isinstance(vars(part)["_compiled_call_impl"], StandIn)  # of the model's, which came last

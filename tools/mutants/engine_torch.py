@@ -91,7 +91,7 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/gradient_sink.cpp",
-        "      oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad() = at::Tensor();\n",
+        "      failed = std::exchange(oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad(), at::Tensor());\n",
         "",
         "what did not arrive stays as a gradient",
         python=("runtime/test_interruptions.py", "runtime/test_simulated_device.py"),
@@ -181,7 +181,7 @@ TORCH: tuple[M, ...] = (
         python=("runtime/test_conversions.py", "parity/test_mixed_precision.py", *_CASES),
     ),
     M(
-        "csrc/pytorch/paged_model_window.cpp",
+        "csrc/pytorch/paged_model_moves.cpp",
         "      parameter->page->written = false;\n",
         "",
         "a write in one forward counts in each that follows",
