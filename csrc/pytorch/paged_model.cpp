@@ -7,6 +7,7 @@
 #include "csrc/pytorch/fault_path.h"
 #include "csrc/pytorch/gil.h"
 #include "csrc/pytorch/gradient_hooks.h"
+#include "csrc/pytorch/overlapping_memory.h"
 
 namespace py = pybind11;
 
@@ -165,6 +166,9 @@ void PagedModel::close() {
   pager_->close();
   account_->ledger().discharge(MemoryClass::kBuffers, std::exchange(buffer_bytes_, 0));
   account_->close();
+  if (home_.here()) {  // where it was forked, a thread that is not here may hold the lock
+    overlapping_memory::forget(this);
+  }
   arena_->unpin_all();  // the parameters stay in the arena, and are read by forked children again
   for (const auto& parameter : parameters_) {
     clear_gradient_hooks(*parameter);

@@ -3,18 +3,26 @@
 #include <iterator>
 #include <utility>
 
+#include "csrc/pytorch/overlapping_memory.h"
 #include "csrc/pytorch/paged_model.h"
 
 namespace hydra {
 
 void PagedModel::spread_moves() {
   std::vector<HostExtent> written;
+  std::vector<HostExtent> overlapping;
   for (const auto& parameter : parameters_) {
-    if (!parameter->withheld() && parameter->may_overlap() &&
-        (parameter->moved || parameter->version() != parameter->version_seen)) {
+    if (parameter->withheld() || !parameter->may_overlap()) {
+      continue;
+    }
+    if (parameter->moved || parameter->version() != parameter->version_seen) {
       written.push_back(parameter->reach());
     }
+    overlapping.push_back(parameter->reach());
   }
+  // Whether other models have written there is not known.
+  const auto others = overlapping_memory::exchange(this, std::move(overlapping));
+  written.insert(written.end(), others.begin(), others.end());
   mark_moved(std::move(written));
 }
 
