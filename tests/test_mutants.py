@@ -318,3 +318,27 @@ def test_a_change_of_the_engine_has_one_place(tmp_path: Path) -> None:
 
 def test_a_difference_has_no_places() -> None:
     assert difference("a\nb\nc\n", "a\n  d\nc\n") == ("- b", "+ d")
+
+
+HANGS = """
+import sys
+from pathlib import Path
+from mutants.python_trials import wait
+from mutants.trials import Trial
+root = Path(sys.argv[1])
+patience = lambda name: 1.0 if name.endswith("hangs") else 500.0
+ending = wait(Trial(root, ["test_it.py"], root=root, folder=root, limit=500.0, patience=patience))
+print(ending.failed, ending.passed)
+"""
+
+
+def test_a_test_that_hangs_is_not_waited_for_as_long_as_a_run_may_take(tmp_path: Path) -> None:
+    (tmp_path / "hydra_ext").mkdir()
+    (tmp_path / "hydra_ext" / "__init__.py").touch()
+    (tmp_path / "tests").mkdir()
+    tests = "def test_one(): pass\ndef test_hangs():\n    while True: pass\ndef test_two(): pass\n"
+    (tmp_path / "tests" / "test_it.py").write_text(tests)
+    environment = {**os.environ, "PYTHONPATH": PATHS[1]}
+    command = [sys.executable, "-W", "ignore", "-c", HANGS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "{'test_it.py::test_hangs': 'took longer than it may'} ('test_it.py::test_one',)\n"

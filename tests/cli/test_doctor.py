@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +221,11 @@ def test_the_link_of_a_gpu_is_measured() -> None:
     assert facts.pinning
     assert (facts.link.to_device_bytes_per_second or 0) > 1e9
     assert (facts.link.to_host_bytes_per_second or 0) > 1e9
+
+
+def test_a_link_that_cannot_be_measured_is_told_without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no memory can be pinned")
+
+    monkeypatch.setattr(torch, "ones", refused)
+    assert device.measure_cuda_link(pinned=True) == device.LinkFacts("cuda")

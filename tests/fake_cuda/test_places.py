@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from hydra_ext.errors import ModelChanged
+from hydra_ext.runtime.devices import CudaPlace
 from support.fake_cuda import DEVICE, fake_cuda
 
 
@@ -179,3 +180,14 @@ def test_a_recurrent_module_never_lays_its_weights_out_anew() -> None:
         assert "flatten_parameters" in vars(model)
     assert "flatten_parameters" not in vars(model)
     assert all(now is before for now, before in zip(model._flat_weights, weights, strict=True))
+
+
+def test_the_allocator_s_memory_is_given_back_once_a_first_backward_has_cut_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    place = CudaPlace(0)
+    for _ in range(3):
+        place.backward_ended()
+    assert len(calls) == 1

@@ -338,3 +338,7 @@ def test_senseless_questions_are_refused(stages: int, changes: dict[str, Any], s
     events = [Event(forward_seconds=1, backward_seconds=1)] * 4
     with pytest.raises(PlanError, match=says):
         partition_chain(events, [Boundary()] * 3, stages=stages, **changes)
+
+
+def test_a_cut_may_be_wherever_nothing_else_is_said() -> None:
+    assert Boundary().possible

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.undone import WIDTH, Layer, Stack, assert_is_the_loop, squared
+from hydra_ext.errors import UnsupportedModel
+from hydra_ext.runtime.rounds.accesses import Accesses
+from support.undone import WIDTH, Layer, Stack, assert_is_the_loop, batches, squared
 
 BOTH: list[dict[str, Any]] = [{}, {"round_size": 4, "recompute": False}]
 
@@ -254,6 +256,55 @@ def test_what_each_microbatch_reads_of_its_own_refuses_no_round(choices: dict[st
     """Attributes are kept apart; of what is written in place nothing is read outside."""
     report = assert_is_the_loop(lambda: Stack(Leaves), loss=after(lambda layer: layer.last), **choices)
     assert (report.refusals, report.fallbacks) == (0, 0)
+
+
+class Marks(Stack):
+    """Some microbatches set an attribute that was not there, which others read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = bool(x[0, 2] > 0)
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 0 and marks:
+                self.mark = 0.5
+            x = x * (1 + getattr(self, "mark", 0.0))
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_an_attribute_that_a_later_microbatch_sets_first_is_not_there_for_the_one_before() -> None:
+    marks = [bool(x[0, 2] > 0) for x in batches()[0]]
+    assert marks[1:3] == [False, True]  # together in a round, the first one being alone
+    report = assert_is_the_loop(Marks, extra=lambda model: vars(model)["mark"], again=1)
+    assert (report.refusals, report.fallbacks) == (0, 0)
+
+
+class Takes(Layer):
+    """Goes on in what cannot be set back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = (number for number in range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + next(self.numbers) / 100))
+
+
+def test_a_round_that_has_to_be_run_twice_and_cannot_be_undone_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="cannot take that back: a generator, which a module holds, has gone on"):
+        assert_is_the_loop(lambda: Marks(Takes))
+
+
+def test_a_class_attribute_that_is_set_while_reads_are_noted_stays() -> None:
+    class Noted(Layer):
+        pass
+
+    layer = Noted()
+    layer.note = [1]
+    with Accesses().noted([layer]):
+        assert "note" in vars(Noted)
+        Noted.note = "the user's"
+    assert vars(Noted)["note"] == "the user's"
 
 
 def test_classes_are_afterwards_as_they_were() -> None:

@@ -80,3 +80,33 @@ def test_random_states_are_as_before_a_step_with_seeds(kind: type[Blocks]) -> No
     torch.set_rng_state(before)
     assert seen == [True, True, True]
     assert run.report().fallbacks == (9 if kind is Averages else 0)
+
+
+class Around(Blocks):
+    """Writes between its blocks, where microbatches take turns: rounds watch that."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+        self.hooks: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        self.seen += 1
+        self.hooks.append(len(self._forward_pre_hooks))
+        return x
+
+
+def test_no_hook_of_a_round_stays_on_a_module() -> None:
+    model = Around()
+    left: list[int] = []
+
+    def count(_run: hydra_ext.Run) -> None:
+        left.extend(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
+
+    steps_of(model, count)
+    assert max(model.hooks) > 0
+    assert not any(left)

@@ -72,6 +72,22 @@ def test_a_weight_with_channels_last(dtype: torch.dtype) -> None:
     assert torch.equal(made.value, expected.value)
 
 
+def test_the_gradient_of_a_map_between_layers_lies_as_a_weight_with_channels_last() -> None:
+    strides: list[tuple[int, ...]] = []
+
+    def convolve(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        between = x.relu()
+        between.register_hook(lambda gradient: strides.append(gradient.stride()))
+        return F.conv2d(between, by, padding=1)
+
+    given = [source(), weight().to(memory_format=LAST)]
+    in_strips(convolve, given, rows=17)
+    outcome(convolve, given)
+    made, expected = strides
+    assert made == expected
+    assert expected[1] == 1  # channels come last
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_normalisation(training: bool) -> None:
     def normalise(x: torch.Tensor) -> torch.Tensor:

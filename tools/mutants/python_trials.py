@@ -17,9 +17,10 @@ from mutants.trials import BETWEEN, TOO_LONG, Ending, Trial
 
 _FIRST_TESTS = 12  # most mutants fall to the first few
 _FIRST_SECONDS = 20.0
-_MOST_SECONDS = 150.0  # of tests that execute the line; what survives meets the whole suite
+_MOST_SECONDS = 60.0  # of tests that execute the line; what survives meets the whole suite
 _SLOWER = 8.0  # a test may take so many times what it took, beside other work,
-_START_SECONDS = 120.0  # and so much besides
+_START_SECONDS = 120.0  # and so much besides: for a run,
+_TEST_SECONDS = 45.0  # and for one test
 _PART_SECONDS = 3600.0  # for a folder of tests
 _NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, where nothing is changed
 _PERHAPS_BY_CHANCE = re.compile(r"time|second|deadline|hang|alive|took longer|ended with", re.IGNORECASE)
@@ -40,7 +41,15 @@ class Judge:
             known = self._suite.all
             seconds = sum(known[name].seconds if name in known else 30.0 for name in tests)
             limit = _START_SECONDS + _SLOWER * seconds
-        return Trial(package, tests, root=self._root, folder=self._folder, limit=limit, options=options)
+        patience = None if "-n" in options else self._patience
+        return Trial(
+            package, tests, root=self._root, folder=self._folder, limit=limit, patience=patience, options=options
+        )
+
+    def _patience(self, test: str) -> float:
+        """How long one test may take."""
+        known = self._suite.all.get(test)
+        return _TEST_SECONDS + _SLOWER * (known.seconds if known is not None else _MOST_SECONDS / _SLOWER)
 
     def run(self, package: Path, tests: list[str], *options: str, limit: float | None = None) -> Ending:
         return wait(self.start(package, tests, *options, limit=limit))
@@ -126,7 +135,7 @@ def _begun(mutant: Mutant, judge: Judge, packages: Packages, reach: Reach) -> _C
 
 
 def _batches(mutant: Mutant, reach: Reach) -> Iterator[list[str]]:
-    """The fastest few, then the others; then those with many cases, of which some were traced, with all of them."""
+    """The fastest few, then others. Tests with many cases, of which some were traced, are left to the whole suite."""
     left = list(reach.tests(mutant))
     first, seconds = list[str](), 0.0
     while left and len(first) < _FIRST_TESTS and (not first or seconds + left[0].seconds <= _FIRST_SECONDS):
@@ -134,16 +143,15 @@ def _batches(mutant: Mutant, reach: Reach) -> Iterator[list[str]]:
         first.append(left.pop(0).name)
     if first:
         yield first
-    others, functions = list[str](), dict[str, None]()
+    others = list[str]()
     for test in reach.tests(mutant):
         seconds += test.seconds
         if seconds > _MOST_SECONDS:
             break
         if test.name not in first:
             others.append(test.name)
-        if "[" in test.name:
-            functions[test.name.partition("[")[0]] = None
-    yield from filter(None, (others, list(functions)))
+    if others:
+        yield others
 
 
 def _advanced(case: _Case, judge: Judge) -> Result | None:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +35,7 @@ _IMPORTED_ONCE = (
 )
 _MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end fails
 _OK, _FAILED, _NO_TESTS = 0, 1, 5
+_BETWEEN_SECONDS = 300.0  # fixtures, and the end of processes
 _PIPE_BYTES = 2**20
 TOO_LONG = "took longer than it may"
 BETWEEN = "(between tests)"  # in the place of a test: the run ended when none was running
@@ -66,6 +67,9 @@ class _Pipe:
             while found := os.read(self._reader, _PIPE_BYTES):
                 self._found += found
 
+    def so_far(self) -> bytes:
+        return self._found
+
     def read_to_end(self) -> str:
         self.read()
         os.close(self._reader)
@@ -73,7 +77,12 @@ class _Pipe:
 
 
 class Trial:
-    """One run of pytest, under way."""
+    """One run of pytest, under way.
+
+    Args:
+        limit: of the run, in seconds.
+        patience: how long each test may take, where they run one after another.
+    """
 
     def __init__(
         self,
@@ -83,11 +92,14 @@ class Trial:
         root: Path,
         folder: Path,
         limit: float,
+        patience: Callable[[str], float] | None = None,
         options: Sequence[str] = (),
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="trial-", dir=folder))
         self._began = time.monotonic()
-        self._deadline = self._began + limit
+        self._deadline = self._end = self._began + limit
+        self._patience = patience
+        self._seen = 0  # bytes
         self._words = [word.removeprefix("tests/") for word in words]
         self._options = list(options)
         # Not files, whose size a test may limit.
@@ -102,6 +114,7 @@ class Trial:
         """None while it runs."""
         self._rows.read()
         self._output.read()
+        self._look_at_the_test()
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         late = time.monotonic() > self._deadline
         if not pid and not late:
@@ -115,6 +128,15 @@ class Trial:
         found = self._read(rows, output, TOO_LONG if late and not pid else None, code)
         shutil.rmtree(self._folder, ignore_errors=True)
         return found
+
+    def _look_at_the_test(self) -> None:
+        """One that hangs is not waited for as long as all of them may take."""
+        rows = self._rows.so_far()
+        if self._patience is not None and len(rows) > self._seen and rows.endswith(b"\n"):
+            self._seen = len(rows)
+            row = json.loads(rows.splitlines()[-1])
+            left = _BETWEEN_SECONDS if row["outcome"] == "ended" else self._patience(row["test"])
+            self._deadline = min(self._end, time.monotonic() + left)
 
     def _read(self, text: str, output: str, why: str | None, code: int) -> Ending:
         rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
