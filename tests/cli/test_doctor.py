@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -223,9 +224,21 @@ def test_the_link_of_a_gpu_is_measured() -> None:
     assert (facts.link.to_host_bytes_per_second or 0) > 1e9
 
 
-def test_a_link_that_cannot_be_measured_is_told_without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_cannot_be_measured_is_told_without_figures(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refused(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no memory can be pinned")
 
     monkeypatch.setattr(torch, "ones", refused)
-    assert device.measure_cuda_link(pinned=True) == device.LinkFacts("cuda")
+    with caplog.at_level("DEBUG"):
+        assert device.measure_cuda_link(pinned=True) == device.LinkFacts("cuda")
+    assert "the link could not be measured: no memory can be pinned" in caplog.text
+
+
+@pytest.mark.parametrize(("soft", "expected"), [(4096, 4096), (resource.RLIM_INFINITY, None)])
+def test_the_limit_of_pinned_memory_is_the_process_s(
+    soft: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, 8192) if kind == resource.RLIMIT_MEMLOCK else None)
+    assert host.memlock_limit() == expected

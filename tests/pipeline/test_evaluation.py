@@ -6,9 +6,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
 from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.watch import Watch
 from support import pipeline_evaluations, pipelines
 from support.pipeline_evaluations import COUNT
 from support.ranks import run_ranks
@@ -48,3 +50,16 @@ def test_a_fast_stage_does_not_send_an_evaluation_ahead_of_a_slow_one(tmp_path: 
     assert len(undelivered) == COUNT
     assert max(undelivered) <= 1
     assert losses == same
+
+
+def test_the_other_ranks_are_told_of_an_error_in_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_value: Tensor, _microbatch: Any) -> Tensor:
+        raise ArithmeticError("no loss")
+
+    told: list[BaseException] = []
+    monkeypatch.setattr(Watch, "fail_with", lambda _self, error: told.append(error))
+    stages = pipelines.make_stages(1)
+    with Pipeline(None, pipelines.sgd, schedule="1f1b", microbatches=1, stages=stages, seed=5) as pipe:
+        with pytest.raises(ArithmeticError, match="no loss") as raised:
+            pipe.evaluate([pipelines.make_microbatch(0, 0)], failing)
+        assert told == [raised.value]

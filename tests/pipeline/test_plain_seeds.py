@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hydra_ext.pipeline.stage_program import event_seed
 from support.other_seeds import COMMON, first_losses, train, train_explicit
 from support.ranks import run_ranks
 
@@ -31,3 +32,10 @@ def test_what_several_stages_hold_begins_as_the_first_has_it(
 def test_what_stages_given_as_modules_have_in_common_begins_as_the_first_has_it(frozen: bool, tmp_path: Path) -> None:
     first, second = run_ranks(train_explicit, frozen, folder=tmp_path)
     assert torch.equal(first, second)
+
+
+def test_every_event_has_two_seeds_of_its_own() -> None:
+    """Of what its block draws, and of what is drawn after it: they are a part of what a checkpoint goes on with."""
+    seeds = {event_seed(seed, event, after=after) for seed in (0, 7) for event in range(50) for after in (False, True)}
+    assert len(seeds) == 200
+    assert event_seed(7, 3) == event_seed(7, 3, after=False)

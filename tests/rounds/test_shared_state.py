@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,28 @@ def test_an_attribute_that_a_later_microbatch_sets_first_is_not_there_for_the_on
     assert marks[1:3] == [False, True]  # together in a round, the first one being alone
     report = assert_is_the_loop(Marks, extra=lambda model: vars(model)["mark"], again=1)
     assert (report.refusals, report.fallbacks) == (0, 0)
+
+
+class Holds(Stack):
+    """Adds up in an object, which has nothing of it before the first microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = SimpleNamespace()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            self.holder.total = getattr(self.holder, "total", 0.0) + float(x.detach().mean())
+            x = x * (1 + self.holder.total / 10)
+        out: Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize(("choices", "again"), zip(BOTH, (0, 1), strict=True), ids=["chosen", "given"])
+def test_what_comes_into_an_object_with_the_first_forward_is_as_in_a_loop(choices: dict[str, Any], again: int) -> None:
+    report = assert_is_the_loop(Holds, extra=lambda model: model.holder.total, again=again, **choices)
+    assert report.fallbacks > 0
 
 
 class Takes(Layer):

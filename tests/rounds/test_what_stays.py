@@ -110,3 +110,17 @@ def test_no_hook_of_a_round_stays_on_a_module() -> None:
     steps_of(model, count)
     assert max(model.hooks) > 0
     assert not any(left)
+
+
+def test_hooks_on_accumulated_gradients_refuse_no_round_of_what_can_be_undone() -> None:
+    """A whole step could not be: what the hooks did would be done twice. A round could."""
+    model = Around()
+    calls: list[None] = []
+    model.blocks[0].weight.register_post_accumulate_grad_hook(lambda _: calls.append(None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hydra_ext.offload(model, optimizer, budget=ROOMY) as run:
+        for _ in range(3):
+            run.step(batches(), lambda x: model(x).pow(2).mean(), seeds=[1, 2, 3])
+    assert calls
+    assert (run.report().refusals, run.report().fallbacks) == (0, 0)
+    assert run.report().rounds < 9

@@ -33,6 +33,54 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="log_sigmoid_backward() does not read the buffer, and logsigmoid() returns the first of both alone.",
     ),
     Equivalent(
+        file="hydra_ext/activations/recompute.py",
+        function="_version",
+        change=(
+            "- return 0 if tensor.is_inference() else tensor._version",
+            "+ return 1 if tensor.is_inference() else tensor._version",
+        ),
+        proof="Versions of one tensor are compared with each other alone, and one in inference mode stays one.",
+    ),
+    Equivalent(
+        file="hydra_ext/activations/recompute.py",
+        function="RecomputedModule._saves_to_the_stash",
+        change=("- hooks = _saved_tensors_hooked(True)", "+ hooks = _saved_tensors_hooked(False)"),
+        proof="It says whether to answer while torch traces, where the call that asks is not traced (not_traced).",
+    ),
+    Equivalent(
+        file="hydra_ext/state/layout.py",
+        function="Layout.copy",
+        change=(
+            "- self.once(made).copy_(self.once(tensor.detach()))",
+            "+ self.once(made).copy_(self.once(tensor))",
+        ),
+        proof="Under torch.no_grad() neither narrow() nor copy_() makes a graph.",
+    ),
+    Equivalent(
+        file="hydra_ext/construction/withholding.py",
+        function="Withholding.__init__",
+        change=("- self._purge_at = 4096", "+ self._purge_at = 4097"),
+        proof="It says when entries of storages that have ended are dropped: one entry of a few bytes later.",
+    ),
+    Equivalent(
+        file="hydra_ext/runtime/rounds/undo.py",
+        function="Undo.__init__",
+        change=(
+            "- self._backwards = self._backwards_before = 0  # when the round, and the step, began",
+            "+ self._backwards = self._backwards_before = 1  # when the round, and the step, began",
+        ),
+        proof="step_begins() and round_begins() set both before they are read.",
+    ),
+    Equivalent(
+        file="hydra_ext/tiled/overlaps.py",
+        function="",
+        change=(
+            "- _MOST_WORK = 10**5  # how long numpy may look for an element that two tensors share",
+            "+ _MOST_WORK = 11**5  # how long numpy may look for an element that two tensors share",
+        ),
+        proof="It bounds how long a question may be thought over: the answers are numpy's, and both bounds are large.",
+    ),
+    Equivalent(
         file="csrc/pytorch/gradient_sink.cpp",
         function="a gradient leaves before compute has written it, unseen",
         change=("- backend_.note_write(gradient.mutable_data_ptr(), bytes);",),
