@@ -242,3 +242,11 @@ def test_the_limit_of_pinned_memory_is_the_process_s(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, 8192) if kind == resource.RLIMIT_MEMLOCK else None)
     assert host.memlock_limit() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [("pinned", True, "yes"), ("pinned", False, "no"), ("kind", None, "none"), ("n", 3, "3")],
+)
+def test_values_are_shown_in_words(name: str, value: object, shown: str) -> None:
+    assert report._shown(name, value) == shown

@@ -296,7 +296,7 @@ class Holds(Stack):
         return out
 
 
-@pytest.mark.parametrize(("choices", "again"), zip(BOTH, (0, 1), strict=True), ids=["chosen", "given"])
+@pytest.mark.parametrize(("choices", "again"), [(BOTH[0], 0), (BOTH[1], 1)], ids=["chosen", "given"])
 def test_what_comes_into_an_object_with_the_first_forward_is_as_in_a_loop(choices: dict[str, Any], again: int) -> None:
     report = assert_is_the_loop(Holds, extra=lambda model: model.holder.total, again=again, **choices)
     assert report.fallbacks > 0
