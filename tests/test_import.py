@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import hydra_ext
+
 MOST_MODULES = 120
 LIGHT = {"hydra_ext", "safetensors"}
 
@@ -22,3 +26,9 @@ def test_import_brings_in_few_modules_beyond_torch(tmp_path: Path) -> None:
     assert "hydra_ext.runtime.run" in modules
     assert len(modules) <= MOST_MODULES
     assert {name.partition(".")[0] for name in modules} <= LIGHT | sys.stdlib_module_names
+
+
+def test_names_that_are_not_there_are_told_as_python_does() -> None:
+    assert not hasattr(hydra_ext, "no_such_name")
+    with pytest.raises(AttributeError, match="module 'hydra_ext' has no attribute 'no_such_name'"):
+        hydra_ext.no_such_name  # noqa: B018

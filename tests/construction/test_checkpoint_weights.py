@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import hydra_ext
 from hydra_ext import errors
@@ -117,6 +119,31 @@ def test_bytes_are_looked_at_once_and_as_many_at_a_time_as_are_mapped(
     fill(model)
     assert sum(sizes) == sum(parameter.nbytes for parameter in plain.parameters())
     assert max(sizes) <= most
+
+
+def test_two_tensors_that_are_one_are_compared_with_a_part_of_each_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_MAPPED_BYTES", 2048)
+    tensor = torch.arange(4096.0).view(64, 64)
+    save_file({"one": tensor, "other": tensor.clone()}, tmp_path / WEIGHTS)
+    part, bits = weight_files._part, weight_files._bits
+    compared: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def looked_at(*arguments: Any) -> Any:
+        alive.append(sum(not storage.expired() for storage in compared))
+        return part(*arguments)
+
+    def noted(piece: Tensor) -> Tensor:
+        compared.append(StorageWeakRef(piece.untyped_storage()))
+        return bits(piece)
+
+    monkeypatch.setattr(weight_files, "_part", looked_at)
+    monkeypatch.setattr(weight_files, "_bits", noted)
+    weight_files.WeightFiles(tmp_path / WEIGHTS)._compare("one", "other", tensor)
+    assert len(compared) == len(alive) == 32
+    assert not any(alive)
 
 
 def other_shape(tensors: dict[str, Tensor]) -> None:

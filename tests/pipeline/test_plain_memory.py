@@ -33,7 +33,7 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_stages_of_one_rank_do_not_see_what_the_others_leave_on_modules(recompute: bool, tmp_path: Path) -> None:
     cases = [Case(name, 4, "interleaved", recompute, changed) for name in MODELS for changed in (False, True)]
     ranks = run_ranks(train_all, cases, folder=tmp_path)

@@ -280,7 +280,7 @@ def test_an_attribute_that_a_later_microbatch_sets_first_is_not_there_for_the_on
     assert (report.refusals, report.fallbacks) == (0, 0)
 
 
-class Holds(Stack):
+class AddsUp(Stack):
     """Adds up in an object, which has nothing of it before the first microbatch."""
 
     def __init__(self) -> None:
@@ -298,7 +298,7 @@ class Holds(Stack):
 
 @pytest.mark.parametrize(("choices", "again"), [(BOTH[0], 0), (BOTH[1], 1)], ids=["chosen", "given"])
 def test_what_comes_into_an_object_with_the_first_forward_is_as_in_a_loop(choices: dict[str, Any], again: int) -> None:
-    report = assert_is_the_loop(Holds, extra=lambda model: model.holder.total, again=again, **choices)
+    report = assert_is_the_loop(AddsUp, extra=lambda model: model.holder.total, again=again, **choices)
     assert report.fallbacks > 0
 
 

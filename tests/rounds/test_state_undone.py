@@ -70,7 +70,14 @@ class Noisy(Layer):
 
 @pytest.mark.parametrize("failure", FAILURES, ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("held", [lambda it: it, lambda it: [it], lambda it: (it,)], ids=["alone", "list", "tuple"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        pytest.param(lambda it: it, id="alone"),
+        pytest.param(lambda it: (it,), id="tuple"),
+        pytest.param(lambda it: [it], id="list", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("generator", GENERATORS.values(), ids=GENERATORS)
 def test_generators_of_modules_are_put_back(
     generator: Callable[[], Any], held: Callable[[Any], Any], recompute: bool, failure: Failure | None

@@ -44,8 +44,21 @@ JOBS = {
     "plain loop, experts": Job("experts", m=(2,), loop="plain", optimizer="ours", max_norm=0.1),
 }
 
+# Others have what these are about, too.
+LONG = {
+    "one microbatch",
+    "several rounds",
+    "rounds of one microbatch",
+    "experts in rounds",
+    "our optimizer",
+    "plain loop",
+}
 
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, id=name, marks=[pytest.mark.full] if name in LONG else []) for name, job in JOBS.items()],
+)
 def test_two_ranks_are_one_process_with_the_averaged_gradients_to_the_bit(job: Job, tmp_path: Path) -> None:
     expected = train_together(job)
     seen = run_ranks(train, job, tight_budget(job), folder=tmp_path)
