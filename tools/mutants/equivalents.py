@@ -81,6 +81,60 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="It bounds how long a question may be thought over: the answers are numpy's, and both bounds are large.",
     ),
     Equivalent(
+        file="hydra_ext/errors.py",
+        function="RankFailed.__init__",
+        change=(
+            "- super().__init__(message)",
+            "+ pass",
+        ),
+        proof="BaseException.__new__ has taken the message already, and no class above has an __init__ of its own.",
+    ),
+    Equivalent(
+        file="hydra_ext/pipeline/tier.py",
+        function="_layout",
+        change=(
+            "- return discover(root, largest_bytes=min(total // _BLOCKS_PER_MODEL, budget // _BLOCKS_PER_BUDGET))",
+            "+ return discover(root, largest_bytes=min(budget // _BLOCKS_PER_BUDGET, total // _BLOCKS_PER_MODEL))",
+        ),
+        proof="The smaller of two numbers, in another order.",
+    ),
+    Equivalent(
+        file="hydra_ext/pipeline/versions.py",
+        function="StageWeights.refresh",
+        change=(
+            "- leaf.requires_grad_(parameter.requires_grad)",
+            "+ pass",
+        ),
+        proof="What is trained is settled at the beginning; another choice later is refused: both require gradients.",
+    ),
+    Equivalent(
+        file="hydra_ext/pipeline/versions.py",
+        function="StageWeights.refresh",
+        change=(
+            "- newest.note()",
+            "+ newest",
+        ),
+        proof="A leaf's counter counts writes to the leaf, and setting its data is none: it is as it was noted before.",
+    ),
+    Equivalent(
+        file="hydra_ext/runtime/rounds/undo.py",
+        function="Undo.obstacle",
+        change=(
+            '- return "nothing of it was noted"',
+            "+ return None",
+        ),
+        proof="It is asked between round_begins() and step_ended() alone, where both moments are there.",
+    ),
+    Equivalent(
+        file="hydra_ext/tiled/geometry.py",
+        function="Window",
+        change=(
+            "- least: int = 1",
+            "+ least: int = 0",
+        ),
+        proof="Every strip reaches one row at least before this counts: forward() and backward() ask for no empty one.",
+    ),
+    Equivalent(
         file="csrc/pytorch/gradient_sink.cpp",
         function="a gradient leaves before compute has written it, unseen",
         change=("- backend_.note_write(gradient.mutable_data_ptr(), bytes);",),
