@@ -42,11 +42,13 @@ class CountingLayer(Layer):
         self.calls = 0
         self.stats: dict[str, float] = {"calls": 0.0}
         self.object = Counter()
+        self.seen: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.stats["calls"] += 1
         self.object.number += 1
+        self.seen.add(self.calls)
         return x + self.branch(x) / (self.calls + self.stats["calls"] + self.object.number)
 
 

@@ -169,6 +169,7 @@ def test_what_only_a_block_counts_and_reads_stays_in_its_stage() -> None:
         (lambda layer: layer.calls, "calls"),
         (lambda layer: layer.stats["calls"], "stats['calls']"),
         (lambda layer: layer.object.number, "object.number"),
+        (lambda layer: len(layer.seen), "seen"),
     ],
 )
 def test_what_a_block_counts_is_read_before_a_cut_only(read: Callable[[Any], float], name: str) -> None:
