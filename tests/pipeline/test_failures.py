@@ -36,7 +36,7 @@ def run(failing: Failing, folder: Path) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("how", ["kill", "raise"])
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(place, marks=[] if number < 4 else [pytest.mark.full]) for number, place in enumerate(_PLACES)],
+    [pytest.param(place, marks=[] if number < 3 else [pytest.mark.full]) for number, place in enumerate(_PLACES)],
     ids=lambda place: "stage{}-step{}-microbatch{}-{}-{}".format(*place[:3], "B" if place[3] else "F", place[4]),
 )
 def test_a_rank_that_fails_ends_all_of_them(how: str, place: tuple[int, int, int, bool, str], tmp_path: Path) -> None:

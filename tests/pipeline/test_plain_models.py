@@ -62,7 +62,7 @@ def test_stages_in_processes_train_as_one_process_does(processes: int, tmp_path:
     check_all(SAMPLE[processes], tmp_path)
 
 
-@pytest.mark.parametrize("materialized", [False, True])
+@pytest.mark.parametrize("materialized", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool, tmp_path: Path) -> None:
     case = Case(WIDE.name, 4, schedule="2bw", materialized=materialized)
     ranks = [Rank(**result) for (result,) in run_ranks(train_all, [case], folder=tmp_path, size=4)]

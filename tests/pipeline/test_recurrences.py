@@ -71,7 +71,7 @@ def test_a_schedule_in_a_text_of_the_users_own_is_run_as_it_says(kind: str, tmp_
 
 
 @pytest.mark.parametrize("kind", ["2bw", "1f1b"])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_more_in_flight_gives_the_same(kind: str, stages: int, tmp_path: Path) -> None:
     fewest = 2 * (stages - 1)
     cases = [
@@ -86,7 +86,7 @@ def test_more_in_flight_gives_the_same(kind: str, stages: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("optimizer", ["native-adamw", "native-sgd", "adamw"])
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_clipping_is_that_of_the_whole_model(optimizer: str, stages: int, tmp_path: Path) -> None:
     cases = [
         Case(stages=stages, optimizer=optimizer, max_norm=max_norm, decays=decays)

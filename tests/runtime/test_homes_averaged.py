@@ -21,7 +21,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("moment", [None, "_gathered", "_begin"])
+@pytest.mark.parametrize("moment", [None, "_gathered", pytest.param("_begin", marks=pytest.mark.full)])
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_a_block_may_be_at_home_or_leave_at_any_moment_and_the_mean_is_the_mean(
     job: Job, moment: str | None, tmp_path: Path
