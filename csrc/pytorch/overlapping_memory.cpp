@@ -1,5 +1,6 @@
 #include "csrc/pytorch/overlapping_memory.h"
 
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -7,30 +8,40 @@
 namespace hydra::overlapping_memory {
 namespace {
 
-std::mutex mutex;
-std::unordered_map<const void*, std::vector<HostExtent>> extents_of;
+struct Noted {
+  std::mutex mutex;
+  std::unordered_map<const void*, std::vector<HostExtent>> extents;
+};
+
+/// Deliberately never destroyed: models may outlive statics.
+Noted& all() {
+  static auto* const noted = std::make_unique<Noted>().release();
+  return *noted;
+}
 
 }  // namespace
 
 std::vector<HostExtent> exchange(const void* model, std::vector<HostExtent> extents) {
-  const std::lock_guard lock(mutex);
+  Noted& noted = all();
+  const std::lock_guard lock(noted.mutex);
   if (extents.empty()) {
-    extents_of.erase(model);
+    noted.extents.erase(model);
     return {};
   }
   std::vector<HostExtent> others;
-  for (const auto& [other, noted] : extents_of) {
+  for (const auto& [other, its] : noted.extents) {
     if (other != model) {
-      others.insert(others.end(), noted.begin(), noted.end());
+      others.insert(others.end(), its.begin(), its.end());
     }
   }
-  extents_of[model] = std::move(extents);
+  noted.extents[model] = std::move(extents);
   return others;
 }
 
 void forget(const void* model) noexcept {
-  const std::lock_guard lock(mutex);
-  extents_of.erase(model);
+  Noted& noted = all();
+  const std::lock_guard lock(noted.mutex);
+  noted.extents.erase(model);
 }
 
 }  // namespace hydra::overlapping_memory
