@@ -22,10 +22,11 @@ from hydra_ext.pipeline.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.modes import Modes
 from hydra_ext.pipeline.parts import Part, Parts
 from hydra_ext.pipeline.recompute import RecomputedStage
+from hydra_ext.pipeline.remembered import RememberingStage
 from hydra_ext.pipeline.split.listed import refuse_in_tuples
 from hydra_ext.pipeline.split.stand_ins import is_absent
 from hydra_ext.pipeline.split.state_dicts import refuse_while_under_way
-from hydra_ext.pipeline.stage_program import microbatch_seed
+from hydra_ext.pipeline.stage_program import StageProgram, microbatch_seed
 from hydra_ext.pipeline.tier import Tier, TierOptions
 from hydra_ext.pipeline.topology import Topology
 from hydra_ext.pipeline.trace import Activity
@@ -269,7 +270,9 @@ class Engine:
                 f"the optimizer's factory returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
             )
         weights = StageWeights(part.trained, part.modules, alive=alive, at_once=offloaded)
-        program = RecomputedStage(part.program, part.modules) if recompute else part.program
+        program: StageProgram = RememberingStage(part.program, part.modules)
+        if recompute:
+            program = RecomputedStage(program, part.modules)
         if part.around is not None:
             program = part.around(program)
         return OwnStage(part.stage, program, weights, Modes(part.modules), optimizer)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.kept import twice
+from hydra_ext.pipeline.remembered import RememberingPass
 from hydra_ext.pipeline.split.module_state import ModuleState
 from hydra_ext.pipeline.split.stage import SplitPass
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
@@ -56,7 +57,8 @@ class _RecomputedPass:
         self._modules = modules
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
-        self._generators = first.generators.as_then() if isinstance(first, SplitPass) else nullcontext()
+        inner = first.inner if isinstance(first, RememberingPass) else first
+        self._generators = inner.generators.as_then() if isinstance(inner, SplitPass) else nullcontext()
         self.loss = first.loss
         self.metrics = first.metrics
 

@@ -3,6 +3,7 @@ runs a second time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.stateful_models import MODELS, Case, train_all, train_plainly
+from support.stateful_models import CHECKPOINTED, MODELS, Case, told_and_trained, train_all, train_plainly
 
 
 def check(case: Case, ranks: list[dict[str, Any]]) -> None:
@@ -46,3 +47,32 @@ def test_a_second_forward_starts_from_the_same_memory(tmp_path: Path) -> None:
     ranks = run_ranks(train_all, cases, folder=tmp_path)
     for number, case in enumerate(cases):
         check(case, [results[number] for results in ranks])
+
+
+READING = [name for name in CHECKPOINTED if name.endswith("reads")]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_checkpoint_of_the_models_own_reads_what_its_forward_left(stages: int, tmp_path: Path) -> None:
+    """Two stages, and more so four on two ranks, forward the second microbatch before the first goes backward."""
+    schedule = "1f1b" if stages == 2 else "interleaved"
+    cases = [Case(name, stages, schedule, recompute, changed=True) for name in READING for recompute in (False, True)]
+    cases.append(Case("checkpoint at the end writes", stages, schedule))
+    ranks = run_ranks(train_all, cases, folder=tmp_path)
+    for number, case in enumerate(cases):
+        check(case, [results[number] for results in ranks])
+
+
+def test_statistics_that_a_checkpoint_writes_again_are_those_of_the_forwards_and_that_is_told(tmp_path: Path) -> None:
+    """In the first stage, where a later microbatch has been there; in the last one they are as in a loop."""
+    case = Case("checkpoints write statistics", 2)
+    first, last = run_ranks(told_and_trained, case, folder=tmp_path)
+    once, twice = train_plainly(replace(case, model="statistics without checkpoints")), train_plainly(case)
+    for found in (first, last):
+        assert torch.equal(found["losses"], twice["losses"])
+    for number, found, expected in ((0, first, once), (1, first, once), (2, last, twice), (3, last, twice)):
+        name = f"layers.{number}.statistics.running_var"
+        assert torch.equal(found["shown"][name], expected["shown"][name]), name
+    assert not torch.equal(once["shown"][name], twice["shown"][name])
+    assert [text.count("BatchNorm1d.num_batches_tracked") for text in first["told"]] == [1]
+    assert last["told"] == []

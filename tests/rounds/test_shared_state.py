@@ -73,6 +73,27 @@ def test_a_round_that_has_to_be_run_twice_is_told_once_and_counted(caplog: pytes
     assert len(told) == 1
 
 
+METER = [nn.Module()]  # of the user's, and no part of a model
+
+
+class Metered(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        METER[0].calls = getattr(METER[0], "calls", 0) + 1
+        return super().forward(x)
+
+
+def metered() -> nn.Module:
+    METER[0] = nn.Module()
+    return Stack(Metered)
+
+
+def test_a_module_outside_the_model_is_the_users_own() -> None:
+    """Layers count there; were it one of the model's, a round would be undone for it."""
+    report = assert_is_the_loop(metered, extra=lambda _: [METER[0].calls], recompute=False)
+    assert report.rounds > 0
+    assert (report.refusals, report.fallbacks, report.retries) == (0, 0, 0)
+
+
 # ---- what several modules hold --------------------------------------------------------------------------------------
 class Statistics(Layer):
     """Running statistics that belong to all layers."""

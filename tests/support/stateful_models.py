@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hydra_ext.pipeline import Pipeline
 from support.pipelines import sgd
@@ -125,6 +127,101 @@ class RemembersBetween(Stack):
         return out
 
 
+class CheckpointedLayer(Layer):
+    """Counts its calls, in an attribute and in a buffer; its checkpoint reads both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept += 0.5
+        out: Tensor = checkpoint(self.again, x, use_reentrant=False)
+        return out
+
+    def again(self, x: Tensor) -> Tensor:
+        return torch.tanh(x + self.branch(x) * (self.calls + self.kept))
+
+
+class ReentrantLayer(CheckpointedLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept += 0.5
+        out: Tensor = checkpoint(self.again, x, use_reentrant=True)
+        return out
+
+
+class CheckpointsLayers(Stack):
+    """Counts before its first layer, and works with the number in the checkpoint of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.embed(x)
+        for layer in self.layers:
+            h = checkpoint(self.again, layer, h, use_reentrant=False)
+        out: Tensor = self.head(h)
+        return out
+
+    def again(self, layer: nn.Module, h: Tensor) -> Tensor:
+        return torch.tanh(layer(h) * (1 + 0.5 * self.calls))
+
+
+class CountsAtItsEnd(CountsFirstInBuffer):
+    """The checkpoint at its end counts, both times, and works with the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.embed(x)
+        for layer in self.layers:
+            h = layer(h)
+        out: Tensor = checkpoint(self.end, h, use_reentrant=False)
+        return out
+
+    def end(self, h: Tensor) -> Tensor:
+        self.ends += 1
+        return torch.tanh(self.head(h) * (self.calls + self.ends))
+
+
+class Normed(Layer):
+    """A checkpoint writes its statistics, both times."""
+
+    checkpoints = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics = nn.BatchNorm1d(32)
+
+    def branch(self, x: Tensor) -> Tensor:
+        out: Tensor = self.statistics(super().branch(x).flatten(0, 1)).view_as(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(super().forward, x, use_reentrant=False) if self.checkpoints else super().forward(x)
+        return out
+
+
+class NormedOnce(Normed):
+    checkpoints = False
+
+
+CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
+    "layer's checkpoint reads": lambda: Stack(CheckpointedLayer),
+    "layer's reentrant checkpoint reads": lambda: Stack(ReentrantLayer),
+    "checkpoint between layers reads": CheckpointsLayers,
+    "checkpoint at the end writes": CountsAtItsEnd,
+    "checkpoints write statistics": lambda: Stack(Normed),
+    "statistics without checkpoints": lambda: Stack(NormedOnce),
+}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "counts first": CountsFirst,
     "counts first in a buffer": CountsFirstInBuffer,
@@ -237,7 +334,7 @@ def remembered(model: nn.Module) -> dict[str, Any]:
     """What the modules show, by name."""
     shown: dict[str, Any] = {}
     for name, module in model.named_modules():
-        for attribute in ("calls", "kept", "lengths", "average", "memory"):
+        for attribute in ("calls", "kept", "lengths", "average", "memory", "ends", "running_var"):
             if hasattr(module, attribute):
                 value = getattr(module, attribute)
                 shown[f"{name}.{attribute}"] = value.clone() if isinstance(value, Tensor) else value
@@ -249,7 +346,7 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
     results = []
     for case in cases:
         torch.manual_seed(0)
-        model = MODELS[case.model]()
+        model = (MODELS | CHECKPOINTED)[case.model]()
         losses = []
         with Pipeline(
             model,
@@ -273,9 +370,18 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
     return results
 
 
+def told_and_trained(rank: int, case: Case) -> dict[str, Any]:
+    """With what was told of checkpoints."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hydra_ext.pipeline.remembered").addHandler(handler)
+    return {**train_all(rank, [case])[0], "told": told}
+
+
 def train_plainly(case: Case) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = MODELS[case.model]()
+    model = (MODELS | CHECKPOINTED)[case.model]()
     optimizer = sgd(model.parameters())
     losses = []
     for step, batches in enumerate(data()):

@@ -58,6 +58,19 @@ def test_halos_are_a_small_part_of_what_is_computed(
     assert backward <= (1.45 if bound_by_the_budget else 1.25)
 
 
+def test_where_no_kernel_writes_columns_none_are_reckoned() -> None:
+    """Of bf16, whose maps have no blocks of channels: rows of both maps and their copies, and the weight twice."""
+    source, result, weight = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1, 16, 40, 50), (1, 32, 40, 50), (32, 16, 3, 3))
+    )
+    takes = ConvolutionBytes(source, result, weight, transposed=False, plain=True, in_columns=False)
+    of_source, of_result = 2 * 16 * 50, 2 * 32 * 50
+    assert takes.forward(5, 3) == 2 * (5 * of_source + 3 * of_result + weight.nbytes)
+    of_gradient = 3 * weight.nbytes + 2 * 8 * weight.numel()
+    assert takes.backward(5, 3) == 2 * (2 * 5 * of_source + 3 * of_result) + of_gradient
+
+
 # Dtype, whether transposed, kernel, stride, groups, dilation, batch.
 SHAPES = [
     (dtype, transposed, kernel, stride, groups, dilation, batch)

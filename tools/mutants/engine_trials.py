@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,8 @@ from mutants.python_trials import Judge
 from mutants.results import Outcome, Result, Results
 
 MUTATIONS = (*CORE, *TORCH)
-_CPP_SECONDS = 300.0
+_CPP_SECONDS = 20.0
+_CPP_SLOWER = 10  # than where nothing is changed: what takes longer hangs
 _FILE_SECONDS = 1800.0
 
 
@@ -48,6 +50,7 @@ class Engine:
         for name in ("csrc", "tests/cpp"):
             _follow(root / name, self._tree / name)
         shutil.copy2(root / "CMakeLists.txt", self._tree)
+        self._limits: dict[str, float] = {}
 
     @contextmanager
     def mutated(self, mutations: Sequence[EngineMutation]) -> Iterator[None]:
@@ -67,6 +70,15 @@ class Engine:
     def build_plain_tests(self) -> None:
         """To be called while nothing is mutated."""
         shutil.copy2(self.build_tests(), self.plain_tests)
+
+    def cpp_limit(self, pattern: str) -> float:
+        """Seconds that C++ tests of this pattern may take: many times what they take where nothing is changed."""
+        if pattern not in self._limits:
+            begun = time.monotonic()
+            words = [str(self.plain_tests), f"--gtest_filter={pattern}", "--gtest_brief=1"]
+            subprocess.run(words, stdout=subprocess.DEVNULL, check=False)
+            self._limits[pattern] = _CPP_SECONDS + _CPP_SLOWER * (time.monotonic() - begun)
+        return self._limits[pattern]
 
     def build_tests(self) -> Path:
         self._build(self._tests, "hydra_tests", "-DHYDRA_PYTHON=OFF", "-DHYDRA_TESTS=ON")
@@ -166,9 +178,10 @@ def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: E
         program = engine.build_tests()
         for pattern in (mutation.cpp, "*"):
             runs += 1
-            found = cpp_failure(program, pattern)
+            limit = engine.cpp_limit(pattern)
+            found = cpp_failure(program, pattern, limit)
             # Once more, and once where nothing is changed: it may have failed by chance.
-            if found and cpp_failure(program, found[0]) and not cpp_failure(engine.plain_tests, found[0]):
+            if found and cpp_failure(program, found[0], limit) and not cpp_failure(engine.plain_tests, found[0], limit):
                 return found, runs, 0.0
     extension = engine.build_extension()
     package = packages.changed({f"hydra_ext/{extension.name}": extension})
@@ -186,12 +199,12 @@ def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: E
     return None, runs, seconds
 
 
-def cpp_failure(program: Path, pattern: str) -> tuple[str, str] | None:
-    """A GoogleTest that fails, and how."""
+def cpp_failure(program: Path, pattern: str, limit: float) -> tuple[str, str] | None:
+    """A GoogleTest that fails, and how; ``limit`` in seconds."""
     words = [str(program), f"--gtest_filter={pattern}", "--gtest_brief=1", "--gtest_fail_fast"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        output, _ = running.communicate(timeout=_CPP_SECONDS)
+        output, _ = running.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         running.kill()
         running.communicate()
