@@ -113,3 +113,33 @@ def test_a_write_in_the_forward_to_a_weight_of_another_dtype_is_refused() -> Non
         pytest.raises(RuntimeError, match="the write would be lost"),
     ):
         model(torch.ones(4, dtype=torch.bfloat16))
+
+
+class Drifting(nn.Module):
+    """Adds up, in a parameter that is bf16 already, how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.drift = nn.Parameter(torch.zeros(64, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.drift += 0.5
+        out: Tensor = self.linear(x) + self.drift
+        return out
+
+
+def test_what_a_forward_writes_beside_cast_weights_is_there_when_they_come_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Drifting() for _ in range(8)))
+    plain = copy.deepcopy(model).to(torch.bfloat16)
+    x = torch.randn(4, 64).to(torch.bfloat16)
+    with (
+        torch.no_grad(),
+        offload(model, budget=40_000, param_dtype=torch.bfloat16, checks=Checks(poison_hosts=True)) as run,
+    ):
+        for _ in range(3):
+            assert torch.equal(model(x), plain(x))
+        assert run.report().evictions > 0
+    assert all(torch.equal(layer.drift, torch.full((64,), 1.5, dtype=torch.bfloat16)) for layer in model)

@@ -51,7 +51,7 @@ def test_more_gradients_take_no_more_memory_to_land_in() -> None:
         for batch in batches():
             model(batch).pow(2).mean().backward()
             sizes.append(run.core.arena_bytes)
-    assert 0 < sizes[1] - sizes[0] <= 2 * PIECE
+    assert sizes[1] - sizes[0] == 2 * PIECE  # one more than the lane has under way
     assert sizes[2] == sizes[1]
 
 

@@ -41,9 +41,15 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+def freeze(layer: nn.Module) -> None:
+    layer.requires_grad_(False)
+
+
 def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, when: str) -> Outcome:
     seen: Outcome = []
+    model[1].register_forward_pre_hook(lambda layer, _: freeze(layer) if inside else None)
     for step, batch in enumerate([*BATCHES, *BATCHES]):
+        inside = when == "in its forward" and step == MOMENT
         loss = model(batch).pow(2).mean()
         seen.append(loss.detach().clone())
         loss.backward()
@@ -59,7 +65,7 @@ def train(model: nn.Sequential, optimizer: torch.optim.Optimizer, when: str) -> 
 
 
 @pytest.mark.parametrize("budget", [TIGHT, ROOMY])
-@pytest.mark.parametrize("when", ["before the step", "after the step"])
+@pytest.mark.parametrize("when", ["before the step", "after the step", "in its forward"])
 @pytest.mark.parametrize("name", MAKE)
 def test_a_frozen_layer_that_the_optimizer_goes_on_moving(name: str, when: str, budget: int) -> None:
     plain = stack()

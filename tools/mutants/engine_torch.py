@@ -164,7 +164,7 @@ TORCH: tuple[M, ...] = (
         "      finish_update();  // the last step's gradients are free again\n",
         "      settle_update();\n",
         "a backward writes gradients that a step still reads",
-        python=_CASES,
+        python=(*_CASES, "optim/test_host_memory.py"),
     ),
     M(
         "csrc/pytorch/paged_model_window.cpp",
@@ -192,7 +192,7 @@ TORCH: tuple[M, ...] = (
         "    if (trained != parameter->trained_seen) {\n      parameter->host.set_requires_grad(trained);\n    }\n",
         "    static_cast<void>(trained);\n",
         "a layer frozen inside its forward is trained on",
-        python=_CASES,
+        python=(*_CASES, "runtime/test_frozen_layers.py"),
     ),
     M(
         "csrc/pytorch/window.cpp",
