@@ -248,12 +248,22 @@ def test_a_cpp_test_that_fails_is_run_again_and_without_the_mutation(
     made = tmp_path / "package"
     made.mkdir()
     engine: Any = SimpleNamespace(
-        build_tests=lambda: tmp_path / "mutant", plain_tests=tmp_path / "plain", build_extension=lambda: made / "_C.so"
+        build_tests=lambda: tmp_path / "mutant",
+        plain_tests=tmp_path / "plain",
+        cpp_limit=lambda pattern: 60.0,
+        build_extension=lambda: made / "_C.so",
     )
     packages: Any = SimpleNamespace(changed=lambda files: made)
     mutation = EngineMutation("csrc/e.cpp", "a", "b", "nothing", cpp="Paging.*")
     found, *_ = engine_trials._tried(mutation, Scripted([], []), packages, engine)
     assert found == (("Paging.Evicts", "ended with code 1") if killed else None)
+
+
+def test_a_cpp_test_that_hangs_is_ended(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o700)
+    assert engine_trials.cpp_failure(program, "Paging.*", 0.5) == ("Paging.*", "took longer than it may")
 
 
 # ---- a package of its own -------------------------------------------------------------------------------------------

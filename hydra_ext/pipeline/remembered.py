@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
-from hydra_ext.pipeline.split.module_state import ModuleState, Place
+from hydra_ext.pipeline.split.module_state import ATTRIBUTE, ModuleState, Place
 from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
 
 logger = logging.getLogger(__name__)
@@ -26,28 +26,36 @@ logger = logging.getLogger(__name__)
 class RememberingStage:
     """A :class:`~hydra_ext.pipeline.stage_program.StageProgram` around another one.
 
-    A backward with a checkpoint in it starts from what its own forward left on the modules. Where later forwards have
-    changed that, what the backward writes there is lost, in this stage from then on always, and a warning names it
-    once. Code that runs its forward again by other means than torch's is not noticed.
+    A backward with a checkpoint in it starts from what its own forward left on the modules. What it writes where
+    forwards write, too, is lost if later ones have been there, in this stage from then on always, and a warning names
+    it once. Code that runs its forward again by other means than torch's is not noticed.
 
     Attributes:
         loses: whether what backwards write is lost.
+        written: where forwards have written.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
         self._program = program
         self._modules = modules
         self._told: set[str] = set()
+        self._checkpoints = False
         self.loses = False
+        self.written: set[Place] = set()
 
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
     ) -> StagePass:
+        begun = ModuleState.now(self._modules) if self._checkpoints else None
         with _checkpoints_noted() as noted:
             made = self._program.forward(fn, microbatch, arriving, seed=seed, divisor=divisor)
         if not noted.found or not torch.is_grad_enabled():
             return made
-        return RememberingPass(made, self._modules, self)
+        self._checkpoints = True
+        seen = ModuleState.now(self._modules)
+        if begun is not None:
+            self.written.update(seen.changed_since(begun))
+        return RememberingPass(made, seen, self._modules, self)
 
     def lose(self, names: set[str]) -> None:
         """A backward has written there; told once of each."""
@@ -68,15 +76,21 @@ class RememberingPass:
         inner: the pass itself.
     """
 
-    def __init__(self, inner: StagePass, modules: Sequence[nn.Module], stage: RememberingStage) -> None:
+    def __init__(
+        self, inner: StagePass, seen: ModuleState, modules: Sequence[nn.Module], stage: RememberingStage
+    ) -> None:
+        """
+        Args:
+            seen: what the modules hold now.
+        """
         self.inner = inner
         self.loss = inner.loss
         self.metrics = inner.metrics
         self._modules = modules
         self._stage = stage
-        self._seen: ModuleState | None = ModuleState.now(modules)
+        self._seen: ModuleState | None = seen
         # What a batch norm writes shows in no version counter, so that all is copied.
-        self._kept: ModuleState | None = self._seen.copied()
+        self._kept: ModuleState | None = seen.copied()
 
     @property
     def leaving(self) -> Crossing | None:
@@ -93,7 +107,13 @@ class RememberingPass:
             return self.inner.backward(gradients)
         finally:
             ended = ModuleState.now(self._modules)
-            self._stage.lose({_name(place, ended, begun) for place in ended.changed_since(begun)})
+            lost = set[str]()
+            for place in ended.changed_since(begun):
+                if place[1] == ATTRIBUTE and place not in self._stage.written:
+                    current.take(place, ended)
+                else:
+                    lost.add(_name(place, ended, begun))
+            self._stage.lose(lost)
             current.put(ended)
 
 

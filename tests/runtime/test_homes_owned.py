@@ -149,6 +149,32 @@ def test_a_gradient_at_home_rises_in_version_with_each_sum() -> None:
     assert_same(state(*plain), state(*ours))
 
 
+class Doubled(nn.Linear):
+    """Its weight is the sum of two: autograd gives both one gradient, the same tensor."""
+
+    second: nn.Parameter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight + self.second, self.bias)
+
+
+def make_doubled() -> Made:
+    model, _ = make()
+    model[3].__class__ = Doubled
+    model[3].second = nn.Parameter(model[3].weight.detach() / 2)
+    return model, optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_a_gradient_that_two_parameters_get_is_summed_for_each() -> None:
+    def work(model: nn.Sequential, optimizer: Optimizer) -> Outcome:
+        for batch in BATCHES[:3]:
+            model(batch).pow(2).mean().backward()
+        seen = [weight.grad.clone() for weight in (model[3].weight, model[3].second)]
+        return [*seen, *loop(model, optimizer)]
+
+    compare(work, make=make_doubled, returned=None)
+
+
 # ---- gradients of others --------------------------------------------------------------------------------------------
 
 

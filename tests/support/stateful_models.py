@@ -128,29 +128,33 @@ class RemembersBetween(Stack):
 
 
 class CheckpointedLayer(Layer):
-    """Counts its calls, in an attribute and in a buffer; its checkpoint reads both."""
+    """Counts its calls, in an attribute and in a buffer; its checkpoint reads both, and a hook notes gradients."""
+
+    reentrant = False
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.register_buffer("kept", torch.zeros(()))
+        self.noted = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.kept += 0.5
-        out: Tensor = checkpoint(self.again, x, use_reentrant=False)
+        out: Tensor = checkpoint(self.again, x, use_reentrant=self.reentrant)
+        if out.requires_grad:
+            out.register_hook(self.note)
         return out
+
+    def note(self, gradient: Tensor) -> None:
+        self.noted = float(gradient.sum())
 
     def again(self, x: Tensor) -> Tensor:
         return torch.tanh(x + self.branch(x) * (self.calls + self.kept))
 
 
 class ReentrantLayer(CheckpointedLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.kept += 0.5
-        out: Tensor = checkpoint(self.again, x, use_reentrant=True)
-        return out
+    reentrant = True
 
 
 class CheckpointsLayers(Stack):
@@ -334,7 +338,7 @@ def remembered(model: nn.Module) -> dict[str, Any]:
     """What the modules show, by name."""
     shown: dict[str, Any] = {}
     for name, module in model.named_modules():
-        for attribute in ("calls", "kept", "lengths", "average", "memory", "ends", "running_var"):
+        for attribute in ("calls", "kept", "lengths", "average", "memory", "ends", "noted", "running_var"):
             if hasattr(module, attribute):
                 value = getattr(module, attribute)
                 shown[f"{name}.{attribute}"] = value.clone() if isinstance(value, Tensor) else value

@@ -90,6 +90,13 @@ class ModuleState:
         mine, other = self.entries.get, before.entries.get
         return [place for place in places if _stamp_of(mine(place)) != _stamp_of(other(place))]
 
+    def take(self, place: Place, other: ModuleState) -> None:
+        """What the other has there, or has not."""
+        if place in other.entries:
+            self.entries[place] = other.entries[place]
+        else:
+            self.entries.pop(place, None)
+
     def copied(self, places: Collection[Place] | None = None) -> ModuleState:
         """With copies of the tensors in these places, or in all; what is one tensor in several places is one again."""
         copy = Copies()

@@ -54,7 +54,7 @@ class SideBySide:
             self._of[stage] = after
             shown = ModuleState(self._roots, current.entries)
             for place in after.changed_since(begun):
-                _take(shown, place, after)
+                shown.take(place, after)
             shown.put(after)
             self._shown = ModuleState.now(self._roots)
 
@@ -96,7 +96,7 @@ class SideBySide:
         for number, stage in enumerate(self._stages):
             state, copies = self._of[stage], Copies()
             for place in changed:
-                _take(state, place, current)
+                state.take(place, current)
                 if number and place in self._apart and place in current.entries:
                     state.entries[place] = copies.of(current.entries[place])
         return current
@@ -141,14 +141,6 @@ class _SideBySidePass:
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         with self._states.acting(self._stage, forward=False):  # a checkpoint runs a part of the forward
             return self._inner.backward(gradients)
-
-
-def _take(state: ModuleState, place: Place, other: ModuleState) -> None:
-    """What the other has there, or has not."""
-    if place in other.entries:
-        state.entries[place] = other.entries[place]
-    else:
-        state.entries.pop(place, None)
 
 
 def _places(model: nn.Module, names: Collection[str]) -> set[Place]:
