@@ -175,9 +175,8 @@ def train(rank: int, case: Case) -> Rank:
             losses = [torch.stack(output.losses) for output in outputs]
             device = pipe.report().device
     names = {parameter: name for name, parameter in model.named_parameters()}
-    program = next(iter(pipe._engine.stages)).program
-    program = getattr(program, "_program", program)
-    own = tuple(f"{name}." for name in program._names[program._lo : program._hi])
+    program = pipe._engine.parts.own[0].program
+    own = tuple(f"{name}." for name in program.events)
     gc.collect()
     weights = {names[parameter]: parameter.detach().clone() for parameter in held}
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}

@@ -170,8 +170,8 @@ def _apply(change: Change, model: nn.Module, pipe: Pipeline) -> None:
         model.way = change.way  # type: ignore[assignment]
         return
     dropped = int(change.way.split()[1])
-    for stage in pipe._engine.stages:
-        known: dict[Any, dict[str, Rehearsal]] = stage.program._rehearsals
+    for part in pipe._engine.parts.own:
+        known: dict[Any, dict[str, Rehearsal]] = part.program._rehearsals
         for signature, rehearsals in known.items():
             changed = [_without(rehearsal, dropped) for rehearsal in rehearsals.values()]
             known[signature] = {rehearsal.digest: rehearsal for rehearsal in changed}
