@@ -148,13 +148,15 @@ def _forward(*args: Any) -> Any:
 
 @contextmanager
 def _checkpoints_noted() -> Iterator[_Noted]:
-    """The functions by which a forward is run again later are replaced meanwhile."""
-    global _users
+    """Replaces the functions by which a forward is run again later."""
+    global _users, _plain_enter, _plain_forward
     _noted.found = False
     with _lock:
+        if not _users:
+            _plain_enter, _plain_forward = saved_tensors_hooks.__enter__, CheckpointFunction.forward
+            saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+            CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
         _users += 1
-        saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
-        CheckpointFunction.forward = staticmethod(_forward)  # type: ignore[method-assign]
     try:
         yield _noted
     finally:
