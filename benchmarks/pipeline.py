@@ -151,7 +151,7 @@ def torch_contender(problem: Problem, kind: Any, rank: int) -> Contender:
 
 
 def void(_: Any) -> None:
-    """Nobody looks at it."""
+    """It is not looked at."""
 
 
 def run_by_turns(problem: Problem, rank: int, rounds: int) -> dict[str, list[Run]]:

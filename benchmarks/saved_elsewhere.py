@@ -6,7 +6,7 @@ takes what the copy takes, or its bytes by the link's speed if that is longer, a
 ended. What lies on the host is not charged to the device, what comes back is.
 
 A GPU's host runs ahead of it, and what it asks for in backward is under way before compute is there. Here the host
-computes, and whoever asks at the moment of use waits for the whole transfer: of both ways the bytes are those of a GPU,
+computes, and a request at the moment of use waits for the whole transfer: of both ways the bytes are those of a GPU,
 the time is its upper bound.
 """
 

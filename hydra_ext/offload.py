@@ -58,13 +58,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients before weights. What ``run.sync()``, ``state_dict()`` and operations outside the model bring to
             the host, and the end of the context brings all, comes on top.
         spill_dir: the folder for that, on a disk of this machine; made if it is not there. Its file has no name, is
-            readable for nobody else, and is gone however the process ends.
+            readable for this user alone, and is gone however the process ends.
         param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
         grad_dtype: dtype in which gradients leave the device; their own unless given.
         activations: what becomes of what the forward saves for backward, as the policy of :class:`hydra_ext.stash`: a
             policy such as ``hydra_ext.Offload()``, or one for each module. All of it stays on the device unless given.
         process_group: the ranks that train copies of this model together: None takes torch.distributed's default
-            group if it is initialised and has several, False nobody. The copies have to be alike; they begin with
+            group if it is initialised and has several, False none. The copies have to be alike; they begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``, and so should the optimizers' states.
         checks: switches for tests.
 
@@ -177,7 +177,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         try:
             spilling = self._make_spilling(core, replicas)
             move_in(core, self._model, self._layout.blocks, replicas, spilling)
-        except BaseException:  # re-raised: nobody else knows the core yet
+        except BaseException:  # re-raised: the core has no other owner yet
             core.close()
             raise
         self._run = Run(
@@ -193,7 +193,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
         try:
             self._run.open(self._optimizer, arena)
-        except BaseException:  # re-raised: nobody calls __exit__ after a failed __enter__
+        except BaseException:  # re-raised: Python does not call __exit__ after a failed __enter__
             self._run.close()
             raise
         return self._run

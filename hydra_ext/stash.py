@@ -79,7 +79,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         self._lock = threading.Lock()
         self._inside = 0
         self._threads = threading.local()
-        # Graphs keep the core alive, but what it keeps for a next pass is nobody's then.
+        # Graphs keep the core alive, but what it keeps for a next pass is not wanted then.
         weakref.finalize(self, core.close)
 
     def report(self) -> StashReport:

@@ -13,8 +13,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def not_traced(function: Function) -> Function:
     """Runs ``function`` as it is, while what it calls is compiled as usual.
 
-    ``torch.compiler.disable(recursive=False)`` does the same, but imports torch's compiler: seconds that everyone
-    would wait who imports hydra_ext.
+    ``torch.compiler.disable(recursive=False)`` does the same, but imports torch's compiler, which takes seconds:
+    ``import hydra_ext`` would take them.
     """
     return _left_alone(function, eval_frame._FrameAction.DEFAULT)
 

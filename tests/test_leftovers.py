@@ -97,7 +97,12 @@ LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a variable": (lambda _: os.environ.update(LEFT="here"), "the environment is {b'LEFT': b'here'}"),
     "a working folder": (os.chdir, "the working folder is"),
 }
-BY_HAND = ("a thread", "a process", "a temporary file", "an open file")  # they are named, and ended by who knows how
+BY_HAND = (
+    "a thread",
+    "a process",
+    "a temporary file",
+    "an open file",
+)  # they are named, and ended by those that know how
 
 
 @pytest.mark.parametrize("name", LEFT)

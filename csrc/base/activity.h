@@ -2,7 +2,7 @@
 //
 // Off until start(), and bounded then: room for the entries is taken at once, and what comes when it is full is only
 // counted. While the log is off an entry costs one relaxed load; recording never throws and never allocates.
-// One clock for all. Names are not copied: whoever gives one keeps it as long as somebody may read the record.
+// One clock for all. Names are not copied: their owner keeps them as long as the record may be read.
 // Threads: any; begin_pass() and end_pass() one at a time. A forked child records nothing.
 #pragma once
 

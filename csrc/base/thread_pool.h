@@ -1,4 +1,4 @@
-// A fixed number of threads that share the tasks of one call. There is no pool for the whole process: whoever has
+// A fixed number of threads that share the tasks of one call. There is no pool for the whole process: code with
 // parallel work owns one.
 //
 // Threads start with the first call that has work for them, and end with the pool. A forked child has none of its

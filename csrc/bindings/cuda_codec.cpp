@@ -1,5 +1,5 @@
-// Only in builds with CUDA: the codec on tensors of a GPU, on torch's current stream there. These wait for it; whoever
-// must not calls csrc/codec/cuda_codec.h.
+// Only in builds with CUDA: the codec on tensors of a GPU, on torch's current stream there. These wait for it; code
+// that must not calls csrc/codec/cuda_codec.h.
 #include "csrc/codec/cuda_codec.h"
 
 #include <c10/cuda/CUDAStream.h>

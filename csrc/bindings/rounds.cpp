@@ -29,7 +29,7 @@ void run_last_piece(StagedBackward& backward, const PagedModel& model) {
   backward.run_last_piece([&model](const at::Tensor& leaf) { return model.may_accumulate_early(leaf); });
 }
 
-/// Random states are the host's, whoever's turn it is.
+/// Random states are the host's, in any turn.
 std::vector<at::Tensor> random_states(const std::vector<at::Generator>& generators) {
   const HostScope on_the_host;
   std::vector<at::Tensor> states;

@@ -2,7 +2,7 @@
 // warp_block.h is, and after it.
 //
 // Two passes compress: the first says how long each group is, from which follows where the next one begins; the second
-// quantises once more and writes. To read, somebody has to find where groups begin: a block's tag says how long it is,
+// quantises once more and writes. A reader has to find where groups begin: a block's tag says how long it is,
 // but for sparse ones, where it is the block's first word, so that a chunk is walked from its beginning.
 
 inline constexpr std::int64_t kGroupBlocks = 32;

@@ -1,7 +1,7 @@
 // What a file is asked to do, and may fail to do: the seam that tests fail.
 //
 // As the system calls, but an error is returned, as -errno. A call that a signal has interrupted is not repeated here,
-// and transfers may be short: whoever calls goes on. Threads: any.
+// and transfers may be short: the caller goes on. Threads: any.
 #pragma once
 
 #include <sys/types.h>

@@ -38,7 +38,7 @@ constexpr std::array kOfOtherMachines = {static_cast<unsigned>(NFS_SUPER_MAGIC),
 
 std::string reason(int error) { return std::string(std::strerror(error)) + " (errno " + std::to_string(error) + ")"; }
 
-/// Empty where nobody can tell.
+/// Empty where it is not known.
 std::string room_in(const std::string& folder) {
   struct statvfs found{};
   if (::statvfs(folder.c_str(), &found) != 0) {

@@ -7,7 +7,7 @@
 // When pinning fails the region stays pageable, the arena remembers it (pageable_bytes) and goes on.
 // Thread-safe. Large regions are touched and pinned outside the lock. The pinner has to outlive the arena. Destroying
 // an arena with live regions is an error of the caller: they are un-pinned and left mapped, never freed under
-// somebody's tensor. Releasing what the arena does not hold is ignored.
+// a user's tensor. Releasing what the arena does not hold is ignored.
 #pragma once
 
 #include <map>

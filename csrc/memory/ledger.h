@@ -1,6 +1,6 @@
 // The budget of one device: bytes in use by class, against one limit.
 //
-// Thread-safe and lock-free. A ledger counts; it owns no memory and evicts nothing. Whoever charges
+// Thread-safe and lock-free. A ledger counts; it owns no memory and evicts nothing. Code that charges
 // must discharge the same bytes to the same class, or move them to another class first.
 #pragma once
 

@@ -72,7 +72,7 @@ void DeferredUpdate::run() {
     std::int64_t bytes = 0;
     try {
       bytes = update(entry->part);
-    } catch (...) {  // whoever waits is told
+    } catch (...) {  // the threads that wait get it
       lock.lock();
       entry->state = State::kFailed;
       fail_locked(std::current_exception());

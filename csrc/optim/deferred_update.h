@@ -1,12 +1,12 @@
 // An optimizer step that runs while its model goes on: one thread updates block after block, in the order in which
-// the next forward needs them, and whoever needs one sooner has it done next.
+// the next forward needs them, and a block that a caller waits for is done next.
 //
 // Host memory can be given a speed: a block then takes at least bytes / speed. That is a clock which runs on through
 // the blocks, so that a thread that wakes up late makes no block after it later.
 //
 // Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished,
 // or what is borrowed for a block until it is given back. If that fails, so has the update: neither that block nor any
-// that had not begun is updated, and whoever waits for one of them is told why.
+// that had not begun is updated, and each thread that waits for one of them gets the error.
 // Threads: wait() and finished() from anywhere, without the interpreter lock. A forked child has not the thread, and
 // perhaps memory that the thread was writing: there waiting throws StateError, no block is finished, and nothing is
 // destroyed.
@@ -95,7 +95,7 @@ class DeferredUpdate {
   mutable std::mutex mutex_;
   std::condition_variable done_;
   std::vector<Entry> entries_;
-  std::int32_t wanted_ = -1;  // a block that somebody waits for
+  std::int32_t wanted_ = -1;  // a block that a thread waits for
   double seconds_ = 0.0;
   std::int64_t bytes_ = 0;
   std::exception_ptr error_;

@@ -150,7 +150,7 @@ void NormAccumulator::run() noexcept {
     lock.lock();
     working_ = false;
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      Entry* const entry = find_locked(parts[i]);  // there: nobody replaces or forgets what is running
+      Entry* const entry = find_locked(parts[i]);  // there: what is running is neither replaced nor forgotten
       entry->running = false;
       entry->known = done;
       entry->sum.value = sums[i];

@@ -3,12 +3,12 @@
 //
 //   expect    a gradient, or one more part of it, is on its way: what was known under its key is void
 //   arrived   its bytes are there; counts unless something else has been expected under the key since
-//   release   nothing more is to come, as far as anybody can tell, for the keys expected so far
+//   release   nothing more is to come, as far as is known, for the keys expected so far
 //   take      the sums of all that has arrived
 //
 // A sum begins when its gradient has arrived and was released, in either order, so that a gradient which comes in
-// several parts is read once, and whoever says arrived() never waits. Between expect() and the arrival of that very
-// part nobody here reads the memory: it may be written then.
+// several parts is read once, and arrived() never waits. Between expect() and the arrival of that very
+// part the memory is not read here: it may be written then.
 //
 // Owns no gradient, but holds on to the owner that it is given with one. Threads: any. In a forked child, which lacks
 // the thread, everything but the destructor throws StateError.
@@ -60,7 +60,7 @@ class NormAccumulator {
   /// All is void, and blocks while any memory is being read.
   void forget();
   /// Releases, waits for what is under way, and forgets. Without what has not arrived, and without what the summation
-  /// failed on: whoever needs that sum makes it, and meets the error.
+  /// failed on: a caller that needs such a sum makes it, and meets the error.
   std::unordered_map<Key, Sum> take();
 
  private:

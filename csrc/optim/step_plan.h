@@ -1,7 +1,7 @@
 // The updates of one optimizer step, or of a part of it: made with the interpreter's lock, run without it, all at once
-// by a pool or range by range by whoever has the gradients ready, with a scale that need not be known before.
+// by a pool or range by range as gradients become ready, with a scale that need not be known before.
 //
-// Owns its list and none of the memory the list points to: whoever makes a plan keeps weights, state and gradients
+// Owns its list and none of the memory the list points to: the maker of a plan keeps weights, state and gradients
 // alive and in place until every range was run. Running needs no lock; ranges of one parameter that overlap must not
 // run twice, nor at the same time.
 #pragma once

@@ -1,4 +1,4 @@
-// What the pager needs of whoever owns a block's pages and its backing.
+// What the pager needs of the owner of a block's pages and its backing.
 //
 // The backing is an arena span today; a file span with reads of its own fits the same calls. `publish` and
 // `withdraw` run under the pager's lock: they set pointers and nothing else. The jobs they make own what

@@ -1,4 +1,4 @@
-// The pager: which block is in which slot, who pins it, and what goes when room is needed.
+// The pager: which block is in which slot, what pins it, and what goes when room is needed.
 //
 // It decides and keeps count; bytes are moved by the backend's lanes. A block is fetched when it is acquired,
 // or ahead of time when a pass runs in the order recorded before. Slots come from a resource under the run's
@@ -43,7 +43,7 @@ struct PagerStatistics {
   std::int64_t prefetched = 0;  // fills begun ahead of their use
   std::int64_t faults = 0;      // operations that met an absent block
   std::int64_t evictions = 0;   // slots taken from a block with valid bytes
-  std::int64_t spills = 0;      // evictions asked for by an allocation of somebody else
+  std::int64_t spills = 0;      // evictions asked for by allocations outside the pager
   std::int64_t write_backs = 0;
   std::int64_t order_changes = 0;  // passes that ran in another order than recorded
   Bytes loaded_bytes = 0;
@@ -53,7 +53,7 @@ struct PagerStatistics {
   double drain_wait_seconds = 0.0;  // the end of a pass waited for loads under way
 };
 
-/// What there is to know for who reads a slot.
+/// Snapshot of a slot, for readers outside the pager.
 struct SlotContents {
   void* memory = nullptr;
   std::vector<FencePtr> uses;  // compute of other threads that may still write it
@@ -71,12 +71,12 @@ class Pager {
   /// Before the first pass. `name` is for messages; `bytes` is the size of the slot.
   std::int32_t add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
 
-  /// Asked before a slot is denied and before a block is evicted for somebody else's allocation: frees
+  /// Asked before a slot is denied and before a block is evicted for an allocation outside the pager: frees
   /// something that costs no traffic (a gradient that is leaving) and says whether it did.
   void set_reliever(std::function<bool()> reliever) { reliever_ = std::move(reliever); }
   /// What activations took at most since the last call. The ledger's own count unless set.
   void set_activation_meter(std::function<Bytes()> meter) { activation_meter_ = std::move(meter); }
-  /// Room that plans leave free for gradients on their way out, where nobody can wait for them in time.
+  /// Room that plans leave free for gradients on their way out, where waiting for them would come too late.
   void set_gradient_reserve(Bytes bytes) noexcept { gradient_reserve_ = bytes; }
   /// Asked when nothing else can go: lets one settled block go, or something of it, and says whether it did.
   void set_last_resort(std::function<bool()> last_resort) { last_resort_ = std::move(last_resort); }
@@ -114,10 +114,10 @@ class Pager {
   void note_written(std::int32_t block, FencePtr written);
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can go.
   void mark_dirty(std::int32_t block);
-  /// Blocks until the bytes of every dirty block that nobody pins are home.
+  /// Blocks until the bytes of every dirty block that is not pinned are home.
   void write_back_dirty();
 
-  /// Makes room for an allocation of somebody else, from inside it: relieves, or takes one unpinned block's
+  /// Makes room for an allocation outside the pager, from inside it: relieves, or takes one unpinned block's
   /// slot. False when there is nothing left to take. `may_wait` false: never blocks, takes only what no lane
   /// and no other thread holds.
   bool evict_one(bool may_wait);

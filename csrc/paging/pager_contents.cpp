@@ -66,7 +66,7 @@ std::int32_t Pager::last_needed_settled() const {
 SlotContents Pager::contents_of(std::int32_t index) const {
   const std::lock_guard lock(mutex_);
   const Block& block = at(index);
-  // A write is noted before it is made, by who has pinned the block.
+  // A write is noted before it is made, by the caller that has pinned the block.
   return {block.slot, block.last_uses, block.pins > 0 ? -1 : block.writes};
 }
 

@@ -197,7 +197,7 @@ void BlockBacking::went_to_disk() noexcept {
 void BlockBacking::came_home(ArenaRegionPtr home) noexcept {
   home_ = std::move(home);
   for (HostParameter* parameter : parameters_) {
-    if (parameter->on_disk()) {  // nobody has given it other bytes meanwhile
+    if (parameter->on_disk()) {  // it was given no other bytes meanwhile
       parameter->note_came_home();
     }
   }

@@ -42,7 +42,7 @@ class BlockBacking final : public BlockClient {
   void host_changed() noexcept { staged_ = false; }
   /// Fills wait for the block's part in this update; null: for nothing.
   void wait_before_fill(std::shared_ptr<DeferredUpdate> update);
-  /// Whether the hosts' bytes are all here, and nobody else knows them.
+  /// Whether the hosts' bytes are all here, and have no other owner.
   bool can_leave() const;
   /// Their home, if that is where they are; else null.
   ArenaRegionPtr home() const;

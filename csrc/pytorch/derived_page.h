@@ -7,8 +7,8 @@
 //
 // A copy that is written to in place is no longer a function of its parameter: it is kept from then on. One whose
 // parameter was changed since cannot be cast anew; that raises.
-// Threads: any; each page has a mutex, which is held while it casts: with the interpreter lock held nobody waits for
-// it.
+// Threads: any; each page has a mutex, which is held while it casts: with the interpreter lock held no thread waits
+// for it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   void unpin() noexcept;
   /// Lets the bytes go, now or at the last unpin. False if they stay or are gone already.
   bool drop() noexcept;
-  /// The last owner is gone; without this the bytes would stay for as long as somebody looks on weakly.
+  /// The last owner is gone; without this the bytes would stay for as long as there are weak references.
   void release_resources() override;
 
  private:
@@ -59,7 +59,7 @@ using DerivedPagePtr = c10::intrusive_ptr<DerivedPage>;
 
 /// The derived page behind a tensor, or null.
 DerivedPage* derived_page_of(const at::Tensor& tensor) noexcept;
-/// Turns `copy`, just cast from the paged `parameter`, into a derived page. Null when somebody shares its storage.
+/// Turns `copy`, just cast from the paged `parameter`, into a derived page. Null when its storage is shared.
 DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::Tensor& copy);
 
 /// The derived pages of one model, by block. Thread-safe.

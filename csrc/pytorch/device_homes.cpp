@@ -32,7 +32,7 @@ bool can_settle(const BlockBacking& backing, const std::vector<at::Tensor>& stat
 struct DeviceHomes::Return {
   std::vector<Segment> segments;
   std::vector<FencePtr> after;
-  std::vector<ArenaRegionPtr> gradients;  // by member; null where nobody knows it any more
+  std::vector<ArenaRegionPtr> gradients;  // by member; null where it has no other owner any more
   std::int64_t writes = 0;                // of the slot, when the bytes were read
 };
 
@@ -82,7 +82,7 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
   if (!can_settle(backing, state)) {
     return false;
   }
-  // Before the lock: whoever makes room for the slot may take it from another home.
+  // Before the lock: room for the slot may be taken from another home.
   try {
     pager_.acquire(block, AcquireReason::kHook);
   } catch (const OutOfMemory&) {

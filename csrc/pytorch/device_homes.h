@@ -3,9 +3,9 @@
 //
 // The block's slot holds the weights and is the truth; the optimizer's state and the gradients lie beside it. The host
 // tensors that the user knows (parameters, `.grad`, state) have no bytes meanwhile: an operation on one of them brings
-// the whole block home to the host, where it is an ordinary block again. So nobody sees which home a block has but by
-// the time it takes. That may happen at any moment, in the middle of a backward or of a step, and in any thread: nobody
-// but this class keeps an address of what is at home here.
+// the whole block home to the host, where it is an ordinary block again. So only time tells which home a block
+// has. That may happen at any moment, in the middle of a backward or of a step, and in any thread: only
+// this class keeps an address of what is at home here.
 //
 // Threads: any; one mutex, under which no memory is asked for that homes may have to make room for, and no tensor ends.
 // Calls that wait for a lane are made without the interpreter lock. Lane errors are thrown, and the block stays where
@@ -69,7 +69,7 @@ class DeviceHomes {
   bool multiply_gradient(const at::Tensor& host, double factor);
   /// Of those of these host tensors that are gradients at home; see norm.h.
   std::vector<std::optional<double>> sums_of_squares(const std::vector<at::Tensor>& hosts, ThreadPool& pool);
-  /// Before a window opens: gradients that nobody knows any more are freed, and blocks that somebody has given host
+  /// Before a window opens: gradients without another owner are freed, and blocks that were given host
   /// tensors are brought home.
   void review();
 

@@ -14,7 +14,7 @@ namespace hydra {
 
 namespace {
 
-/// Arithmetic under the homes' mutex: nothing of Python's runs, and what it allocates is nobody's budget.
+/// Arithmetic under the homes' mutex: nothing of Python's runs, and what it allocates counts in no budget.
 class QuietScope {
  private:
   const at::NoGradGuard no_grad_;
@@ -159,13 +159,13 @@ bool DeviceHomes::reviewed_locked(Home& home, Departed& departed) {
   for (Member& member : home.members) {
     const HostParameter& parameter = *member.parameter;
     if (!parameter.withheld() || !parameter.mismatch().empty()) {
-      return false;  // somebody gave it other bytes, on the host
+      return false;  // it was given other bytes, on the host
     }
     if (!member.shown || shows(gradient_of(parameter.host), member.shown)) {
       continue;
     }
     if (member.shown.use_count() > 1) {
-      return false;  // somebody has kept it
+      return false;  // the user has kept it
     }
     backend_.compute_follows(member.written);  // its memory goes back
     departed.storages.push_back(std::move(member.shown));

@@ -163,7 +163,7 @@ at::Tensor DiskHomes::make(std::int32_t block, const at::Tensor& like, at::Scala
 void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensors,
                        const std::weak_ptr<PagedModel>& owner) {
   const std::lock_guard alone(moving_);
-  if (holds_other_state(block, tensors)) {  // no optimizer's any more, but perhaps still somebody's
+  if (holds_other_state(block, tensors)) {  // no optimizer's any more, but perhaps still the user's
     bring_home_alone(block, [](const Resting& resting) { return resting.role == DiskRole::kState; });
   }
   std::vector<at::Tensor> movers;

@@ -1,5 +1,5 @@
-// Weights, gradients and optimizer state whose home is the disk: their bytes are on the host only while somebody works
-// on them.
+// Weights, gradients and optimizer state whose home is the disk: their bytes are on the host only while they are
+// worked on.
 //
 // An extent holds one tensor of a state, one gradient, or all weights of a block, laid out as the block's slot is. The
 // tensors that the user knows have no bytes meanwhile; an operation on one of them brings its extent home to the host.
@@ -8,9 +8,9 @@
 // largest block needs. Fills read weights into memory of their own (WeightLoans), unless an update has just left them
 // in its. Tensors of state, and gradients, below kLeastDiskBytes stay on the host.
 //
-// Threads: any; two mutexes, of which the one that guards what is where is never held by who waits. Calls that wait are
-// made without the interpreter lock. An error of the disk is thrown as SpillError: of a read, by whoever needed the
-// bytes, who may try again; of a write, by whoever needs them next, since they are lost.
+// Threads: any; two mutexes. The one that guards what is where is never held while waiting. Calls that wait are made
+// without the interpreter lock. An error of the disk is thrown as SpillError: of a read, to the caller that needed the
+// bytes, which may try again; of a write, to the next caller that needs them, since they are lost.
 #pragma once
 
 #include <array>
@@ -36,7 +36,7 @@ enum class DiskRole : std::uint8_t { kState, kWeights, kGradient };
 inline constexpr std::size_t kDiskRoles = 3;
 
 struct DiskStatistics {
-  std::array<Bytes, kDiskRoles> at_home_bytes{};  // of extents that are somebody's home now, by role
+  std::array<Bytes, kDiskRoles> at_home_bytes{};  // of extents that are a home now, by role
   Bytes working_bytes = 0;                        // of host memory for what is borrowed
   Bytes read_bytes = 0;
   Bytes written_bytes = 0;
@@ -57,11 +57,11 @@ class DiskHomes {
   /// Room for extents of these bytes. Throws SpillError if the disk has not got it.
   void reserve(const std::vector<Bytes>& sizes);
   /// The disk becomes the home of those of these tensors of a state for which that is worth while. Waits until they are
-  /// written. If other state is at home with this block, all of the block's state comes to the host first. Whoever else
+  /// written. If other state is at home with this block, all of the block's state comes to the host first. What else
   /// knows a tensor's memory, such as an array of numpy's, keeps it, and sees it change no more.
   void settle(std::int32_t block, const std::vector<at::Tensor>& tensors, const std::weak_ptr<PagedModel>& owner);
   /// The disk becomes the home of a block's weights. Waits until they are written. False, and nothing has changed, if
-  /// somebody else knows their memory.
+  /// their memory has another owner.
   bool settle_weights(std::int32_t block, BlockBacking& backing, const std::weak_ptr<PagedModel>& owner);
   /// The disk becomes the home of gradients, whose memory is aligned, and as long, as transfers want it. They are being
   /// written on return; while that is more than `backlog` bytes, it is waited for.
@@ -92,8 +92,8 @@ class DiskHomes {
 
   /// Reads the weights of a block into memory of as many bytes as they have in a slot. Null if they are not here.
   TicketPtr read_weights(std::int32_t block, const ArenaRegionPtr& memory);
-  /// Those which an update has left in working memory, while they are being written; null if there are none. Who has
-  /// them makes updates wait for memory.
+  /// Those which an update has left in working memory, while they are being written; null if there are none. Their
+  /// holder makes updates wait for memory.
   std::shared_ptr<const std::byte> updated_weights(std::int32_t block);
 
   /// Where a step finds what it works on: on the host, or so far into working memory.
@@ -153,7 +153,7 @@ class DiskHomes {
   void add(std::int32_t block, Resting resting);
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent);
-  /// A gradient that nobody knows any more.
+  /// A gradient that has no other owner any more.
   static bool is_forgotten(const Resting& resting);
   void drop_unused(std::int32_t block);
   bool holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
@@ -175,7 +175,7 @@ class DiskHomes {
   std::shared_ptr<HostArena> plain_;       // never pinned: of what only the host works on
   std::shared_ptr<FileOperations> files_;  // of tests
   SpillFile file_;
-  std::mutex moving_;  // of whoever changes a home: held while it waits for the disk, never the other way round
+  std::mutex moving_;  // one change of a home at a time: held while it waits for the disk, never the other way round
   mutable std::mutex mutex_;
   std::map<std::int32_t, Block> blocks_;
   std::multimap<Bytes, std::int32_t> free_extents_;  // by their bytes

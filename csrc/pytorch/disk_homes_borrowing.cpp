@@ -119,7 +119,7 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
 void DiskHomes::expect(std::int32_t block) {
   try {
     begin_reading(block, /*wait=*/false);
-  } catch (const Error&) {  // whoever needs the bytes is told
+  } catch (const Error&) {  // the next caller that needs the bytes gets it
   }
 }
 

@@ -44,7 +44,7 @@ class OperationPins {
                 "', but the offload context it belonged to has ended; use the model's own parameter");
     try {
       if (!model->window_open()) {
-        model->synchronise_for_fault(page.block);  // a face that somebody has kept
+        model->synchronise_for_fault(page.block);  // a face that the user has kept
       }
       const ReleaseGilIfHeld released;
       model->pager().acquire(page.block, AcquireReason::kFault);
@@ -89,7 +89,7 @@ bool detaches_storage(const c10::OperatorName& name) {
          name.name == "aten::set_data" || name.name == "aten::swap_";
 }
 
-/// Collectives run on streams of their own, which nobody here knows of, after the operation has returned.
+/// Collectives run on streams of their own, which are not known here, after the operation has returned.
 bool communicates(const c10::OperatorName& name) {
   return name.name.starts_with("c10d::") || name.name.starts_with("_c10d_functional::");
 }

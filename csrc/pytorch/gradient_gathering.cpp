@@ -11,7 +11,7 @@ namespace {
 
 at::Tensor& gradient_of(HostParameter& parameter) { return parameter.face.unsafeGetTensorImpl()->mutable_grad(); }
 
-/// Whether what the host's gradient will be is the sum that forms on the device, and nobody sees it form.
+/// Whether what the host's gradient will be is the sum that forms on the device, and nothing sees it form.
 bool host_can_wait(const HostParameter& parameter) {
   return !parameter.host.unsafeGetTensorImpl()->grad().defined() &&
          !torch::autograd::impl::post_acc_grad_hooks(parameter.host);

@@ -2,7 +2,7 @@
 //
 // In a round the microbatches of a block's backward follow one another, so that the block's gradient need leave only
 // once. It may stay where the result is the same to the last bit: nothing has been summed on the host yet, the sum
-// there would be of the same dtype, and nobody watches the host's sum grow.
+// there would be of the same dtype, and nothing watches the host's sum grow.
 //
 // What a round has gathered before it is known that its backward can be run to the end is carried over to there, or
 // dropped as if it had never been.

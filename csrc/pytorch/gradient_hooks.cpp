@@ -16,7 +16,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// Throws when somebody has taken the gradient for complete.
+/// Throws when the gradient was taken for complete.
 void note_arrival(HostParameter& parameter) {
   try {
     HYDRA_EXPECT(parameter.gradient_state != GradientState::kSettled, StateError,

@@ -2,7 +2,7 @@
 //
 // What a site returns is marked in the graph: a hook before its node tells the model that backward has reached the
 // site's blocks, and the node is remembered, weakly, so that a backward can be matched with the models whose graph
-// it walks. Backwards of other models thus open no window and are charged to nobody.
+// it walks. Backwards of other models thus open no window and are not charged.
 // Threads: any.
 #pragma once
 

@@ -53,7 +53,7 @@ struct HostParameter {
 
   std::shared_ptr<void> diversion;  // of gradients that the host's own graph computes
   std::atomic<GradientState> gradient_state{GradientState::kUnchanged};
-  c10::Storage gradient_storage;  // kept for reuse; somebody else holds it while its count is above one
+  c10::Storage gradient_storage;  // kept for reuse; others hold it while its count is above one
 
   // Where gradients go to the disk: their memory comes from here, and nothing of it is kept.
   std::shared_ptr<HostBuffers> gradient_buffers;
@@ -63,12 +63,12 @@ struct HostParameter {
   Bytes host_bytes() const { return static_cast<Bytes>(host.nbytes()); }
   /// Of the host's bytes; empty where host_data() is null.
   HostExtent extent() const;
-  /// Null where somebody has given the host bytes that another tensor's withholding has taken away.
+  /// Null where the host was given bytes that another tensor's withholding has taken away.
   std::byte* host_data() const;
-  /// Whether the host has no bytes now: a step is writing them or the device is their home, and nobody has given it
+  /// Whether the host has no bytes now: a step is writing them or the device is their home, and it was given no
   /// others.
   bool withheld() const;
-  /// Whether its home is the disk, and nobody has given it others.
+  /// Whether its home is the disk, and it was given no others.
   bool on_disk() const { return went_to_disk && withheld(); }
   /// The host's bytes are about to be withheld, to go to the disk if so, or have been given back.
   void note_withheld(bool to_disk = false);
@@ -86,7 +86,7 @@ struct HostParameter {
   std::uint32_t version() const;
   bool same_dtype() const { return host.scalar_type() == face.scalar_type(); }
 
-  /// Whether somebody has given the face other data (`.data = ...`).
+  /// Whether the face was given other data (`.data = ...`).
   bool detached() const { return page_of(face) != page.get(); }
   void attach() { face.set_data(paged); }
 
@@ -99,7 +99,7 @@ struct HostParameter {
   void note_seen();
   /// Whether this `.grad` may go to the disk as it is.
   bool lent(const at::Tensor& gradient) const;
-  /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if nobody else holds it,
+  /// A host tensor of the host's dtype laid out like `gradient`: in the kept storage if it is held nowhere else,
   /// else in fresh memory of `arena`, or of `gradient_buffers`.
   at::Tensor gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena);
 };

@@ -2,7 +2,7 @@
 // of any size need no more.
 //
 // A piece is free again when the lane has added what landed in it. The lane ends its jobs in order, at most `in_flight`
-// of them between their first byte and their end, so one piece more than that is enough; nobody waits for one. Pieces
+// of them between their first byte and their end, so one piece more than that is enough, without a wait. Pieces
 // are for jobs of one lane and one priority, submitted in the order of next(). One thread at a time.
 #pragma once
 

@@ -15,7 +15,7 @@
 // never grows or falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section
 // 4, has the rule with constants that were fitted; this derivation needs none.)
 //
-// Threads: any. Nobody else is called with a mutex held.
+// Threads: any. Nothing else is called with a mutex held.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -23,7 +23,7 @@ namespace hydra {
 
 class LeavingNorm {
  public:
-  /// To be called with `.grad` once the bytes are there; empty when nobody wants to know.
+  /// To be called with `.grad` once the bytes are there; empty when no sum is wanted.
   using Arrival = std::function<void(const at::Tensor&)>;
 
   void begin(std::shared_ptr<ThreadPool> pool);
@@ -32,9 +32,9 @@ class LeavingNorm {
   /// What is known is void, and nothing is summed any more. Returns when no gradient is being read.
   void end();
 
-  /// A gradient of the parameter is about to be written. Returns once nobody reads an earlier one.
+  /// A gradient of the parameter is about to be written. Returns once no earlier one is being read.
   Arrival expect(const HostParameter& parameter);
-  /// As far as anybody can tell, those written so far get nothing more.
+  /// As far as is known, those written so far get nothing more.
   void release();
   /// As that, and blocks until they have been read: their bytes may leave, and their sums stand.
   void finish();

@@ -21,7 +21,7 @@ namespace hydra {
 
 class PagedModel;
 
-/// What to pin, and through whom. Weak: a context that has ended leaves pages behind that can only raise.
+/// What to pin, and through which model. Weak: a context that has ended leaves pages behind that can only raise.
 struct Page final : c10::intrusive_ptr_target {
   std::weak_ptr<PagedModel> owner;
   std::int32_t block = -1;

@@ -47,7 +47,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
   service_ = backend_->serve({options.budget, [this] { return pager_->evict_one(/*may_wait=*/false); }});
   if (std::function<Bytes()> meter = backend_->activation_meter()) {
     pager_->set_activation_meter(std::move(meter));
-    // Gradients on their way are activations to the meter until they have left; nobody can wait for them then.
+    // Gradients on their way are activations to the meter until they have left; they cannot be waited for then.
     pager_->set_gradient_reserve(options.gradient_bound);
   }
 }
@@ -55,7 +55,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
 PagedModel::~PagedModel() {
   try {
     close();
-  } catch (const std::exception& error) {  // nobody is left to tell
+  } catch (const std::exception& error) {  // there is no caller to tell
     TORCH_WARN("hydra_ext: an offload context that was not left has lost bytes: ", error.what());
   }
 }

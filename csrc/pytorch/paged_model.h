@@ -120,7 +120,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   Window& window() noexcept { return window_; }
   Pager& pager() noexcept { return *pager_; }
 
-  /// Lock. Opens the window if nobody is inside.
+  /// Lock. Opens the window if no thread is inside.
   void enter(WindowToken& token, PassKind kind);
   /// Lock. A forward returns these. What its thread allocates afterwards still belongs to this model (the loss),
   /// until backward ends or nothing is left of their graph.
@@ -160,7 +160,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::vector<bool> settle_gradients(std::int32_t block);
   /// What take_gathered() gave has become this, which is the whole gradient from now on.
   void return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient);
-  /// Names of parameters that somebody has written to since the window opened, or last was open; empty if none.
+  /// Names of parameters that were written to since the window opened, or last was open; empty if none.
   std::string moved_hosts() const;
   /// Whether some thread is inside a backward.
   bool in_backward() const { return window_.in_backward(); }
@@ -295,14 +295,14 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// At the end of a backward: all that is on the host.
   void store_gradients();
   void store_gradients_of(std::int32_t block);
-  /// Blocks to whose parameters somebody has given other bytes have the rest on the host, too.
+  /// Blocks whose parameters were given other bytes have the rest on the host, too.
   void review_disk();
-  /// Throws StateError in a forked child, if there is a disk: nobody is there to read it.
+  /// Throws StateError in a forked child, if there is a disk: no thread is there to read it.
   void expect_disk_here() const;
   /// Gives back the room on the disk, threads and memory; what was counted stays known. Nothing in a forked child.
   void close_disk() noexcept;
   void expect_unmoved_hosts() const;
-  /// Gradients that somebody assigned to faces by hand go where the others go.
+  /// Gradients that were assigned to faces by hand go where the others go.
   void collect_assigned_gradients();
   DeferredUpdate::Part part_of(const BlockUpdate& update) const;
   /// Gives back what is updated.
@@ -345,7 +345,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   std::shared_ptr<WeightLoans> loans_;
   std::shared_ptr<HostBuffers> gradient_buffers_;
   Bytes gradient_backlog_ = 0;
-  std::mutex leaving_mutex_;  // of who stores gradients
+  std::mutex leaving_mutex_;  // one thread at a time stores gradients
   std::deque<std::int32_t> left_;
   DerivedPages derived_pages_;
   GraphMarks marks_;

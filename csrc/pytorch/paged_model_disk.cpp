@@ -148,7 +148,7 @@ void PagedModel::note_left(const BlockList& blocks) {
       }
     }
   }
-  // The last one's gradients may be on their way still; nobody need wait for them.
+  // The last one's gradients may be on their way still; there is no need to wait for them.
   store_left_gradients(/*leave=*/1);
 }
 

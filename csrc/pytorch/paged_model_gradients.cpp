@@ -1,4 +1,4 @@
-// Gradients that somebody else works on between backward and the host: they are taken, changed and handed over.
+// Gradients that others work on between backward and the host: they are taken, changed and handed over.
 #include <ATen/core/grad_mode.h>
 
 #include "csrc/pytorch/paged_model.h"

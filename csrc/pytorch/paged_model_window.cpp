@@ -238,7 +238,7 @@ void PagedModel::exit(WindowToken& token, bool failed) {
     } else if (backward && !failed && (token.thread_depth == 0 || token.gradients)) {
       const py::gil_scoped_release released;
       collect_assigned_gradients();
-      sink_->drain();  // somebody goes on inside, but this one's gradients are to be there
+      sink_->drain();  // another thread goes on inside, but this one's gradients are to be there
       HYDRA_EXPECT(!token.gradients || *token.gradients == sink_->statistics().gradients, StateError,
                    "backward() inside the model's own forward has summed gradients into its parameters, which are "
                    "device parameters there: neither clipping nor an optimizer would find them. Offload the inner "

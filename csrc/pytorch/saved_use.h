@@ -3,7 +3,7 @@
 // While a thread follows operators, this answers for the one that is saving there: some look at shapes alone (pools),
 // or at signs alone (a ReLU's output is its mask). A convolution's or a linear layer's input takes part in nothing but
 // the weight's gradient, where the weight is a function of one torch.nn.Parameter alone: an error in it stays there.
-// Everything else, and everybody else (custom functions, compiled regions, operators not named here), needs what it
+// Everything else (custom functions, compiled regions, operators not named here), needs what it
 // saved exactly.
 //
 // Operators are followed by torch's RecordFunction, which takes about 0.2 us for each. Threads: each for itself.

@@ -92,7 +92,7 @@ class StagedBackward {
   struct Graph {
     std::vector<std::uint64_t> marks;
     std::vector<Piece> pieces;
-    std::map<Input, std::vector<Place>> leaves;  // who accumulates into them
+    std::map<Input, std::vector<Place>> leaves;  // what accumulates into them
     std::map<Input, Arrived> held;
     std::size_t piece_of(const Node& node) const;
   };

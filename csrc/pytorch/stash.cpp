@@ -184,7 +184,7 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
     const Lock lock(books_->mutex());
     interval->stays = true;
     ++books_->statistics.stayed;
-  } catch (...) {  // re-raised: nobody is to wait for it
+  } catch (...) {  // re-raised: nothing is to wait for it
     const Lock lock(books_->mutex());
     interval->stays = true;
     throw;
@@ -198,7 +198,7 @@ void Stash::send(const StashedIntervalPtr& interval, Departure departure) {
   Job job;
   job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
   job.fences = {backend_->record()};
-  // The copy may end after everybody who wanted it.
+  // The copy may end after all that wanted it.
   job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
     books->left(known.lock(), host, bytes);
   };

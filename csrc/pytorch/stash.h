@@ -6,9 +6,9 @@
 // the newest, up to its budget; once a pass has been seen, what will fit to its end does not leave at all. What forward
 // and backward hold themselves comes on top.
 //
-// What need not come back exactly (treatment.h, wishes.h) is encoded as soon as something else has been saved: who else
-// wants it says so right behind, as a rule. The stream stays on the device while there is room, and leaves otherwise;
-// unpack() decodes it.
+// What need not come back exactly (treatment.h, wishes.h) is encoded when the next tensor is saved, because another
+// operator that saves the same one, and may need it exactly, usually does so at once. The stream stays on the device
+// while there is room, and leaves otherwise; unpack() decodes it.
 //
 // What unpack() gives otherwise has the bytes, sizes, strides, dtype and alignment of what pack() was given, and counts
 // versions with it: if that was written to since, unpack() raises what torch raises. What cannot be moved is handed
@@ -65,7 +65,7 @@ class Stash final {
   std::optional<StashPass> last_pass() const;
   std::map<std::int32_t, StashBooks::Part> parts() const;
   /// Intervals and bytes that were to be encoded and are kept as they are, by the operator that needs them so, as far
-  /// as nobody needs them any more.
+  /// as they are needed no more.
   std::map<std::string, StashBooks::Exact> exact() const;
 
  private:

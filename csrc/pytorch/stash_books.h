@@ -5,7 +5,7 @@
 // form alive; memory with the bytes themselves that others keep alive is remembered weakly, and serves as well.
 // Everything of an interval but its first group is the books' mutex's; what is let go under it is handed out, to be
 // destroyed without it.
-// Transfers know the books and not the stash: whoever ends last may be a lane, which must not end its own device.
+// Transfers know the books and not the stash: the last to end may be a lane, which must not end its own device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -86,11 +86,11 @@ struct StashedInterval {
 
   Wishes wishes;
   bool being_encoded = false;  // by a thread, which holds what it reads
-  bool sealed = false;         // who saves it from now on has to do with what the wishes were
+  bool sealed = false;         // those that save it from now on have to do with what the wishes were
   bool resident = false;
   int waiting = 0;  // tensors that share it and were not asked for yet
 
-  // The bytes themselves, where somebody has them.
+  // The bytes themselves, where they are alive elsewhere.
   c10::weak_intrusive_ptr<c10::StorageImpl> lent{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::StorageImpl* storage = nullptr;  // for comparison
   const void* data = nullptr;           // there
@@ -141,7 +141,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
 
   // ---- with the mutex held ------------------------------------------------------------------------------------------
   StashStatistics statistics;
-  /// What became of what a part of the model saved, as far as nobody needs it any more; in bytes of the tensors.
+  /// What became of what a part of the model saved, as far as it is needed no more; in bytes of the tensors.
   struct Part {
     Bytes kept = 0;     // by choice
     Bytes stayed = 0;   // there was room, or a policy that moves convolutions' inputs alone
@@ -181,7 +181,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   void end_residence(const StashedIntervalPtr& interval);
   /// Memory with the bytes themselves, which its owners keep alive.
   void lend(const StashedIntervalPtr& interval, const c10::Storage& storage, Bytes begin);
-  /// Of them, what is alive, whoever keeps it so.
+  /// Of them, what is alive.
   c10::Storage alive(const StashedInterval& interval) const;
   /// A held one becomes a stream; what was held is returned.
   c10::Storage become_stream(const StashedIntervalPtr& interval, CoderPtr coder, const c10::Storage& stream,

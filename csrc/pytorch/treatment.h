@@ -1,6 +1,6 @@
 // What is to become of tensors that a thread saves in a stash, and which part of the model saves them.
 //
-// A scope belongs to one stash, and to a key of whoever began it: a module, as a rule. Scopes of a stash nest; those of
+// A scope belongs to one stash, and to a key of its beginner: a module, as a rule. Scopes of a stash nest; those of
 // several stashes lie beside each other. One whose end never came (its module's own hooks had failed) ends with the one
 // around it. Threads: each has its own.
 #pragma once

@@ -28,7 +28,7 @@ void WeightLoans::read_ahead_locked() noexcept {
       }
       next.ticket_ = disk_.read_weights(next.block_, memory);
       next.memory_ = std::move(memory);
-    } catch (const std::exception&) {  // whoever begins is told
+    } catch (const std::exception&) {  // begin() gets it
       return;
     }
     next.expected_ = true;

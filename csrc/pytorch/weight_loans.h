@@ -2,8 +2,8 @@
 //
 // Fills are expected in the order in which a lane will serve them; the next one's weights are read while the one before
 // is on the lane. A fill that waits for its block's update finds them in memory, and reads nothing. One that comes out
-// of turn takes memory of its own: there is so much that whoever begins never waits for another fill. Threads: any;
-// nobody waits but Loan::begin(). A loan keeps this alive.
+// of turn takes memory of its own: there is so much that begin() never waits for another fill. Threads: any;
+// only Loan::begin() waits. A loan keeps this alive.
 #pragma once
 
 #include <deque>

@@ -1,4 +1,4 @@
-// What those who saved something need of it together, and how it may be stored then.
+// The strictest storage that all savers of a tensor accept.
 #pragma once
 
 #include <limits>

@@ -33,7 +33,7 @@ using WithheldPtr = c10::intrusive_ptr<Withheld>;
 WithheldPtr withheld_of(const at::Tensor& tensor);
 WithheldPtr withheld_of(const c10::Storage& storage);
 
-/// A tensor, and the storage that it had: somebody may give it another meanwhile (`.data = ...`).
+/// A tensor, and the storage that it had: the user may give it another meanwhile (`.data = ...`).
 struct WithheldTensor {
   at::Tensor tensor;  // may be undefined: only the storage is known any more
   c10::Storage storage;
@@ -59,7 +59,7 @@ bool is_lent(const c10::Storage& storage);
 /// Whether nothing else knows the tensor's bytes, an array of numpy's say, which would not see them change any more.
 /// Takes the interpreter lock.
 bool is_alone(const at::Tensor& tensor);
-/// Whether it is all of a storage that has its bytes on the host, whoever else knows them.
+/// Whether it is all of a storage that has its bytes on the host, with other owners or without.
 bool is_whole(const at::Tensor& tensor);
 /// Whether the tensor, which may be undefined, has this storage.
 bool shows(const at::Tensor& tensor, const c10::Storage& storage) noexcept;

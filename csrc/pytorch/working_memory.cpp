@@ -63,7 +63,7 @@ ArenaRegionPtr WorkingMemory::take(Bytes bytes, bool wait) {
   ArenaRegion* const lent = region.get();
   return {lent, [pool = shared_from_this(), region = std::move(region)](ArenaRegion*) mutable {
             if (!pool->home_.here()) {
-              return;  // who holds the mutex may not be here
+              return;  // the thread that holds the mutex may not be here
             }
             const std::lock_guard lock(pool->mutex_);
             pool->idle_.push_back(std::move(region));

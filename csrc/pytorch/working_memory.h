@@ -1,7 +1,7 @@
 // Host memory that is lent in turns, so many regions at a time: for bytes on their way to or from the disk.
 //
-// A region that comes back is lent again; one that is too small goes, for a larger one. Whoever finds none waits for
-// one to come back. Threads: any. Regions keep this alive, and this the arena.
+// A region that comes back is lent again; one that is too small goes, for a larger one. A thread that finds none waits
+// for one to come back. Threads: any. Regions keep this alive, and this the arena.
 #pragma once
 
 #include <condition_variable>

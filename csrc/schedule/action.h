@@ -62,7 +62,7 @@ std::string in_words(const Action& action);
 /// Containers are indexed by size_t, stages and ranks are ints.
 constexpr std::size_t index(std::int64_t value) noexcept { return static_cast<std::size_t>(value); }
 
-// More than anyone has; they keep products of the two, and the room that a text can ask for, within bounds.
+// More than any schedule has; they keep products of the two, and the room that a text can ask for, within bounds.
 inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicrobatches = 1 << 20;
 

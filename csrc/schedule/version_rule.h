@@ -2,7 +2,7 @@
 // alone, so that verifier and runtime agree without asking each other, and a drain in between changes nothing.
 //
 // The newest versions of a stage are held in a ring of buffers: the update that makes W(t + 1) writes over
-// W(t + 1 - buffers), which nobody may need then.
+// W(t + 1 - buffers), which no batch may need then.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Who waits for whom between ranks, and the one way to run through actions that every rank takes in its own order.
+// Which rank waits for which, and the one way to run through actions that every rank takes in its own order.
 //
 // A forward waits for the one of the stage before, or for the send that brings its output; a backward likewise for the
 // next stage's. An update waits for the reductions of its batch on every stage, as a norm over the whole model makes

@@ -51,7 +51,7 @@ template <Traffic kTraffic>
       }
     }
   }
-  asm volatile("" : : "v"(read));  // reads that nobody wants would not be made
+  asm volatile("" : : "v"(read));  // unused reads would not be made
 }
 
 template <Traffic kTraffic>

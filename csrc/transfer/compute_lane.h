@@ -2,7 +2,7 @@
 // their calls, on one thread.
 //
 // A position is the number of kernels up to there. Besides what has ended the lane knows what was *seen* to
-// have ended, by anybody who waited for a fence or asked one with success. Fences may outlive the lane, whose
+// have ended, by a thread that waited for a fence or asked one with success. Fences may outlive the lane, whose
 // destructor drains. Thread-safe. In a forked child nothing ends any more, and nothing waits.
 #pragma once
 
@@ -39,7 +39,7 @@ class ComputeLane {
   FencePtr record();
   /// Blocks until every kernel so far has ended, and has seen it.
   void drain() noexcept;
-  /// The last position that anybody has seen reached.
+  /// The last position that was seen reached.
   Position seen() const noexcept;
 
  private:

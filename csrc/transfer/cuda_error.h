@@ -1,7 +1,7 @@
 // CUDA's errors as ours: which call, what was asked, what the device had.
 //
 // Every status of the runtime passes through here. A refused allocation becomes OutOfMemory, everything else
-// TransferError. Destructors use forget_cuda_error(): by then nobody can be told, and the runtime itself may be
+// TransferError. Destructors use forget_cuda_error(): by then there is no caller to tell, and the runtime itself may be
 // gone (cudaErrorCudartUnloading). Both clear the runtime's last error, which torch would report as its own.
 #pragma once
 

@@ -53,7 +53,7 @@ class CudaEventPool {
 };
 
 /// Reached when every one of its events is: one per stream that it covers. A fence that could not be recorded
-/// carries the error, and whoever is to wait for it on a stream gets it.
+/// carries the error, and a wait for it on a stream throws it.
 class CudaFence final : public Fence {
  public:
   struct Mark {

@@ -250,7 +250,7 @@ void CudaLane::finish(Pending& pending) noexcept {
       error = std::current_exception();
     }
   }
-  // What the job owns goes first: whoever waits for the ticket may count on it.
+  // What the job owns goes first: a thread that waits for the ticket may count on it.
   pending.job = Job{};
   {
     const std::lock_guard lock(mutex_);

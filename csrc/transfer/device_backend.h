@@ -2,7 +2,7 @@
 //
 // Two implementations, one contract suite: CUDA and the simulated device. No backend takes the interpreter
 // lock. allocate() may run the memory system's own callbacks and so must never be called under a lock of
-// the engine. Slots return to the device in compute order: whoever releases one calls slot_returns() first.
+// the engine. Slots return to the device in compute order: their owner calls slot_returns() before it releases one.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,7 @@ class DeviceBackend {
 
   virtual std::string name() const = 0;
 
-  /// What the lanes did; whoever uses the device records the rest here.
+  /// What the lanes did; users of the device record the rest here.
   ActivityLog& activity() noexcept { return activity_; }
 
   /// Slot memory, not charged to any ledger. Reuse is immediate: memory that allocate() returns may still be
@@ -68,7 +68,7 @@ class DeviceBackend {
   /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.
   virtual void note_read(const void* /*pointer*/, Bytes /*bytes*/) {}
   /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a
-  /// fence recorded afterwards is reached, the bytes have to live and belong to no one else, and what else computes
+  /// fence recorded afterwards is reached, the bytes have to live and belong to nothing else, and what else computes
   /// with them follows it (compute_follows).
   virtual void note_write(void* /*pointer*/, Bytes /*bytes*/) {}
 

@@ -1,12 +1,12 @@
 // The way between host memory and a spill file: whole extents, piece by piece, by several threads.
 //
-// Reads come before writes, since somebody waits for them; but one of several threads is the writes' while some wait,
+// Reads come before writes, since a caller waits for them; but one of several threads is the writes' while some wait,
 // whose memory is wanted, too. Otherwise jobs are served in the order they were asked for. A job waits for those of its
 // extent that were asked for before, unless both read; a write that a read waits for comes in that read's place.
 // Memory: see SpillFile; a job owns what it is given until just before its ticket ends. A job whose piece has failed
 // moves no more of them, and its ticket has the first error. The file has to outlive the lane.
 //
-// Threads: any. Nobody here waits for a transfer but drain() and the destructor. In a forked child, which has none of
+// Threads: any. Only drain() and the destructor wait for a transfer. In a forked child, which has none of
 // the threads, submit() throws StateError and the rest does nothing.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which device bytes compute has read or written without anybody having seen it end, and the copies that
+// Which device bytes compute has read or written and whose end was not seen, and the copies that
 // touched them all the same.
 //
 // Positions are those of the compute lane. Ranges are compared as numbers and never accessed, so they may be

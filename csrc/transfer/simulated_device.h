@@ -3,15 +3,15 @@
 // Compute is whatever runs on the caller's thread. In the plain mode it is synchronous: fences are null and
 // compute_waits() blocks the host. In the asynchronous mode a compute lane finishes late, though the host
 // has computed already:
-//   note_read   queues a delayed kernel. A copy to the device that overwrites the bytes before anybody has
-//               seen a fence behind that kernel reached is a hazard;
+//   note_read   queues a delayed kernel. A copy to the device that overwrites the bytes before a fence
+//               behind that kernel was seen reached is a hazard;
 //   note_write  hides the bytes (they read as poison, for the host too) until a delayed kernel puts them
-//               back: whoever copies them without waiting for a fence recorded afterwards copies poison, and
+//               back: a copy made without waiting for a fence recorded afterwards has poison, and
 //               copying them in either direction before such a fence was seen reached is a hazard.
 // Fences are the only news of compute, so a hazard is judged by what was seen, not by what happened to be
 // over: a missing fence is found on any machine, at any speed, and a respected one never raises an alarm.
 // The bytes themselves are not compared: they may be released, poisoned or written in compute order.
-// Hazards are counted (once for each piece) and described, and make no one throw.
+// Hazards are counted (once for each piece) and described, and throw nothing.
 //
 // The lanes model a link: a piece takes at least bytes / bandwidth seconds, a job at least latency more. So is the
 // host's memory, for optimizer steps behind the next forward: what a block's reads and writes takes at least bytes /

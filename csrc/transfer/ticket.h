@@ -1,6 +1,6 @@
 // Completion of one asynchronous operation.
 //
-// Made by a lane, shared by everybody who waits. States go one way: queued -> enqueued -> done | failed.
+// Made by a lane, shared by all threads that wait. States go one way: queued -> enqueued -> done | failed.
 // "Enqueued" means that the device knows of the operation, so that device-side waits for it are possible;
 // lanes without a device queue pass it together with the end. Errors travel here and surface at wait().
 // Thread-safe. Waiting blocks the host: never with the interpreter lock held. A forked child, where no lane runs,

@@ -155,7 +155,7 @@ void WorkerLane::run_host_function(const Job& job, const std::function<void()>& 
 
 void WorkerLane::finish(Pending& pending, std::exception_ptr error) noexcept {
   activity_.flush();
-  // What the job owns goes first: whoever waits for the ticket may count on it.
+  // What the job owns goes first: a thread that waits for the ticket may count on it.
   pending.job = Job{};
   {
     const std::lock_guard lock(mutex_);

@@ -1,1 +1,1 @@
-"""What autograd saves for backward: who keeps it, and where."""
+"""What autograd saves for backward: what becomes of it, and where it is kept."""

@@ -26,7 +26,7 @@ from hydra_ext.tracing import not_traced, nothing_traced
 
 
 class Saving:
-    """A stash, and who saves in it.
+    """A stash, and what saves in it.
 
     Args:
         core: the stash.

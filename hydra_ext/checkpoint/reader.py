@@ -208,7 +208,7 @@ class Reader:
         return CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path)
 
     def _is_removed(self) -> bool:
-        """Who removes a checkpoint takes the manifest's name from it first, and never gives it back."""
+        """A removal takes the manifest's name from the checkpoint first, and never gives it back."""
         try:
             return manifests.NAME not in self._files.names(self._folder)
         except OSError:

@@ -5,7 +5,7 @@ operation touches another one, and taken again, with whatever it then holds, whe
 operation still runs on real memory, so initialisers of any kind see the numbers that they made (rejection loops, QR,
 masks) and the random numbers are those of the ordinary constructor; only what is read *after* another parameter was
 touched is lost. That is noticed: what was computed from lost numbers is *unknown*, and so is what was computed from
-that. Unknown numbers that stay in a parameter nobody asked for do no harm. Where they would decide something (a branch,
+that. Unknown numbers in a parameter that is not asked for do no harm. Where they would decide something (a branch,
 a shape, a buffer, a parameter that is kept), :class:`Missing` says which parameters have to be kept for it, and the
 constructor is run again with those.
 
@@ -152,7 +152,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def abandon(self) -> None:
         """Lets go of every tensor; what others still hold of those without memory gets some, whatever it holds.
 
-        Who looks at such a tensor (through a traceback, a list outside the model) must not find a null address.
+        Code that looks at such a tensor (through a traceback, a list outside the model) must not find a null address.
         """
         self.forget()
         for storage, nbytes in self._emptied:

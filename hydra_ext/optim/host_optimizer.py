@@ -36,7 +36,7 @@ class PreparedStep:
 
 
 class StepRunner(Protocol):
-    """Who runs an optimizer's steps in its place, part by part, and perhaps later.
+    """Runs an optimizer's steps in its place, part by part, and perhaps later.
 
     Attributes:
         destinations: where parameters' new weights go; see :meth:`HostOptimizer.prepare`.
@@ -232,7 +232,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return sizes
 
     def finish(self, prepared: PreparedStep) -> None:
-        """Autograd is told what was written, or is about to be before anybody can read it."""
+        """Autograd is told what was written, or is about to be before it can be read."""
         increment_version(prepared.written)
         for parameter in prepared.parameters:
             if masters.FULL in self.state[parameter]:

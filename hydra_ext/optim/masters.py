@@ -40,7 +40,7 @@ def lower_of(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Where somebody else has written the parameter since, that counts: the number becomes the parameter."""
+    """Where the parameter was written elsewhere since, that counts: the number becomes the parameter."""
     if parameter.dtype == torch.bfloat16:
         rounded = (master.view(torch.int32) + 0x8000).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
     else:

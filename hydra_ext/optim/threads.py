@@ -1,4 +1,4 @@
-"""Threads for updates and norms: pools are shared by all who want as many."""
+"""Threads for updates and norms: one pool for each number of them."""
 
 from __future__ import annotations
 

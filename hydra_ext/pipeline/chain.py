@@ -148,7 +148,7 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
     """The tensors of a value, and the text that :func:`assemble` needs.
 
     Args:
-        owner: who returned it, for errors.
+        owner: what returned it, for errors.
 
     Raises:
         UnsupportedModel: there is something in it that cannot go to another rank.

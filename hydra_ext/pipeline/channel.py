@@ -16,8 +16,8 @@ from hydra_ext.pipeline import messages
 from hydra_ext.pipeline.transport import carrying
 from hydra_ext.state.layout import Layout
 
-# A user may do other things between two steps; who does not answer is the watch's affair. Of sends and receives gloo
-# takes it only where they are waited for: without it the time counts that their group was made with.
+# A user may do other things between two steps; a rank that does not answer is the watch's affair. Of sends and
+# receives gloo takes it only where they are waited for: without it the time counts that their group was made with.
 FOREVER = timedelta(days=30)
 
 _CPU = torch.device("cpu")

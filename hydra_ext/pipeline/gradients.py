@@ -108,7 +108,7 @@ class SharedWeight:
 
 @dataclass(frozen=True)
 class Partners:
-    """Who this rank reduces with.
+    """The ranks that this one reduces with.
 
     Attributes:
         copies: the ranks with copies of this rank's stages; None without replicas.
@@ -155,7 +155,7 @@ class Reducer:
             try:
                 self._reduce(batch)
             except TransportError as error:
-                with suppress(RankFailed):  # it is entered: who waits hears of it
+                with suppress(RankFailed):  # it is entered: the ranks that wait hear of it
                     self._watch.wait_for_cause()
                 self._fail(batch, str(error))
                 return

@@ -1,4 +1,4 @@
-"""The process groups of a pipeline. Who makes one with a rank that has just ended hears of it soon, as a failure."""
+"""The process groups of a pipeline. To make one with a rank that has just ended fails soon, and does not hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 class Groups:
     """Of one rank. All ranks make the same ones in the same order, whether they are in them or not, after they have
-    met: torch.distributed hears of no failure while it connects, and who is not there by then has ended."""
+    met: torch.distributed hears of no failure while it connects, and a rank that is not there by then has ended."""
 
     def __init__(self, rank: int, watch: Watch) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""Who holds which tensors of a model, by the names that they have in a checkpoint: the model's own."""
+"""Which rank holds which tensors of a model, by the names that they have in a checkpoint: the model's own."""
 
 from __future__ import annotations
 

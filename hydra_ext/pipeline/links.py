@@ -2,7 +2,7 @@
 
 A link has a process group of its own, so that nothing on another link can come between its messages, and neither side
 waits for anything but the other. Its sender and its receiver are a thread each, which wait inside torch.distributed;
-who computes only hands messages over, which begins to send what lies on the host, and takes them.
+the thread that computes only hands messages over, which begins to send what lies on the host, and takes them.
 
 A receiver listens for the next header at all times, and so notices when the other process ends. The tensors behind it
 are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.

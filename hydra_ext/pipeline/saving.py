@@ -232,7 +232,7 @@ class Save:
 
 
 def agree(engine: Engine, together: Together, what: str) -> Holdings:
-    """Who holds what; all ranks have to.
+    """Which rank holds what; all ranks have to.
 
     Raises:
         UnsupportedState: the model has tensors that no checkpoint can hold.

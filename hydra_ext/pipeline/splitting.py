@@ -146,7 +146,7 @@ def _own_parts(
 
 @dataclass(frozen=True)
 class _Division:
-    """Who holds what, as every rank knows it.
+    """Which rank holds what, as every rank knows it.
 
     Attributes:
         names: of all parameters, with their places in the model.

@@ -2,7 +2,7 @@
 
 A *stage program* runs one stage of the model, on one rank, for one microbatch at a time. Several microbatches may have
 been forwarded before the first goes backward; each keeps what it needs in the :class:`StagePass` that its forward
-returned, and nowhere else. Who calls shows the right version of the weights in the modules before ``forward`` and
+returned, and nowhere else. The caller shows the right version of the weights in the modules before ``forward`` and
 before ``backward`` (a checkpoint inside the stage reads them again there), and moves values between ranks.
 """
 

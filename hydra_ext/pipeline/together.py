@@ -36,7 +36,7 @@ class Together:
         """Does something on this rank that talks to no other; what it gave on all of them, by rank, as JSON has it.
 
         Args:
-            what: it is, for who waits: "to save a checkpoint".
+            what: it is, for the ranks that wait: "to save a checkpoint".
 
         Raises:
             RankFailed: another rank has failed. What this one fails with, it raises itself.

@@ -302,9 +302,9 @@ class StageWeights:
         ):
             if leaf._version != counter:
                 raise StateError(
-                    f"a version of '{name}' that the pipeline keeps was written to in place, from the forward or by "
-                    "who kept the parameter it saw there: write to the model's parameters outside steps, after "
-                    "pipe.drain(), and call pipe.refresh()"
+                    f"a version of '{name}' that the pipeline keeps was written to in place, by the forward or "
+                    "through a parameter that was kept from there: write to the model's parameters outside steps, "
+                    "after pipe.drain(), and call pipe.refresh()"
                 )
 
     def _note_own(self) -> None:

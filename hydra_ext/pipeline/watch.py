@@ -5,8 +5,8 @@ rank is somewhere else, it tells there that this rank lives, and where it is; it
 failure that one of them has entered. Only the first failure is entered, so that all ranks name the same cause. A
 process that ends is noticed by the ranks that talk to it, at once, by :mod:`hydra_ext.pipeline.links`.
 
-Ranks meet there too. Collectives of torch.distributed hear of no failure: who waits in one for a rank that raised, or
-died, before it, waits in vain. So nothing is begun together before all have met.
+Ranks meet there too. Collectives of torch.distributed hear of no failure: a rank that waits in one for
+a rank that raised, or died, before it, waits in vain. So nothing is begun together before all have met.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 _PERIOD = 0.5  # seconds between two signs of life, at most
 _PAUSE = 0.02  # and at least
 _WARN_AFTER = 5.0  # seconds without a sign of life
-_LONG_MEETING = 30.0  # seconds, after which who waits says for whom
-_SHORTEST_LOOK, _LONGEST_LOOK = 0.001, 0.05  # seconds between two looks for who comes to a meeting
+_LONG_MEETING = 30.0  # seconds, after which a rank that waits says for which
+_SHORTEST_LOOK, _LONGEST_LOOK = 0.001, 0.05  # seconds between two looks for ranks that come to a meeting
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Failure:
     """What ended the pipeline first.
 
     Attributes:
-        rank: where it happened, or who did not answer.
+        rank: where it happened, or the one that did not answer.
         where: stage and microbatch, as far as they are known.
         what: the error's type and message.
     """
@@ -252,7 +252,7 @@ class Watch:
             pause = min(2 * pause, _LONGEST_LOOK)
 
     def _missing(self, keys: Sequence[str], where: str) -> list[str]:
-        """Who has not come yet, and where it is."""
+        """Which rank has not come yet, and where it is."""
         ended = {rank for rank in range(self._world) if self._seen.get(rank, ("", 0.0))[0] == "ended"}
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]  # after its last sign
         for rank in ended.intersection(missing):

@@ -24,8 +24,8 @@ from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
 
-# Gradients on their way to the host take at most this part of the budget: inside the device's allocator nobody can
-# wait for them.
+# Gradients on their way to the host take at most this part of the budget: inside the device's allocator they
+# cannot be waited for.
 _GRADIENTS_PER_BUDGET = 8
 
 # What a place moves, each as one (the lengths of a packed sequence stay on the host): everything else in a call's
@@ -167,7 +167,7 @@ class CudaPlace(Place):
 
     @not_traced
     def move_input(self, value: Any) -> Any:
-        # A parameter's own memory is pinned by us, and nobody would hold its bytes until they have been read.
+        # A parameter's own memory is pinned by us, and nothing would hold its bytes until they have been read.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
         return value.to(self.device, non_blocking=True) if at_once else super().move_input(value)
 

@@ -162,7 +162,7 @@ def join(participant: BackwardParticipant) -> None:
 
 
 def leave(participant: BackwardParticipant) -> None:
-    """Undoes :func:`join`. The last one to leave restores the engine, unless somebody wrapped ours meanwhile."""
+    """Undoes :func:`join`. The last one to leave restores the engine, unless ours was wrapped meanwhile."""
     global _installed
     with _lock:
         if _installed is None:

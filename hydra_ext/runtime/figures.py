@@ -1,7 +1,7 @@
 """Figures of single steps: where their time went, and what held them up.
 
 A step is a call of ``run.step``, or in a plain loop what happens from one ``optimizer.step()`` to the next; the first
-begins with the callback that asks for it. Nothing is measured while nobody asks.
+begins with the callback that asks for it. Nothing is measured before.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class StepMeter:
         steps: how many there were.
         updates: calls of ``optimizer.step()`` that have ended.
         inside: a whole step is under way.
-        observer: who else is to hear of them.
+        observer: is told of them, too.
     """
 
     def __init__(self, core: _C.PagedModel, place: Place, *, budget: int) -> None:
@@ -136,7 +136,7 @@ class StepMeter:
     # ---- what the run tells -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins here, for those who want to know."""
+        """A step begins here."""
         self._begin = None
         if self._listeners or self.observer is not None:
             self._core.ledger.take_peak()

@@ -104,7 +104,7 @@ class Homes:
         except TransferError as error:
             logger.warning("'%s' stays on the host: %s", name, error)
             return f"'{name}' could not be moved: {error}"
-        return "" if settled else f"somebody else knows memory of '{name}', or there was no room for it"
+        return "" if settled else f"memory of '{name}' has another owner, or there was no room for it"
 
     def _postpone(self) -> None:
         self._wait = min(max(2 * self._wait, 1), _LONGEST_WAIT)

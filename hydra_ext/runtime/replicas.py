@@ -1,4 +1,4 @@
-"""The ranks that train copies of one model: who they are, whether their copies are alike, and how they talk.
+"""The ranks that train copies of one model: which they are, whether their copies are alike, and how they talk.
 
 Nothing here knows what a step is: that is :mod:`hydra_ext.runtime.averaging`.
 """
@@ -40,7 +40,7 @@ def check_group(group: object) -> None:
 
 
 def choose_group(group: dist.ProcessGroup | bool | None) -> dist.ProcessGroup | None:
-    """The group for what ``offload(process_group=...)`` was given; None where there is nobody else."""
+    """The group for what ``offload(process_group=...)`` was given; None where there is no other rank."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None or isinstance(group, bool) or dist.get_world_size(group) == 1:

@@ -42,12 +42,12 @@ class Report:
             ``disk_gradient_bytes``, the rest being optimizer state.
         disk_read_bytes, disk_written_bytes: counted where they are moved.
         disk_working_bytes: of host memory for what is on its way.
-        waited_for_disk_seconds: an update, a fill, or who brought something home, waited for the disk.
+        waited_for_disk_seconds: an update, a fill, or a move to the host waited for the disk.
         waited_for_weights_seconds: compute waited for a block that a hook announced.
         waited_for_faults_seconds: compute waited for a block that it met absent.
         waited_for_gradients_seconds: the host waited for gradients to arrive.
         waited_at_window_end_seconds: the end of a forward or backward waited for transfers under way.
-        waited_for_updates_seconds: somebody waited for an optimizer step under way.
+        waited_for_updates_seconds: callers waited for an optimizer step under way.
         windows: forwards and backwards that ran inside the context.
         rounds: groups of microbatches that ``run.step`` took through the blocks together.
         refusals: groups that could not be run so; from the first on microbatches are run one at a time.

@@ -104,7 +104,7 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     context: RootContext | None = self.__dict__.get(_CONTEXT)
     if context is not None:
-        context.sync()  # whoever saves it needs the bytes
+        context.sync()  # to save it takes the bytes
     plain: Any = type(self).__mro__[1]
     return plain.state_dict(self, *args, **kwargs)
 

@@ -191,7 +191,7 @@ class Run(Resumable):
         Args:
             callback: takes the figures.
             tokens: how many tokens one microbatch of ``run.step`` has, such as
-                ``lambda microbatch: microbatch["input_ids"].numel()``. In plain loops nobody knows the microbatches.
+                ``lambda microbatch: microbatch["input_ids"].numel()``. In plain loops the microbatches are not known.
 
         Returns:
             A handle whose ``remove()`` ends it.
@@ -256,7 +256,7 @@ class Run(Resumable):
                 self.core.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.watch(module._modules, f"the modules of '{name}'")
         if self._saving is not None:
-            self._saving.hook()  # inside the sites' calls, where nobody parks
+            self._saving.hook()  # inside the sites' calls, where no fiber parks
         sites.install(self, self.layout.sites)
         root.swap(self.model, self)
         compiled.join(self)
@@ -384,7 +384,7 @@ class Run(Resumable):
                     averaging.complete()
 
     def window(self, kind: _C.PassKind) -> _C.Windows:
-        """Device parameters are in place meanwhile, whoever runs what."""
+        """Device parameters are in place meanwhile."""
         return _C.Windows([self.core], kind)
 
     def activation_bytes(self) -> int:

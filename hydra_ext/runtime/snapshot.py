@@ -271,8 +271,8 @@ class Return:
 
 @contextmanager
 def _moving_on(training: Training) -> Iterator[Callable[[Tensor], None]]:
-    """For who fills one tensor after another: to be called with the parameter that each belongs to. What is to be on
-    the disk goes there as soon as the next block's turn comes."""
+    """To be called after each tensor that is filled, with the parameter that it belongs to. What is to be on the disk
+    goes there as soon as the next block's turn comes."""
     blocks = training.layout.blocks
     block_of = {id(parameter): number for number, block in enumerate(blocks) for _, parameter in block.parameters}
     latest: list[int] = []

@@ -193,7 +193,7 @@ def _rounded(size: int) -> int:
 
 
 def _expect_room(folder: Path, needed: int) -> None:
-    """That all of it is free, as far as can be told now: who takes it in the meantime is told of a part only.
+    """That all of it is free, as far as can be told now: other programs may take some of it meanwhile.
 
     Raises:
         SpillError: it is not.
@@ -303,7 +303,7 @@ class Spilling:
             self._core.send_gradients_to_disk(block, self._backlog)
         if block in self.plan.weights and not self._core.settle_weights_on_disk(block):
             logger.warning(
-                "the weights of '%s' stay on the host, beyond host_budget=: somebody else knows their memory (a view, "
+                "the weights of '%s' stay on the host, beyond host_budget=: their memory has another owner (a view, "
                 "an array of numpy's, a second parameter)",
                 self._names[block],
             )

@@ -103,7 +103,7 @@ class Termination:
             self._deliver()
 
     def _restore(self) -> None:
-        """The handler that was there before has its place again, unless somebody has taken ours meanwhile."""
+        """The handler that was there before has its place again, unless ours was replaced meanwhile."""
         if signal.getsignal(signal.SIGTERM) == self._handle and _in_main_thread():
             signal.signal(signal.SIGTERM, self._previous)
 

@@ -87,7 +87,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            if _is_composite(func):  # in inference mode nobody has taken it apart before
+            if _is_composite(func):  # in inference mode it was not taken apart before
                 with self:
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
             return operations.make(self._run, func, args, kwargs)

@@ -216,7 +216,7 @@ def test_a_manifest_of_somebody_else_and_a_file_that_ours_does_not_name_say_noth
     model = materialized(Counted(FAMILY), own)
     fill(model)
     assert all(torch.equal(a, 2 * b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    (saved / manifest.NAME).write_text(json.dumps({"name": "somebody else's", "checkpoint": "latest"}))
+    (saved / manifest.NAME).write_text(json.dumps({"name": "another tool's", "checkpoint": "latest"}))
     model = materialized(Counted(FAMILY), saved)
     fill(model)
     assert_equal(model, set(dict(plain.named_parameters())), plain)

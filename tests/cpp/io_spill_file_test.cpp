@@ -230,7 +230,7 @@ TEST(SpillFile, EveryFailedOperationIsAnErrorAndCanBeTriedAgain) {
     EXPECT_TRUE(holds(file, extent, first));
     files.fail(FileOperation::kWrite, FileFault::kError, nth, /*persistent=*/false, EIO);
     EXPECT_THROW(write(file, extent, second), SpillError);
-    // Which of the bytes are there nobody knows: neither the old ones nor the new ones are given out.
+    // Which of the bytes are there is not known: neither the old ones nor the new ones are given out.
     EXPECT_NE(message_of([&] { file.read_piece(extent, nth - 1, Buffer(kBytes).data()); }).find("lost"),
               std::string::npos);
     write(file, extent, second);

@@ -199,7 +199,7 @@ TEST(NormAccumulator, ASumBeginsOnceItsGradientHasArrivedAndWasReleased) {
   const std::int64_t expected = accumulator.expect(&all[1]);
   EXPECT_EQ(begun, 0U);
   accumulator.release();
-  reached.wait();  // nobody has asked for it
+  reached.wait();  // it was not asked for
   EXPECT_EQ(begun, 1U);
   accumulator.arrived(&all[1], expected, input(all[1]), nullptr);
   EXPECT_EQ(accumulator.take().size(), 2U);

@@ -97,7 +97,7 @@ TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
   EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // one gives up its home,
   EXPECT_EQ(asked, 2);
   EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));    // and goes
-  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false));  // from inside an allocator nobody may wait for another
+  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false));  // inside an allocator no thread may wait for another
   EXPECT_EQ(asked, 2);
 }
 

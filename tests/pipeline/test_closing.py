@@ -1,4 +1,4 @@
-"""A pipeline ends on all ranks together, with everything delivered; who lives is waited for."""
+"""A pipeline ends on all ranks together, with everything delivered; a rank that lives is waited for."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 @pytest.mark.parametrize("how", ["raise", "kill"])
 @pytest.mark.parametrize("where", ["optimizer", "builder", "rehearsal", "connecting", "copying"])
 def test_a_rank_that_fails_before_the_first_step_ends_all_of_them(how: str, where: str, tmp_path: Path) -> None:
-    # Who is killed is missed after the patience, and who raises while others wait inside torch.distributed.
+    # A rank that is killed is missed after the patience, and one that raises while others wait in torch.distributed.
     missed = how == "kill" or where in ("connecting", "copying")
     failing = FailingSetUp(how, where, patience=4.0 if missed else 20.0)
     without = [FAILING] if how == "raise" else []

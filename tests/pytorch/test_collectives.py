@@ -1,4 +1,4 @@
-"""Collectives on device parameters are refused: they run where nobody here can wait for them."""
+"""Collectives on device parameters are refused: they run where they cannot be waited for."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_statistics_of_layers_that_each_microbatch_calls_once_refuse_no_round(re
 
 
 class Logs(Stack):
-    """Code around the layers that writes what nobody reads before the microbatch has ended."""
+    """Code around the layers that writes what is not read before the microbatch has ended."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -163,7 +163,7 @@ def test_a_cache_that_is_on_the_device_is_not_copied_again() -> None:
 
 def test_nothing_that_was_given_is_held_after_the_call() -> None:
     class Cache:
-        """Of a kind that nobody but its user knows."""
+        """Of a kind that only its user knows."""
 
     def forward(layer: nn.Module, given: dict[str, Any], cache: Cache) -> None:
         cache.key = layer(given["x"]).detach()  # type: ignore[attr-defined]

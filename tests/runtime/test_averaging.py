@@ -86,7 +86,7 @@ def test_what_a_rank_reduces_is_every_trained_byte_once_a_step(job: Job, tmp_pat
 
 
 def test_ranks_do_go_different_ways_in_these_tests() -> None:
-    """Some gradients are one rank's alone, and some are nobody's."""
+    """Some gradients are one rank's alone, and some are no rank's."""
     dynamic, experts = (list(ways(JOBS[name])) for name in ("ways of the batch's own", "experts"))
     for steps in (dynamic, experts):
         assert any((a is None) is not (b is None) for step in steps for a, b in step)

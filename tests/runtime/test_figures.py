@@ -98,7 +98,7 @@ def test_the_peak_is_that_of_the_step() -> None:
     model = stack()
     seen: list[StepFigures] = []
     with hydra_ext.offload(model, sgd(model), budget="16MiB", checks=Checks(poison_hosts=True)) as run:
-        step_in_a_loop(run, torch.ones(2000, WIDTH))  # before anybody asks
+        step_in_a_loop(run, torch.ones(2000, WIDTH))  # before it is asked for
         run.on_step(seen.append)
         for rows in (8, 2000, 8):
             step_in_a_loop(run, torch.ones(rows, WIDTH))

@@ -1,4 +1,4 @@
-"""Blocks whose home is the device: the bits of the plain loop, nothing moves, and nobody sees where they are."""
+"""Blocks whose home is the device: the bits of the plain loop, nothing moves, and it does not show where they are."""
 
 from __future__ import annotations
 

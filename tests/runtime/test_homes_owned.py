@@ -79,7 +79,7 @@ def test_a_block_whose_memory_somebody_knows_stays_on_the_host() -> None:
         assert (arrays[0] == arrays[1]).all()
         train(*ours)
         assert run.report().homes == tuple(str(layer) for layer in range(LAYERS) if layer != 3)
-        assert "knows memory of '3'" in run.report().homes_reason
+        assert "memory of '3' has another owner" in run.report().homes_reason
     train(*plain)
     assert_same(state(*plain), state(*ours))
 

@@ -1,4 +1,4 @@
-"""Who trains together, and how copies of a model become one."""
+"""Which ranks train together, and how copies of a model become one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root's class inside the context: the user's own in all that can be asked of it, and nobody is told of another."""
+"""The root's class inside the context: the user's own in all that can be asked of it, and no other one shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes to host parameters that no version counter shows, and gradients that somebody keeps."""
+"""Writes to host parameters that no version counter shows, and gradients that the user keeps."""
 
 from __future__ import annotations
 

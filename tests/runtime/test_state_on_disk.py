@@ -318,7 +318,7 @@ def test_a_step_whose_state_was_lost_is_an_error_and_not_a_wrong_weight(
         with pytest.raises(errors.SpillError, match=r"Input/output error|are lost"):
             train_and_wait(run, model, ours)
         assert files.met() == 1  # the disk is whole again
-        with pytest.raises(errors.SpillError):  # nobody goes on from there by mistake
+        with pytest.raises(errors.SpillError):  # to go on from there would be a mistake
             train(model, ours)
     for parameter in model.parameters():
         assert bool(torch.isfinite(parameter).all())

@@ -1,4 +1,4 @@
-"""Native optimizer steps that run behind the next forward: the same bits, and nobody sees what is half done."""
+"""Native optimizer steps that run behind the next forward: the same bits, and nothing sees what is half done."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_whatever_comes_between_steps_sees_whole_tensors(name: str) -> None:
 
 
 def pending(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Leaves a step under way: nobody has asked for it."""
+    """Leaves a step under way: it is not asked for."""
     model(BATCHES[0]).sum().backward()
     optimizer.step()
 

@@ -164,7 +164,7 @@ def test_who_needs_it_exactly_has_it_exactly(first: str, between: int) -> None:
 
 
 def test_a_function_of_users_gets_what_it_saved() -> None:
-    """Also inside a layer's place: what it does with it nobody knows."""
+    """Also inside a layer's place: what it does with it is not known."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -311,7 +311,7 @@ def test_a_stream_is_what_the_codec_makes() -> None:
 
 
 def test_modules_have_policies_of_their_own() -> None:
-    """Who asks for less error gets it, also of what somebody else has saved before."""
+    """A request for less error is met, also of what others have saved before."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     names = ("coarse", "fine", "exact")
     model = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in names})

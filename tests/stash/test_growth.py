@@ -147,5 +147,5 @@ def test_nothing_grows(way: Callable[[Pass], Callable[[], None]]) -> None:
     assert live_tensors() <= tensors
     assert one.arenas[0].mapped_bytes <= mapped
     assert meter.ledger.in_use == 0
-    # A table of the interpreter's that becomes too small, whoever has filled it, does so once.
+    # A table of the interpreter's that becomes too small does so once.
     assert min(after - before for before, after in itertools.pairwise(held)) < PYTHON_BYTES

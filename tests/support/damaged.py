@@ -1,4 +1,4 @@
-"""A small checkpoint, and ways to damage it: by what chance does, and by what somebody means to do."""
+"""A small checkpoint, and ways to damage it: by chance, and on purpose."""
 
 from __future__ import annotations
 

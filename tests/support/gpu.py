@@ -1,4 +1,4 @@
-"""A real GPU for tests: whoever asks for one where there is none fails, and is never skipped."""
+"""A real GPU for tests: a test that asks for one where there is none fails, and is never skipped."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def left_since(before: Now) -> list[str]:
     after = Now()
     if after.values == before.values and all(map(set.issuperset, before.things, after.things)):
         return []
-    gc.collect()  # what nobody holds any more goes by itself
+    gc.collect()  # what is held no more goes by itself
     names = [f"{value.name} {_difference(was, now)}" for value, was, now in _changed_since(before)]
     names += [name for things, were in zip(THINGS, before.things, strict=True) for _, name in _added(things, were)]
     if names:

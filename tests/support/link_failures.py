@@ -1,4 +1,4 @@
-"""Links between two ranks of which one fails by itself, and whom both name."""
+"""Links between two ranks of which one fails by itself, and which both name."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def losses_after_the_end(rank: int, folder: Path) -> tuple[list[bool], list[floa
 
 def close_late(rank: int, late: bool, folder: Path) -> list[torch.Tensor]:
     """The weights after a training whose first rank comes late to its end: when the others would be gone, did they
-    not wait for it. By the clock nobody waits here."""
+    not wait for it. By the clock no rank waits here."""
     pipeline._LAST_MESSAGES = 0.0
     stages = pipelines.make_stages(3)
     pipe = Pipeline(None, pipelines.sgd, stages=stages, schedule="2bw", microbatches=4, seed=5)

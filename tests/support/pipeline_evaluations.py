@@ -9,7 +9,7 @@ from hydra_ext.pipeline import Pipeline
 from support import pipelines
 
 COUNT = 12
-_WIDE = 250_000  # far more than a connection takes before somebody reads
+_WIDE = 250_000  # far more than a connection takes before it is read
 
 
 class Fast(nn.Module):

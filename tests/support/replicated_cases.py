@@ -249,7 +249,7 @@ def choose(rank: int) -> list[list[float]]:
 
 
 def grad_of(rank: int) -> list[list[float]]:
-    """torch.autograd.grad averages nothing, and neither does it wait for anybody."""
+    """torch.autograd.grad averages nothing, and neither does it wait for a rank."""
     model = nn.Linear(1, 1, bias=False)
     with hydra_ext.offload(model, budget=ROOMY):
         found = []
@@ -261,7 +261,7 @@ def grad_of(rank: int) -> list[list[float]]:
 
 
 def assigned(rank: int) -> list[list[float]]:
-    """Gradients that somebody has assigned, of a weight that a backward uses on one rank or on none."""
+    """Gradients that were assigned, of a weight that a backward uses on one rank or on none."""
     found = []
     for users in (0, 1):
         model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])

@@ -57,7 +57,7 @@ class Counter:
 
 
 class Counting(Stack):
-    """``read`` is called with the first layer after the last; only then does anybody else than the layer read."""
+    """``read`` is called with the first layer after the last; only then is it read outside the layer."""
 
     def __init__(self, read: Callable[[CountingLayer], float] | None = None) -> None:
         super().__init__(CountingLayer)

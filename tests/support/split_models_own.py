@@ -168,7 +168,7 @@ class Appends(Layer):
 
 
 class IntoList(Stack):
-    """Its layers append to a list that they are given: nobody can follow that."""
+    """Its layers append to a list that they are given: that cannot be followed."""
 
     def __init__(self) -> None:
         super().__init__(Appends)

@@ -187,7 +187,7 @@ class KeepsInQueue(Stack):
 
 
 class CarriesOut(Stack):
-    """Takes a state and gives it back: who calls it keeps it."""
+    """Takes a state and gives it back: the caller keeps it."""
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         h = self.embed(x) + state

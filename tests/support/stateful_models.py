@@ -205,7 +205,7 @@ class Case:
     """One training.
 
     Attributes:
-        changed: before the second step somebody sets the model's counters back, and what else can be changed.
+        changed: before the second step the model's counters are set back, and what else can be changed.
     """
 
     model: str

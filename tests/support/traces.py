@@ -14,7 +14,7 @@ ROWS = ("steps", "compute", "host to device", "device to host", "optimizer")
 
 @dataclass
 class TraceFile:
-    """What a trace holds: who it is about, and its events by kind."""
+    """What a trace holds: its processes and threads, and its events by kind."""
 
     about: dict[str, Any]
     rows: dict[str, int]

@@ -210,7 +210,7 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/fault_path.cpp",
-        "        model->synchronise_for_fault(page.block);  // a face that somebody has kept\n",
+        "        model->synchronise_for_fault(page.block);  // a face that the user has kept\n",
         "",
         "a face that was kept shows the weights of its window",
         python=(*_CASES, "runtime/test_threads.py"),
@@ -259,7 +259,7 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/device_homes_contents.cpp",
-        "    if (member.shown.use_count() > 1) {\n      return false;  // somebody has kept it\n    }\n",
+        "    if (member.shown.use_count() > 1) {\n      return false;  // the user has kept it\n    }\n",
         "",
         "a kept gradient loses its bytes",
         python=_HOMES,

@@ -72,7 +72,7 @@ def _event_at(recorder: Recorder, step: int) -> int:
 def refuse_carried(
     recorder: Recorder, again: Recorder, left: Mapping[Root, Collection[int]], on_modules: Collection[Root]
 ) -> None:
-    """No cut between who left something and who reads it in the next microbatch, which ``again`` has recorded.
+    """No cut between what left something and what reads it in the next microbatch, which ``again`` has recorded.
 
     Args:
         on_modules: those of them about which nothing can be said if the next microbatch takes another way.
@@ -96,7 +96,7 @@ def refuse_carried(
 
 
 def refuse_shared_generators(recorder: Recorder) -> tuple[ReferenceType[torch.Generator], ...]:
-    """No cut between two who draw from one generator: each stage has one of its own, which lacks the other's draws.
+    """No cut between two that draw from one generator: each stage has one of its own, which lacks the other's draws.
 
     What comes before the first event is drawn by every stage, which is right where nothing else is, or where the
     generator is made anew for each microbatch.

@@ -1,4 +1,4 @@
-"""What a rehearsal's forward has changed in place, and who has drawn from generators of the user's own.
+"""What a rehearsal's forward has changed in place, and what has drawn from generators of the user's own.
 
 Where a run has to be undone, since another rehearsal knows its way better, what has a name is put back. That memory
 without a name, or a parameter, was changed is only known: before, a run can be undone.

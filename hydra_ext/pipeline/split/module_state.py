@@ -33,7 +33,7 @@ from hydra_ext.state.layout import copied
 Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
 ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"
 
-# Forward hooks too: who hooks himself in at the first forward marks that in an attribute.
+# Forward hooks too: code that hooks itself in at the first forward marks that in an attribute.
 _HOOKS = {name for name in nn.Module().__dict__ if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
 _OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} - _HOOKS
 
@@ -135,7 +135,7 @@ class Copies:
 
 
 class _Computed:
-    """A tensor with a graph, which must not be kept alive by who only looks back."""
+    """A tensor with a graph, which must not be kept alive for a comparison."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)

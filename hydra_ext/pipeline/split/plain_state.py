@@ -1,7 +1,7 @@
-"""Plain values (numbers, flags, names) that a forward leaves behind, and who reads them.
+"""Plain values (numbers, flags, names) that a forward leaves behind, and what reads them.
 
 A stage that skips a block lacks what the block counts or notes outside its result, and one that ends early lacks what
-glue sets after its end. Who reads such a value shows in a second forward.
+glue sets after its end. What reads such a value shows in a second forward.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class PlainState:
             )
 
     def refuse(self, reads: Reads, again: Recorder, blocks: list[str]) -> None:
-        """No cut between those who leave something and those who read it.
+        """No cut between what leaves something and what reads it.
 
         Args:
             reads: of the second forward, which ``again`` has recorded.
@@ -148,7 +148,7 @@ class PlainState:
 
 
 class PlainReads:
-    """Watches the second forward for who reads what the first has left."""
+    """Watches the second forward for reads of what the first has left."""
 
     def __init__(self, recorder: Recorder, state: PlainState, model: nn.Module) -> None:
         self._recorder = recorder
@@ -198,7 +198,7 @@ class PlainReads:
 
 
 def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:
-    """Where one must look to see who reads what is there."""
+    """Where one must look to see what reads what is there."""
     entry = snapshot.entries.get(path)
     source = entry is not None and is_source(entry.value)
     if entry is not None and entry.owner is not None:

@@ -1,4 +1,4 @@
-"""Who reads certain attributes: for a while their objects have a class that tells of it."""
+"""What reads certain attributes: for a while their objects have a class that tells of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Reads:
     """Told of every read of the attributes that it watches, but for those through ``__dict__``.
 
     Attributes:
-        found: by the name that the watch was given, who has read it.
+        found: by the name that the watch was given, what has read it.
     """
 
     def __init__(self, reader: Callable[[], Reader]) -> None:

@@ -302,7 +302,7 @@ class Recorder:
         return iter(result) if name == "__iter__" else result
 
     def _refuse_between(self, name: str, arguments: list[Tensor]) -> None:
-        """No cut between who made a tensor and who asks for its gradient: each stage has its own part of that."""
+        """No cut between what made a tensor and what asks for its gradient: each stage has its own part of that."""
         for tensor in arguments:
             key = self.key_of(tensor)
             self.refuse(

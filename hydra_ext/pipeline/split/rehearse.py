@@ -52,7 +52,7 @@ def rehearse(
 ) -> Rehearsal:
     """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and changes nothing.
 
-    It runs once; a second time where the first has left something on modules or elsewhere, to see who reads it there.
+    It runs once; a second time where the first has left something on modules or elsewhere, to see what reads it there.
     Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
     ``fn`` changes (a counter of its own) it has changed.
 

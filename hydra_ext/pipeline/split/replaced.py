@@ -59,7 +59,7 @@ class ReplacedBuffers:
                 self._becomes(name, tensor)
 
     def refuse_carried(self) -> None:
-        """No cut between who reads a buffer and the later glue that sets it for the next microbatch."""
+        """No cut between what reads a buffer and the later glue that sets it for the next microbatch."""
         recorder = self._recorder
         for name, setter in self._set.items():
             readers = [-1] if ("buffer", name) in recorder.everywhere else []

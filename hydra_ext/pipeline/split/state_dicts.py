@@ -38,7 +38,7 @@ def refuse_while_under_way(model: nn.Module, check: Callable[[str], None]) -> Re
 
 @contextmanager
 def permitted() -> Iterator[None]:
-    """Inside, this thread gets them all the same: who asks knows which tensors are absent."""
+    """Inside, this thread gets them all the same: the caller knows which tensors are absent."""
     _here.permitted = True
     try:
         yield

@@ -4,9 +4,8 @@ Microbatches of a round take turns in one process. Swapped with them are torch's
 and the attributes that forwards set on the model's modules. Of an attribute each microbatch sees what it set itself,
 else what the nearest microbatch before it set, as it would in a loop.
 
-Two functions of torch are replaced while a round runs, and have an effect in fibers only: ``nn.Module.__setattr__``,
-which tells of
-attributes, in backwards too, and ``torch.set_autocast_cache_enabled``, which would share casts between microbatches.
+Two functions of torch are replaced while a round runs: ``nn.Module.__setattr__``, which tells of attributes in fibers
+and in backwards, and ``torch.set_autocast_cache_enabled``, which would share casts between microbatches.
 """
 
 from __future__ import annotations
@@ -228,7 +227,7 @@ def _set_cache(enabled: bool) -> None:
 
 @contextmanager
 def replaced_functions() -> Iterator[None]:
-    """Replaces the functions; the last one to leave puts them back, unless somebody replaced ours meanwhile."""
+    """Replaces the functions; the last one to leave puts them back, unless ours were replaced meanwhile."""
     global _plain_setattr, _plain_set_cache
     user = object()
     try:

@@ -62,7 +62,7 @@ class SharedWithEarlier(NotAsALoop):
 
 @dataclass(frozen=True)
 class LastGradients:
-    """Who waits for what the last backwards of a step bring; nobody does in those before.
+    """What waits for what the last backwards of a step bring; nothing does in those before.
 
     Attributes:
         sums: takes their squares as they arrive.

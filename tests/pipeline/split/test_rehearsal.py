@@ -273,7 +273,7 @@ def test_a_new_kind_of_microbatch_is_rehearsed_by_ranks_that_hold_a_part() -> No
     assert_same(run(model, subject.fn, batches, [2, 4], rehearsal), one)
 
 
-# ---- who holds what -------------------------------------------------------------------------------------------------
+# ---- which stage holds what -----------------------------------------------------------------------------------------
 def parts(name: str, count: int) -> tuple[nn.Module, Rehearsal, list[int]]:
     subject = SUBJECTS[name]
     model = subject.make()

@@ -53,7 +53,7 @@ class Side:
     """One training: what it has, and what operations keep for later ones.
 
     Attributes:
-        structure: counts what changes names, groups or who shares memory: what was saved before does not fit then.
+        structure: counts what changes names, groups or shared memory: what was saved before does not fit then.
         kept: by names, what operations keep: averages, copies of states, schedules.
         removals: what ends with the program.
     """
