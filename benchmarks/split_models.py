@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 
 from hydra_ext.errors import SplitError
-from hydra_ext.pipeline.split import Rehearsal
-from support.split_models import LIBRARY, Batch, Subject
-from support.split_models_more import MORE
-from support.split_models_own import OWN
-from support.split_stages import assert_same, even_cuts, rehearsed, run, shared
+from hydra_ext.split import Rehearsal
+from support.split.split_models import LIBRARY, Batch, Subject
+from support.split.split_models_more import MORE
+from support.split.split_models_own import OWN
+from support.split.split_stages import assert_same, even_cuts, rehearsed, run, shared
 
 SUBJECTS = LIBRARY | OWN | MORE
 

@@ -21,8 +21,8 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import hydra_ext
-from support.squeeze import AUTOMATIC, Mode, Trained, smallest, train, train_plain
-from support.squeezed import SUBJECTS, Subject
+from support.rounds.squeeze import AUTOMATIC, Mode, Trained, smallest, train, train_plain
+from support.rounds.squeezed import SUBJECTS, Subject
 
 
 def verdict(subject: Subject, budget: int, mode: Mode, steps: int, plain: Trained) -> tuple[str, Trained | None]:

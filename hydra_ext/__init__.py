@@ -16,7 +16,7 @@ if (_problem := _guard.load_extension()) is not None:
 from hydra_ext import _build_info, optim
 from hydra_ext.offload import offload
 from hydra_ext.policy import Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
-from hydra_ext.runtime.report import Report
+from hydra_ext.runtime.reporting.report import Report
 from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hydra_ext.pipeline import Pipeline
     from hydra_ext.pipeline import PipelineOutput as PipelineOutput
     from hydra_ext.pipeline import PipelineReport as PipelineReport
-    from hydra_ext.runtime.figures import StepFigures as StepFigures
+    from hydra_ext.runtime.reporting.figures import StepFigures as StepFigures
     from hydra_ext.runtime.rounds.step import StepOutput as StepOutput
 
 # ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
@@ -60,7 +60,7 @@ _ON_FIRST_USE = {  # a program that does not use them does not wait for them
     "PipelineOutput": "hydra_ext.pipeline",
     "PipelineReport": "hydra_ext.pipeline",
     "load_model": "hydra_ext.checkpoint.loading",
-    "StepFigures": "hydra_ext.runtime.figures",
+    "StepFigures": "hydra_ext.runtime.reporting.figures",
     "StepOutput": "hydra_ext.runtime.rounds.step",
     "materialize": "hydra_ext.construction",
 }

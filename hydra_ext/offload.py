@@ -20,14 +20,15 @@ from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import devices, engine, root
-from hydra_ext.runtime.faces import can_dress
-from hydra_ext.runtime.moving_in import check_parameters, move_in, why_not_fillable
+from hydra_ext.runtime import engine, root
+from hydra_ext.runtime.placement import devices
+from hydra_ext.runtime.placement.faces import can_dress
+from hydra_ext.runtime.placement.moving_in import check_parameters, move_in, why_not_fillable
+from hydra_ext.runtime.placement.residents import buffer_bytes
+from hydra_ext.runtime.placement.spilling import HostLimit, Spilling
 from hydra_ext.runtime.replicas import Replicas, check_group, choose_group, describe
-from hydra_ext.runtime.residents import buffer_bytes
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.run import Run
-from hydra_ext.runtime.spilling import HostLimit, Spilling
 
 # A block is at most this part of the model, where modules allow it, and this part of the budget.
 _BLOCKS_PER_MODEL = 16

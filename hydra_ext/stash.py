@@ -16,7 +16,7 @@ from hydra_ext.activations.report import StashReport
 from hydra_ext.activations.saving import Saving
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import Offload, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import devices
+from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.rounds import fibers
 
 

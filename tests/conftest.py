@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import leftovers, small_disks
+from support import leftovers
+from support.checkpoint import small_disks
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -48,6 +48,7 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("construction",),
     ("runtime",),
+    ("split",),
     ("offload", "stash", "pipeline", "fleet", "data", "tiled"),
     ("integrations",),
     ("cli",),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import UnsupportedModel
-from support.zoo import FAMILIES
+from support.models.zoo import FAMILIES
 
 
 def names(layout: Layout) -> list[str]:

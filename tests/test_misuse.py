@@ -22,9 +22,9 @@ from hydra_ext.errors import (
 )
 from hydra_ext.runtime import engine
 from support.benches import ROOMY, activation_bytes, assert_same, parameter_bytes, tight_budget
-from support.footprint import footprint
-from support.outcomes import POISONED, outcome
-from support.window_subjects import language_loss, tiny_gpt2
+from support.runtime.footprint import footprint
+from support.runtime.outcomes import POISONED, outcome
+from support.windows.window_subjects import language_loss, tiny_gpt2
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
 

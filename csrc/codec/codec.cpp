@@ -8,7 +8,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/base/float_mode.h"
-#include "csrc/codec/kernels.h"
+#include "csrc/codec/kernels/kernels.h"
 #include "csrc/codec/layout.h"
 
 namespace hydra::codec {

@@ -8,7 +8,7 @@
 
 #include "csrc/base/half.h"
 #include "csrc/optim/cuda_step.h"
-#include "csrc/optim/kernels.h"
+#include "csrc/optim/kernels/kernels.h"
 
 namespace hydra {
 
@@ -17,11 +17,11 @@ namespace {
 #define HYDRA_INLINE __device__ inline
 #define HYDRA_KERNEL __device__ static
 
-#include "csrc/optim/scalar_vector.h"
+#include "csrc/optim/kernels/scalar_vector.h"
 
 static_assert(Vector::kWidth == 1, "no numbers are left at the end");
 
-#include "csrc/optim/kernel_frame.h"
+#include "csrc/optim/kernels/kernel_frame.h"
 
 constexpr int kThreads = 256;
 constexpr std::int64_t kMostBlocks = 1 << 16;

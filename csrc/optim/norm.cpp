@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "csrc/base/float_mode.h"
-#include "csrc/optim/kernels.h"
+#include "csrc/optim/kernels/kernels.h"
 #include "csrc/optim/ranges.h"
 
 namespace hydra {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "csrc/base/float_mode.h"
-#include "csrc/optim/kernels.h"
+#include "csrc/optim/kernels/kernels.h"
 
 namespace hydra {
 

@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 
-from hydra_ext.checkpoint import checksum
-from hydra_ext.checkpoint import manifest as manifests
-from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, newest_first, perhaps_newer, read_manifest
-from hydra_ext.checkpoint.reader import Reader
+from hydra_ext.checkpoint.format import checksum
+from hydra_ext.checkpoint.format import manifest as manifests
+from hydra_ext.checkpoint.format.files import Files, closing
+from hydra_ext.checkpoint.format.reader import Reader
 from hydra_ext.errors import CheckpointError, CheckpointRemoved
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from hydra_ext.checkpoint import manifest as manifests
-from hydra_ext.checkpoint.files import Files, closing, is_regular, read_all
-from hydra_ext.checkpoint.manifest import BadManifest, Manifest
+from hydra_ext.checkpoint.format import manifest as manifests
+from hydra_ext.checkpoint.format.files import Files, closing, is_regular, read_all
+from hydra_ext.checkpoint.format.manifest import BadManifest, Manifest
 from hydra_ext.errors import CheckpointError, CheckpointsInUse
 
 logger = logging.getLogger(__name__)

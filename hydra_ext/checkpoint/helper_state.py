@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from hydra_ext.checkpoint.format.values import BadValue, Encoder, decode
 from hydra_ext.checkpoint.optimizer_state import kind
-from hydra_ext.checkpoint.values import BadValue, Encoder, decode
 from hydra_ext.errors import UnsupportedState
 
 

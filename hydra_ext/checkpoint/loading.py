@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hydra_ext.checkpoint import model_state
 from hydra_ext.checkpoint.choosing import newest
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.format.files import Files
+from hydra_ext.checkpoint.format.reader import Reader
 from hydra_ext.checkpoint.model_state import Named
-from hydra_ext.checkpoint.reader import Reader
 from hydra_ext.errors import CheckpointError, CheckpointMismatch, UnsupportedState
 
 logger = logging.getLogger(__name__)

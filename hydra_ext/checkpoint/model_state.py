@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.checkpoint.header import CODES
-from hydra_ext.checkpoint.manifest import Manifest
-from hydra_ext.checkpoint.tensors import Entry
+from hydra_ext.checkpoint.format.header import CODES
+from hydra_ext.checkpoint.format.manifest import Manifest
+from hydra_ext.checkpoint.format.tensors import Entry
 from hydra_ext.errors import UnsupportedState
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_ext.checkpoint.tensors import Entry
-from hydra_ext.checkpoint.values import BadValue, Encoder, decode
+from hydra_ext.checkpoint.format.tensors import Entry
+from hydra_ext.checkpoint.format.values import BadValue, Encoder, decode
 from hydra_ext.errors import UnsupportedState
 from hydra_ext.optim.delayed import DelayedOptimizer
 from hydra_ext.optim.host_optimizer import HostOptimizer

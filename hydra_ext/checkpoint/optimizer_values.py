@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_ext.checkpoint.format.values import BadValue, decode
 from hydra_ext.checkpoint.optimizer_trials import Kept, Trials, shape
-from hydra_ext.checkpoint.values import BadValue, decode
 from hydra_ext.optim import masters
 from hydra_ext.optim.host_optimizer import HostOptimizer
 

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra_ext import _C
-from hydra_ext.checkpoint import manifest as manifests
-from hydra_ext.checkpoint import writer
-from hydra_ext.checkpoint.files import Files, closing, write_all
 from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first
-from hydra_ext.checkpoint.manifest import BadManifest, Manifest, Share
-from hydra_ext.checkpoint.tensors import Entry
+from hydra_ext.checkpoint.format import manifest as manifests
+from hydra_ext.checkpoint.format import writer
+from hydra_ext.checkpoint.format.files import Files, closing, write_all
+from hydra_ext.checkpoint.format.manifest import BadManifest, Manifest, Share
+from hydra_ext.checkpoint.format.tensors import Entry
 from hydra_ext.errors import SaveFailed
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hydra_ext.checkpoint import choosing
-from hydra_ext.checkpoint import manifest as manifests
-from hydra_ext.checkpoint.files import Files, closing
 from hydra_ext.checkpoint.folder import Folder, Found, State, newest_first, perhaps_newer
+from hydra_ext.checkpoint.format import manifest as manifests
+from hydra_ext.checkpoint.format.files import Files, closing
 from hydra_ext.errors import CheckpointError, CheckpointRemoved, CheckpointUnavailable
 
 _PERHAPS_UNDER_WAY = (State.UNFINISHED, State.EMPTY)

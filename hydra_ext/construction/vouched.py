@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hydra_ext.checkpoint import checksum
-from hydra_ext.checkpoint import manifest as manifests
-from hydra_ext.checkpoint.manifest import BadManifest, Manifest, TensorRecord
-from hydra_ext.checkpoint.tensors import bytes_of
+from hydra_ext.checkpoint.format import checksum
+from hydra_ext.checkpoint.format import manifest as manifests
+from hydra_ext.checkpoint.format.manifest import BadManifest, Manifest, TensorRecord
+from hydra_ext.checkpoint.format.tensors import bytes_of
 from hydra_ext.errors import WeightsError
 
 _ADVICE = "take another checkpoint, or a whole copy of this one"

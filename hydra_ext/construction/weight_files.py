@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hydra_ext.checkpoint.header import DTYPES
+from hydra_ext.checkpoint.format.header import DTYPES
 from hydra_ext.construction.vouched import Vouched
 from hydra_ext.errors import WeightsError
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hydra_ext.pipeline.batch import Batch
-from hydra_ext.pipeline.chain import assemble, take_apart
-from hydra_ext.pipeline.links import Inbox, Outbox
-from hydra_ext.pipeline.messages import Message
 from hydra_ext.pipeline.output import PipelineOutput
+from hydra_ext.pipeline.ranks.links import Inbox, Outbox
+from hydra_ext.pipeline.ranks.messages import Message
+from hydra_ext.pipeline.stages.chain import assemble, take_apart
 from hydra_ext.pipeline.tally import Tally
 
 

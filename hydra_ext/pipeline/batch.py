@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from hydra_ext.errors import StateError
-from hydra_ext.pipeline.messages import Message
-from hydra_ext.pipeline.update import Settings
+from hydra_ext.pipeline.ranks.messages import Message
+from hydra_ext.pipeline.stages.update import Settings
 from hydra_ext.schedule import Action
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from hydra_ext.errors import InvalidArgument
-from hydra_ext.pipeline.parts import StageModule
-from hydra_ext.pipeline.tier import TierOptions
-from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.ranks.topology import Topology
+from hydra_ext.pipeline.stages.parts import StageModule
+from hydra_ext.pipeline.stages.tier import TierOptions
 from hydra_ext.policy import Checks, SimulatedDevice, parse_bytes
-from hydra_ext.runtime import devices
+from hydra_ext.runtime.placement import devices
 from hydra_ext.schedule import Schedule
 
 

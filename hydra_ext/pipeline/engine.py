@@ -14,27 +14,27 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.pipeline.alike import begin_alike
 from hydra_ext.pipeline.batch import Batch
 from hydra_ext.pipeline.executor import Executor, OwnStage, Update
-from hydra_ext.pipeline.gradients import Holder, Partners, Reducer, SharedWeight
-from hydra_ext.pipeline.links import Inbox, Links, Outbox
-from hydra_ext.pipeline.modes import Modes
-from hydra_ext.pipeline.parts import Part, Parts
-from hydra_ext.pipeline.recompute import RecomputedStage
-from hydra_ext.pipeline.remembered import RememberingStage
-from hydra_ext.pipeline.split.listed import refuse_in_tuples
-from hydra_ext.pipeline.split.stand_ins import is_absent
-from hydra_ext.pipeline.split.state_dicts import refuse_while_under_way
-from hydra_ext.pipeline.stage_program import StageProgram, microbatch_seed
-from hydra_ext.pipeline.tier import Tier, TierOptions
-from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.ranks.gradients import Holder, Partners, Reducer, SharedWeight
+from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.ranks.topology import Topology
+from hydra_ext.pipeline.ranks.watch import Watch
+from hydra_ext.pipeline.stages.alike import begin_alike
+from hydra_ext.pipeline.stages.modes import Modes
+from hydra_ext.pipeline.stages.parts import Part, Parts
+from hydra_ext.pipeline.stages.recompute import RecomputedStage
+from hydra_ext.pipeline.stages.remembered import RememberingStage
+from hydra_ext.pipeline.stages.tier import Tier, TierOptions
+from hydra_ext.pipeline.stages.trained import Trained
+from hydra_ext.pipeline.stages.update import settings_of
+from hydra_ext.pipeline.stages.versions import StageWeights
 from hydra_ext.pipeline.trace import Activity
-from hydra_ext.pipeline.trained import Trained
-from hydra_ext.pipeline.update import settings_of
-from hydra_ext.pipeline.versions import StageWeights
-from hydra_ext.pipeline.watch import Watch
 from hydra_ext.schedule import Schedule
+from hydra_ext.split.stage_program import StageProgram, microbatch_seed
+from hydra_ext.split.stages.stand_ins import is_absent
+from hydra_ext.split.stages.state_dicts import refuse_while_under_way
+from hydra_ext.split.state.listed import refuse_in_tuples
 
 logger = logging.getLogger(__name__)
 

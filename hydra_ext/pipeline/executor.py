@@ -14,19 +14,19 @@ from torch import Tensor
 
 from hydra_ext.errors import StateError
 from hydra_ext.pipeline.batch import Batch
-from hydra_ext.pipeline.gradients import BatchGradients, Reducer, StageGradients
-from hydra_ext.pipeline.links import Inbox, Outbox
-from hydra_ext.pipeline.messages import Message
-from hydra_ext.pipeline.modes import Flags, Modes
-from hydra_ext.pipeline.stage_program import Crossing, StagePass, StageProgram
+from hydra_ext.pipeline.ranks.gradients import BatchGradients, Reducer, StageGradients
+from hydra_ext.pipeline.ranks.links import Inbox, Outbox
+from hydra_ext.pipeline.ranks.messages import Message
+from hydra_ext.pipeline.ranks.watch import Watch
+from hydra_ext.pipeline.stages.modes import Flags, Modes
+from hydra_ext.pipeline.stages.tier import Tier
+from hydra_ext.pipeline.stages.update import OptimizerStep, steps_behind
+from hydra_ext.pipeline.stages.versions import StageWeights
 from hydra_ext.pipeline.tally import Tally
-from hydra_ext.pipeline.tier import Tier
 from hydra_ext.pipeline.transfers import ROOM, UpdateBehind
-from hydra_ext.pipeline.update import OptimizerStep, steps_behind
-from hydra_ext.pipeline.versions import StageWeights
-from hydra_ext.pipeline.watch import Watch
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.schedule import Action, ActionKind, Schedule
+from hydra_ext.split.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.state.layout import copied
 from hydra_ext.state.randomness import host_randomness_kept
 

@@ -19,22 +19,22 @@ from torch import nn
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.batches import as_microbatches
+from hydra_ext.pipeline.checkpoint.resumable import Resumable
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
 from hydra_ext.pipeline.engine import TO_END, Engine, MakeOptimizer, common_seed
 from hydra_ext.pipeline.executor import Update
-from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.pipeline.output import PipelineOutput
-from hydra_ext.pipeline.parts import Parts, StageModule, explicit_parts
+from hydra_ext.pipeline.ranks.together import Together
+from hydra_ext.pipeline.ranks.topology import Topology
+from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.report import PipelineReport, make_report
-from hydra_ext.pipeline.resumable import Resumable
-from hydra_ext.pipeline.sharing import refuse_late_sums
-from hydra_ext.pipeline.splitting import split_parts
-from hydra_ext.pipeline.together import Together
-from hydra_ext.pipeline.topology import Topology
+from hydra_ext.pipeline.stages.parts import Parts, StageModule, explicit_parts
+from hydra_ext.pipeline.stages.splitting import split_parts
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
-from hydra_ext.pipeline.watch import Watch
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.schedule import Schedule, make
+from hydra_ext.schedule.meaning import norm_comes_in_time
+from hydra_ext.schedule.sharing import refuse_late_sums
 
 logger = logging.getLogger(__name__)
 

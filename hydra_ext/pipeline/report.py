@@ -8,14 +8,14 @@ from typing import Any
 
 from hydra_ext.pipeline.engine import Engine
 from hydra_ext.pipeline.executor import OwnStage
-from hydra_ext.pipeline.links import Inbox, Outbox
-from hydra_ext.pipeline.meaning import delay_of, meaning_of
-from hydra_ext.pipeline.parts import Part, Parts
-from hydra_ext.pipeline.split import SplitStage
+from hydra_ext.pipeline.ranks.links import Inbox, Outbox
+from hydra_ext.pipeline.ranks.topology import Topology
+from hydra_ext.pipeline.stages.parts import Part, Parts
 from hydra_ext.pipeline.tally import RECENT, Tally
-from hydra_ext.pipeline.topology import Topology
-from hydra_ext.runtime.report import Report
+from hydra_ext.runtime.reporting.report import Report
 from hydra_ext.schedule import Schedule
+from hydra_ext.schedule.meaning import delay_of, meaning_of
+from hydra_ext.split import SplitStage
 
 _NAMED_BLOCKS = 4  # of a stage, in the text
 

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hydra_ext.errors import StateError
-from hydra_ext.runtime.devices import MOVED
+from hydra_ext.runtime.placement.devices import MOVED
 from hydra_ext.state.copies import sharing
 from hydra_ext.tracing import nothing_traced
 

@@ -21,19 +21,19 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import compiled, engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
-from hydra_ext.runtime.devices import Place
-from hydra_ext.runtime.faces import dress
-from hydra_ext.runtime.figures import Callback, StepMeter, TokenCount
-from hydra_ext.runtime.homes import Homes
-from hydra_ext.runtime.live import live_line
+from hydra_ext.runtime.placement.devices import Place
+from hydra_ext.runtime.placement.faces import dress
+from hydra_ext.runtime.placement.homes import Homes
+from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
-from hydra_ext.runtime.report import Report, make_report
-from hydra_ext.runtime.resumable import Resumable
+from hydra_ext.runtime.reporting.figures import Callback, StepMeter, TokenCount
+from hydra_ext.runtime.reporting.live import live_line
+from hydra_ext.runtime.reporting.report import Report, make_report
+from hydra_ext.runtime.reporting.trace import Trace
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
 from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
-from hydra_ext.runtime.spilling import Spilling
-from hydra_ext.runtime.trace import Trace
+from hydra_ext.runtime.saving.resumable import Resumable
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
 

@@ -21,8 +21,8 @@ from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.optim import clip
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
-from hydra_ext.runtime.homes import Homes
-from hydra_ext.runtime.spilling import Spilling
+from hydra_ext.runtime.placement.homes import Homes
+from hydra_ext.runtime.placement.spilling import Spilling
 
 logger = logging.getLogger(__name__)
 

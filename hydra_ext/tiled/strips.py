@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.policy import SimulatedDevice, parse_bytes
-from hydra_ext.tiled import operations
 from hydra_ext.tiled.devices import choose
+from hydra_ext.tiled.operators import operations
 from hydra_ext.tiled.run import TiledRun
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hydra_ext
-from support.checkpoints import small
+from support.checkpoint.checkpoints import small
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import hydra_ext
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.checkpoint.verifying import verify
 from hydra_ext.errors import CheckpointError, CheckpointMismatch
-from support import damaged
-from support.damaged import ATTACKS, Subject
+from support.checkpoint import damaged
+from support.checkpoint.damaged import ATTACKS, Subject
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,18 @@ import torch
 from torch import nn
 
 import hydra_ext
-from hydra_ext.checkpoint import files as files_module
-from hydra_ext.checkpoint import loading, verifying, writer
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint import loading, verifying
 from hydra_ext.checkpoint.folder import Folder
+from hydra_ext.checkpoint.format import files as files_module
+from hydra_ext.checkpoint.format import writer
+from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.checkpoint.verifying import verify
 from hydra_ext.construction import weight_files
 from hydra_ext.construction.recipes import fill
 from hydra_ext.errors import CheckpointRemoved, CheckpointsInUse, TooManyFiles, WeightsError
-from support.checkpoints import Small
-from support.faulty_files import CountingFiles
-from support.saving_beside import InterruptedFiles, numbered, saver
+from support.checkpoint.checkpoints import Small
+from support.checkpoint.faulty_files import CountingFiles
+from support.checkpoint.saving_beside import InterruptedFiles, numbered, saver
 
 LOADS = 200
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ext.checkpoint import writer
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.format import writer
+from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.checkpoint.verifying import verify
 from hydra_ext.errors import CheckpointError, SaveFailed
-from support.checkpoints import Small, small_states
-from support.faulty_files import ERRORS, CountingFiles, FailingFiles, PowerLossFiles, PowerLost
+from support.checkpoint.checkpoints import Small, small_states
+from support.checkpoint.faulty_files import ERRORS, CountingFiles, FailingFiles, PowerLossFiles, PowerLost
 
 KEEP = 2
 

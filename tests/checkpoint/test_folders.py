@@ -11,12 +11,12 @@ from typing import ClassVar
 import pytest
 
 import hydra_ext
-from hydra_ext.checkpoint import manifest
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.format import manifest
+from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.errors import CheckpointError, CheckpointsInUse, SaveFailed
-from support import damaged
-from support.checkpoints import backward, small
-from support.leaving import beside
+from support.checkpoint import damaged
+from support.checkpoint.checkpoints import backward, small
+from support.runtime.leaving import beside
 
 
 def test_a_checkpoint_is_no_folder_of_checkpoints(run: hydra_ext.Run, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import hydra_ext
-from hydra_ext.checkpoint import writer
-from hydra_ext.checkpoint.header import CODES, DTYPES
+from hydra_ext.checkpoint.format import writer
+from hydra_ext.checkpoint.format.header import CODES, DTYPES
 from hydra_ext.errors import CheckpointError, CheckpointMismatch
-from support.checkpoints import Job, differences, manifest_of, offloaded
+from support.checkpoint.checkpoints import Job, differences, manifest_of, offloaded
 
 
 def saved(model: nn.Module, folder: Path, **options: object) -> Path:

@@ -12,8 +12,8 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Run, SimulatedDevice
 from support.benches import assert_same
-from support.native import BATCHES, state
-from support.on_disk import DEPTH, DEVICE_BUDGET, GRADIENT, ON_DISK, offloaded, pair
+from support.runtime.native import BATCHES, state
+from support.runtime.on_disk import DEPTH, DEVICE_BUDGET, GRADIENT, ON_DISK, offloaded, pair
 
 
 def step_over(run: Run, model: nn.Module, batches: torch.Tensor) -> None:

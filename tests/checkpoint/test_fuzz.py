@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_ext.errors import CheckpointError
-from support import damaged
-from support.damaged import Subject
+from support.checkpoint import damaged
+from support.checkpoint.damaged import Subject
 
 MINUTES = 10  # of the long one
 NAMES = ("manifest.json", "model.safetensors", "optimizer.safetensors")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hydra_ext.checkpoint.verifying import verify
-from support import killed
-from support.killed import TIERS
+from support.checkpoint import killed
+from support.checkpoint.killed import TIERS
 
 FEW, ALL = 2, 40
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import checkpoint_memory
+from support.checkpoint import checkpoint_memory
 
 SLACK = 6 * 2**20  # of Python, and of pieces that are read and written
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.errors import SaveFailed
-from support.checkpoints import Job, copied, differences, offloaded
+from support.checkpoint.checkpoints import Job, copied, differences, offloaded
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import hydra_ext
 from hydra_ext import optim
 from hydra_ext.checkpoint import optimizer_state, optimizer_values
-from hydra_ext.checkpoint.values import BadValue
+from hydra_ext.checkpoint.format.values import BadValue
 
 WEIGHT = "0.weight"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import hydra_ext
 from hydra_ext.checkpoint.verifying import verify
-from support import checkpoint_ranks as bodies
-from support.checkpoints import manifest_of
+from support.checkpoint import checkpoint_ranks as bodies
+from support.checkpoint.checkpoints import manifest_of
 from support.ranks import run_ranks
 
 

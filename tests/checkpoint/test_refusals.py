@@ -18,7 +18,7 @@ from hydra_ext.errors import (
     StateError,
     UnsupportedState,
 )
-from support.checkpoints import Job, backward, differences, offloaded, small
+from support.checkpoint.checkpoints import Job, backward, differences, offloaded, small
 
 # ---- the caller's own -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hydra_ext
-from support.checkpoints import OPTIMIZERS, SCHEDULES, STEPS, Job, differences, offloaded
+from support.checkpoint.checkpoints import OPTIMIZERS, SCHEDULES, STEPS, Job, differences, offloaded
 
 SAVED_AFTER = 3
 BF16 = torch.bfloat16

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hydra_ext
-from hydra_ext.checkpoint.files import Files
+from hydra_ext.checkpoint.format.files import Files
 from hydra_ext.errors import SaveFailed, StateError
-from support.checkpoints import STEPS, Job, Made, differences, offloaded
+from support.checkpoint.checkpoints import STEPS, Job, Made, differences, offloaded
 
 
 @pytest.fixture(autouse=True)

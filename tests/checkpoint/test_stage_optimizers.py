@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hydra_ext.errors import UnsupportedState
-from hydra_ext.pipeline.stage_optimizers import joined
+from hydra_ext.pipeline.checkpoint.stage_optimizers import joined
 
 PLACES = {"a": 0, "b": 1, "c": 2}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ext.checkpoint.values import BadValue, Encoder, decode
+from hydra_ext.checkpoint.format.values import BadValue, Encoder, decode
 from hydra_ext.errors import UnsupportedState
 
 TENSOR = torch.arange(3)

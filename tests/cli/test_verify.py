@@ -12,7 +12,7 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.cli import main
-from support import damaged
+from support.checkpoint import damaged
 
 
 @pytest.fixture

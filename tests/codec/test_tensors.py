@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 import hydra_ext
 from hydra_ext import _C, codec
 from hydra_ext.errors import InvalidArgument, InvalidBound
-from support.compressed import BITS, assert_kept
+from support.stash.compressed import BITS, assert_kept
 
 SPECIAL = [float("nan"), float("inf"), float("-inf"), -0.0, 0.0, 1e-45, -1e-40, 6e-8, 65504.0, 3e38, -1e30]
 BOUNDS = [0.0, 1e-30, 1e-6, 1e-3, 0.01, 0.1, 0.7, 3.0, 1e5, 1e300]

@@ -15,10 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hydra_ext
 from hydra_ext import errors
-from hydra_ext.checkpoint import checksum, manifest
+from hydra_ext.checkpoint.format import checksum, manifest
 from hydra_ext.construction import fill, weight_files
-from support.checkpoints import manifest_of
-from support.materialized import MODELS, SEED, Counted, materialized
+from support.checkpoint.checkpoints import manifest_of
+from support.construction.materialized import MODELS, SEED, Counted, materialized
 
 FAMILY = MODELS["gpt2"]
 ROOMY = 2**26

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.construction import fill, materialize
-from support.constructors import CONSTRUCTORS, FromNumbers, OwnGenerator, Replaced, gpt2
+from support.construction.constructors import CONSTRUCTORS, FromNumbers, OwnGenerator, Replaced, gpt2
 
 SEED = 11
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.construction_memory import Held, observe
-from support.hooked_run import build_hook
+from support.construction.construction_memory import Held, observe
+from support.runtime.hooked_run import build_hook
 
 CONSTANT = 2**20  # buffers, twice, and small parameters
 

@@ -15,8 +15,8 @@ import hydra_ext
 from hydra_ext import Checks, optim
 from hydra_ext.construction import recipes, weight_files
 from support.benches import parameter_bytes
-from support.constructors import Replaced
-from support.materialized import (
+from support.construction.constructors import Replaced
+from support.construction.materialized import (
     MODELS,
     OPTIMIZERS,
     PLAIN,
@@ -30,7 +30,7 @@ from support.materialized import (
     train_briefly,
     write_weights,
 )
-from support.offloaded import offloaded
+from support.runtime.offloaded import offloaded
 from support.training import differences, train
 
 ROOMY = 2**26
@@ -105,10 +105,9 @@ def test_of_files_one_block_at_a_time_is_read(tmp_path: Path, monkeypatch: pytes
 
 def test_all_of_it_lies_in_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arenas: list[Any] = []
-    make = hydra_ext.runtime.devices.SimulatedPlace.make_arena
-    monkeypatch.setattr(
-        hydra_ext.runtime.devices.SimulatedPlace, "make_arena", lambda self: arenas.append(make(self)) or arenas[-1]
-    )
+    place = hydra_ext.runtime.placement.devices.SimulatedPlace
+    make = place.make_arena
+    monkeypatch.setattr(place, "make_arena", lambda self: arenas.append(make(self)) or arenas[-1])
     family = MODELS["gpt2"]
     for weights in (None, write_weights(family.make(SEED), tmp_path)):
         model = materialized(Counted(family), weights)

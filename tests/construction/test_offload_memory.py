@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.materialized_memory import Taken, observe
+from support.construction.materialized_memory import Taken, observe
 
 MIB = 2**20
 MAPPED = 64 * MIB  # of files, at a time

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.materialized import OPTIMIZERS, SEED, train_briefly, write_weights
-from support.materialized_ranks import FAMILY, enter_one_with_memory, enter_without_files, train_together
+from support.construction.materialized import OPTIMIZERS, SEED, train_briefly, write_weights
+from support.construction.materialized_ranks import FAMILY, enter_one_with_memory, enter_without_files, train_together
 from support.ranks import run_ranks
 
 

@@ -14,9 +14,18 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext import errors, optim
-from hydra_ext.runtime import engine, moving_in
-from support.materialized import MODELS, SEED, Counted, in_parts, materialized, train_briefly, write_weights
-from support.offloaded import offloaded
+from hydra_ext.runtime import engine
+from hydra_ext.runtime.placement import moving_in
+from support.construction.materialized import (
+    MODELS,
+    SEED,
+    Counted,
+    in_parts,
+    materialized,
+    train_briefly,
+    write_weights,
+)
+from support.runtime.offloaded import offloaded
 from support.training import differences
 
 ROOMY = 2**26

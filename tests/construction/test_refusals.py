@@ -13,8 +13,8 @@ from torch import nn
 
 from hydra_ext import errors
 from hydra_ext.construction import fill, materialize
-from support.constructors import FromNumbers
-from support.leaving import beside
+from support.construction.constructors import FromNumbers
+from support.runtime.leaving import beside
 
 PARAMETER_NEW = nn.Parameter.__dict__["__new__"]
 THERE_BEFORE = nn.Linear(2, 2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hydra_ext.construction import fill, materialize, weight_files
 from hydra_ext.errors import WeightsError
-from support.constructors import CONSTRUCTORS, gpt2, resnet, vit
+from support.construction.constructors import CONSTRUCTORS, gpt2, resnet, vit
 
 SHARD = "model-0000{}-of-00002.safetensors"
 

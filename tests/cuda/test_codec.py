@@ -7,7 +7,7 @@ import torch
 
 from hydra_ext import codec
 from hydra_ext.errors import DamagedStream
-from support.compressed import assert_kept
+from support.stash.compressed import assert_kept
 
 SHAPES = [(), (0,), (1,), (31,), (32,), (33,), (1024,), (32 * 1024 + 1,), (3, 70_001), (2, 64, 56, 56)]
 PART = 48  # a stream's header

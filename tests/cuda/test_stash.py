@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from support.stashed import assert_empty, assert_same, gradients
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 LAYERS = (nn.Linear, nn.Conv2d)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from hydra_ext.errors import ModelChanged
-from hydra_ext.runtime.devices import CudaPlace
+from hydra_ext.runtime.placement.devices import CudaPlace
 from support.fake_cuda import DEVICE, fake_cuda
 
 

@@ -9,7 +9,7 @@ import torch
 
 import hydra_ext
 from support.benches import ROOMY, assert_same
-from support.native import BATCHES, OPTIMIZERS, stack, state
+from support.runtime.native import BATCHES, OPTIMIZERS, stack, state
 
 
 @pytest.fixture(autouse=True)

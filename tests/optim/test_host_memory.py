@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from hydra_ext.runtime import exempt
-from support.hooked_run import build_hook
-from support.host_memory import ALIGNED, HEAP, MAPPED, MICROBATCHES, PAGE_ALIGNED, STEPS, HostMemory, observe
+from hydra_ext.runtime.placement import exempt
+from support.runtime.hooked_run import build_hook
+from support.runtime.host_memory import ALIGNED, HEAP, MAPPED, MICROBATCHES, PAGE_ALIGNED, STEPS, HostMemory, observe
 
 SETTLED = slice(3, None)  # steps by which everything has been seen
 

@@ -10,9 +10,9 @@ import torch
 
 from hydra_ext import _C
 from hydra_ext.errors import BudgetTooSmall
-from support.offloaded import gradient_bytes, offloaded
+from support.models.zoo import FAMILIES
+from support.runtime.offloaded import gradient_bytes, offloaded
 from support.training import STEPS, Recipe, build, build_optimizer, differences, parameter_bytes, plain_peak, train
-from support.zoo import FAMILIES
 
 GPT2 = FAMILIES["gpt2"]
 CHECKPOINTING = {"kept activations": Recipe(), "checkpointed": Recipe(checkpointing="plain")}

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hydra_ext import Checks, offload
+from support.models.zoo import FAMILIES, Family
 from support.training import Recipe, build, build_optimizer, differences, plain_peak, train
-from support.zoo import FAMILIES, Family
 
 GPT2 = FAMILIES["gpt2"]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from support.offloaded import gradient_bytes, offloaded, updated_bytes
+from support.models.zoo import FAMILIES
 from support.pairwise import Row, covering_rows
+from support.runtime.offloaded import gradient_bytes, offloaded, updated_bytes
 from support.training import (
     STEPS,
     Recipe,
@@ -25,7 +26,6 @@ from support.training import (
     something_follows,
     train,
 )
-from support.zoo import FAMILIES
 
 CHOICES: dict[str, list[Any]] = {
     "family": list(FAMILIES),

@@ -1,7 +1,7 @@
 """The budget's own count against a malloc hook that knows nothing of it, term by term.
 
 Slots and tensors are aligned blocks, the host arena is mapped, and the rest has to be within what
-``hydra_ext.runtime.exempt`` names.
+``hydra_ext.runtime.placement.exempt`` names.
 """
 
 from itertools import pairwise
@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hydra_ext.runtime import exempt
-from support.hooked_run import HookedRun, Scenario, StepSeen, build_hook, observe
+from hydra_ext.runtime.placement import exempt
+from support.models.zoo import FAMILIES
+from support.runtime.hooked_run import HookedRun, Scenario, StepSeen, build_hook, observe
 from support.training import Recipe, build, parameter_bytes, plain_peak
-from support.zoo import FAMILIES
 
 SCENARIOS = {
     "gpt2": ("gpt2", Recipe(), 25, False),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext import Checks, offload
+from support.models.zoo import FAMILIES
 from support.training import Recipe, build, build_optimizer, plain_peak
-from support.zoo import FAMILIES
 
 STEPS = 5
 RECIPE = Recipe(clip=True)

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainingArguments
 
 import hydra_ext
 from support.benches import assert_same, tight_budget
-from support.outcomes import POISONED
-from support.window_subjects import batch, language_loss, tiny_gpt2
+from support.runtime.outcomes import POISONED
+from support.windows.window_subjects import batch, language_loss, tiny_gpt2
 
 STEPS = 3
 

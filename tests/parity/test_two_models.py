@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.runtime import engine
-from support.offloaded import Observed, offloaded
+from support.models.zoo import FAMILIES, Family
+from support.runtime.offloaded import Observed, offloaded
 from support.training import STEPS, Recipe, build, build_optimizer, differences, parameter_bytes, plain_peak
-from support.zoo import FAMILIES, Family
 
 PAIR = (FAMILIES["gpt2"], FAMILIES["unet"])
 RECIPE = Recipe()

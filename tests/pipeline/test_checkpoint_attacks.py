@@ -13,9 +13,10 @@ import torch
 
 from hydra_ext.errors import CheckpointError
 from hydra_ext.pipeline import Pipeline
-from support import damaged, pipelines
-from support import pipeline_save_failures as bodies
-from support.pipeline_save_failures import own
+from support.checkpoint import damaged
+from support.pipeline import pipeline_save_failures as bodies
+from support.pipeline import pipelines
+from support.pipeline.pipeline_save_failures import own
 from support.ranks import run_ranks
 
 WEIGHT = "0.0.embedding.weight"

@@ -10,9 +10,10 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.checkpoint.verifying import verify
-from support import pipeline_save_failures as bodies
-from support import pipelines, saving_beside
-from support.pipeline_failures import run_to_the_end
+from support.checkpoint import saving_beside
+from support.pipeline import pipeline_save_failures as bodies
+from support.pipeline import pipelines
+from support.pipeline.pipeline_failures import run_to_the_end
 from support.ranks import run_ranks
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from support import pipelines
-from support.checkpoints import manifest_of
-from support.pipeline_checkpoints import SAVED, Kind, interrupted, load_and_save, same, state, tensors_in
-from support.plain_models import Case
+from support.checkpoint.checkpoints import manifest_of
+from support.pipeline import pipelines
+from support.pipeline.pipeline_checkpoints import SAVED, Kind, interrupted, load_and_save, same, state, tensors_in
+from support.plain.plain_models import Case
 from support.ranks import run_ranks
 
 TIED = Kind(Case("gpt2", schedule="2bw", microbatches=3, steps=5, max_norm=0.5), decays=True)

@@ -14,9 +14,9 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.cli import main
-from support.checkpoints import manifest_of
-from support.pipeline_checkpoints import SAVED, check, load_and_go_on, plain, read_as_weights, save_and_go_on
-from support.plain_models import OPTIMIZERS, Case
+from support.checkpoint.checkpoints import manifest_of
+from support.pipeline.pipeline_checkpoints import SAVED, check, load_and_go_on, plain, read_as_weights, save_and_go_on
+from support.plain.plain_models import OPTIMIZERS, Case
 from support.ranks import run_ranks
 
 TIED = Case("gpt2", cuts=("transformer.h.2",), microbatches=3, steps=5)

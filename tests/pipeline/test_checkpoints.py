@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.pipeline_checkpoints import SAVED, check, load_and_go_on, save_and_go_on
-from support.plain_models import Case
+from support.pipeline.pipeline_checkpoints import SAVED, check, load_and_go_on, save_and_go_on
+from support.plain.plain_models import Case
 from support.ranks import run_ranks
 
 FEW = (

@@ -11,9 +11,9 @@ import torch
 
 from hydra_ext.errors import RankFailed
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.pipeline.watch import Failure
-from support import pipeline_closing, pipelines
-from support.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
+from hydra_ext.pipeline.ranks.watch import Failure
+from support.pipeline import pipeline_closing, pipelines
+from support.pipeline.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
 from support.ranks import run_ranks
 
 
@@ -63,7 +63,7 @@ def test_a_pipeline_that_was_not_closed_is_warned_about_whatever_became_of_other
     program = """
 import logging
 from hydra_ext.pipeline import Pipeline
-from support import pipelines
+from support.pipeline import pipelines
 logging.basicConfig()
 first, second = (Pipeline(None, pipelines.sgd, stages=pipelines.make_stages(1), microbatches=1) for _ in range(2))
 first.close()

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor, nn
 
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.pipeline.watch import Watch
-from support import pipeline_evaluations, pipelines
-from support.pipeline_evaluations import COUNT
+from hydra_ext.pipeline.ranks.watch import Watch
+from support.pipeline import pipeline_evaluations, pipelines
+from support.pipeline.pipeline_evaluations import COUNT
 from support.ranks import run_ranks
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support import pipeline_failures
-from support.pipeline_failures import (
+from support.pipeline import pipeline_failures
+from support.pipeline.pipeline_failures import (
     LIMIT_SECONDS,
     Failing,
     run_to_the_end,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hydra_ext.errors import StateError
-from hydra_ext.pipeline.kept import twice
-from support import given_twice
+from hydra_ext.pipeline.stages.kept import twice
+from support.plain import given_twice
 from support.ranks import run_ranks
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import handed_on
-from support.handed_on import COUNT, KEPT
+from support.plain import handed_on
+from support.plain.handed_on import COUNT, KEPT
 from support.ranks import run_ranks
 
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hydra_ext.pipeline import Pipeline, links, update
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.ranks import links
+from hydra_ext.pipeline.stages import update
 from hydra_ext.runtime import engine
-from support import pipelines
-from support.pipelines import Case
+from support.pipeline import pipelines
+from support.pipeline.pipelines import Case
 
 
 def test_an_interrupted_wait_for_an_update_leaves_the_users_own_parameters_and_random_numbers(

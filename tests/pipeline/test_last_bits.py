@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import last_bits
-from support.last_bits import cases, differing, microbatches
+from support.plain import last_bits
+from support.plain.last_bits import cases, differing, microbatches
 from support.ranks import run_ranks
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support import pipeline_late_sums
+from support.pipeline import pipeline_late_sums
 from support.ranks import run_ranks
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support import link_failures, pipeline_links
-from support.pipeline_links import ALIKE, LAYOUTS, WORDY, crossing_bytes
+from support.pipeline import pipeline_links
+from support.pipeline.pipeline_links import ALIKE, LAYOUTS, WORDY, crossing_bytes
+from support.plain import link_failures
 from support.ranks import run_ranks
 
 

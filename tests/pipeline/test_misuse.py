@@ -22,9 +22,9 @@ from hydra_ext.errors import (
     UnsupportedModel,
 )
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.pipeline.meaning import norm_comes_in_time
 from hydra_ext.schedule import make
-from support import pipelines
+from hydra_ext.schedule.meaning import norm_comes_in_time
+from support.pipeline import pipelines
 from support.ranks import run_ranks
 
 

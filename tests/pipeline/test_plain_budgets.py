@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.plain_budgets import MICROBATCHES, STEPS, Case, check, train_all
-from support.plain_inputs import SUBJECTS
+from support.plain.plain_budgets import MICROBATCHES, STEPS, Case, check, train_all
+from support.plain.plain_inputs import SUBJECTS
 from support.ranks import run_ranks
 
 VIEWS = "written views"  # without a budget: a call's tensors come to the device one by one, as by Tensor.to

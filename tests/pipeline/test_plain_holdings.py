@@ -10,11 +10,12 @@ import torch
 
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.pipeline import Pipeline, splitting
-from support.listed_models import LISTED, ByTuple, train_all
-from support.pipelines import sgd
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.stages import splitting
+from support.pipeline.pipelines import sgd
 from support.ranks import run_ranks
-from support.split_models_own import Stack, text, text_loss
+from support.split.listed_models import LISTED, ByTuple, train_all
+from support.split.split_models_own import Stack, text, text_loss
 
 BATCH = text(torch.Generator().manual_seed(1))
 

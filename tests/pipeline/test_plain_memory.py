@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.stateful_models import CHECKPOINTED, MODELS, Case, told_and_trained, train_all, train_plainly
+from support.split.stateful_models import CHECKPOINTED, MODELS, Case, told_and_trained, train_all, train_plainly
 
 
 def check(case: Case, ranks: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.plain_models import SUBJECTS, WIDE, Case, Rank, check, train_all
+from support.plain.plain_models import SUBJECTS, WIDE, Case, Rank, check, train_all
 from support.ranks import run_ranks
 
 ROOMY = 10**8  # poisoned hosts tell whether all that is computed with came to the device

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.plain_refusals import (
+from support.plain.plain_refusals import (
     REFUSED,
     WAYS,
     Change,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hydra_ext.pipeline.stage_program import event_seed
-from support.other_seeds import COMMON, first_losses, train, train_explicit
+from hydra_ext.split.stage_program import event_seed
+from support.plain.other_seeds import COMMON, first_losses, train, train_explicit
 from support.ranks import run_ranks
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from support.ranks import run_ranks
-from support.split_models_own import text, text_loss
-from support.split_side_effects import FrozenBelow, Training, train, train_frozen, train_plainly
+from support.split.split_models_own import text, text_loss
+from support.split.split_side_effects import FrozenBelow, Training, train, train_frozen, train_plainly
 
 CASES = [
     Training(loss, cuts, recompute)

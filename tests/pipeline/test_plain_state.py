@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from support.plain_state import BATCHES, model, state_after_a_step
+from support.plain.plain_state import BATCHES, model, state_after_a_step
 from support.ranks import run_ranks
-from support.split_models_own import text_loss
+from support.split.split_models_own import text_loss
 
 
 def test_a_replaced_buffer_is_in_one_ranks_state(tmp_path: Path) -> None:

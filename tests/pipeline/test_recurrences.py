@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support import pipelines
-from support.pipelines import OPTIMIZERS, Case
+from support.pipeline import pipelines
+from support.pipeline.pipelines import OPTIMIZERS, Case
 from support.ranks import run_ranks
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from hydra_ext import schedule
 from hydra_ext._C import Action, ActionKind
-from hydra_ext.pipeline.meaning import delay_of, meaning_of
 from hydra_ext.pipeline.tally import RECENT, Tally
-from support import pipeline_reports, pipelines
-from support.pipelines import CLASSES, WIDTH, Case
+from hydra_ext.schedule.meaning import delay_of, meaning_of
+from support.pipeline import pipeline_reports, pipelines
+from support.pipeline.pipelines import CLASSES, WIDTH, Case
 from support.ranks import run_ranks
 
 APPROXIMATE = "approximate, not the numbers of plain training"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from support import pipeline_set_up
-from support.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
-from support.pipeline_set_up import FAILING, FailingSetUp
+from support.pipeline import pipeline_set_up
+from support.pipeline.pipeline_failures import LIMIT_SECONDS, run_to_the_end, seconds_after_the_failure
+from support.pipeline.pipeline_set_up import FAILING, FailingSetUp
 from support.ranks import run_ranks
 
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from hydra_ext.errors import InvalidSchedule, StateError, UnsupportedModel
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.pipeline.gradients import BatchGradients
+from hydra_ext.pipeline.ranks.gradients import BatchGradients
 from hydra_ext.schedule import Schedule
-from support import pipelines
-from support.pipelines import Case
+from support.pipeline import pipelines
+from support.pipeline.pipelines import Case
 
 HEAD = "hydra-schedule 1 stages=1 ranks=1 microbatches=2 versions="
 

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hydra_ext
 from hydra_ext.pipeline import Pipeline
-from support import pipelines
-from support.pipelines import Case
+from support.pipeline import pipelines
+from support.pipeline.pipelines import Case
 
 
 @torch.no_grad()

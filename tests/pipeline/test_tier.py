@@ -9,9 +9,9 @@ import pytest
 from hydra_ext.errors import BudgetTooSmall, InvalidArgument, InvalidBudget
 from hydra_ext.pipeline import Pipeline
 from hydra_ext.policy import SimulatedDevice
-from support import pipeline_memory, pipelines
-from support.pipeline_memory import ACTIVATION_BYTES, INPUT_BYTES, WEIGHT_BYTES
-from support.pipelines import Case
+from support.pipeline import pipeline_memory, pipelines
+from support.pipeline.pipeline_memory import ACTIVATION_BYTES, INPUT_BYTES, WEIGHT_BYTES
+from support.pipeline.pipelines import Case
 from support.ranks import run_ranks
 
 SLACK = 2048  # scalars of the loss and of the graph, rounded up

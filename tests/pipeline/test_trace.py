@@ -9,10 +9,10 @@ import pytest
 
 from hydra_ext.errors import TraceFileError
 from hydra_ext.schedule import Schedule
-from support import pipeline_traces
-from support.pipeline_reports import make
-from support.pipeline_traces import RankTrace, read, tokens
-from support.pipelines import Case
+from support.pipeline import pipeline_traces
+from support.pipeline.pipeline_reports import make
+from support.pipeline.pipeline_traces import RankTrace, read, tokens
+from support.pipeline.pipelines import Case
 from support.ranks import run_ranks
 from support.schedules import B, F, U
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from hydra_ext import _C
-from hydra_ext.pipeline import Pipeline, update
-from support import pipelines
-from support.pipelines import Case
+from hydra_ext.pipeline import Pipeline
+from hydra_ext.pipeline.stages import update
+from support.pipeline import pipelines
+from support.pipeline.pipelines import Case
 from support.ranks import run_ranks
 
 PATIENCE = 120.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from hydra_ext.pipeline.watch import Watch
+from hydra_ext.pipeline.ranks.watch import Watch
 
 PATIENCE = 3600.0  # seconds that no test may need
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import hydra_ext
 from hydra_ext import _C
 from hydra_ext.runtime import engine
-from support import op_cases
+from support.models import op_cases
 
 BUDGET = 4 * 2**20
 CASES = dict(op_cases.all_cases())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.undone import WIDTH, Layer, Stack, assert_is_the_loop
+from support.rounds.undone import WIDTH, Layer, Stack, assert_is_the_loop
 
 BOTH: list[dict[str, Any]] = [{}, {"round_size": 4, "recompute": False}]
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from hydra_ext import _C
-from support.offloaded import offloaded, updated_bytes
+from support.models.zoo import FAMILIES
+from support.models.zoo_more import MORE_FAMILIES
 from support.pairwise import Row, covering_rows
-from support.rounds import (
+from support.rounds.rounds import (
     DIVERGENT,
     STEPS,
     Plan,
@@ -26,9 +27,8 @@ from support.rounds import (
     train_loop,
     train_rounds,
 )
+from support.runtime.offloaded import offloaded, updated_bytes
 from support.training import parameter_bytes
-from support.zoo import FAMILIES
-from support.zoo_more import MORE_FAMILIES
 
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 ROOM_FOR_ALL = 400

@@ -21,8 +21,16 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import _C, Checks
 from hydra_ext.runtime import rounds
-from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
-from support.zoo_more import MORE_FAMILIES
+from support.models.zoo_more import MORE_FAMILIES
+from support.rounds.rounds import (
+    Plan,
+    Seen,
+    assert_nothing_left,
+    build_optimizer,
+    differences,
+    train_loop,
+    train_rounds,
+)
 
 FAMILY = MORE_FAMILIES["residual"]
 PLAN = Plan(m=3)

@@ -7,7 +7,9 @@ import torch
 
 import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice, errors
-from support.rounds import (
+from support.models.zoo import FAMILIES
+from support.models.zoo_more import MORE_FAMILIES
+from support.rounds.rounds import (
     Plan,
     activations_of_rounds,
     assert_nothing_left,
@@ -18,8 +20,6 @@ from support.rounds import (
     train_rounds,
 )
 from support.training import parameter_bytes
-from support.zoo import FAMILIES
-from support.zoo_more import MORE_FAMILIES
 
 Operation = _C.testing.Operation
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}

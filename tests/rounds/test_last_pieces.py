@@ -11,8 +11,16 @@ from torch.nn import functional
 import hydra_ext
 from hydra_ext import _C, Checks
 from hydra_ext.runtime.rounds.executor import Round
-from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
-from support.zoo import Batch, Family
+from support.models.zoo import Batch, Family
+from support.rounds.rounds import (
+    Plan,
+    Seen,
+    assert_nothing_left,
+    build_optimizer,
+    differences,
+    train_loop,
+    train_rounds,
+)
 
 PLAN = Plan(m=4)
 ROOMY = 2**28

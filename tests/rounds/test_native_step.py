@@ -13,7 +13,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, optim
 from support.benches import Outcome, assert_same
-from support.native import LAYERS, WIDTH, stack, state
+from support.runtime.native import LAYERS, WIDTH, stack, state
 
 STEPS = 4
 MICROBATCHES = 3

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import _C, Checks, optim
 from hydra_ext.optim import threads
-from hydra_ext.runtime import homes
+from hydra_ext.runtime.placement import homes
 from support.benches import Outcome, assert_same
-from support.native import WIDTH, stack, state
+from support.runtime.native import WIDTH, stack, state
 
 STEPS = 3
 MICROBATCHES = 4

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.runtime.rounds.module_contents import Copies, ModuleContents
+from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
 from hydra_ext.state.iterators import position
-from support.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop
+from support.rounds.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop
 
 
 @dataclass

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import hydra_ext
-from hydra_ext.runtime.rounds.buffers import note, written
-from hydra_ext.runtime.rounds.module_contents import ModuleContents
-from support.odd_tensors import ODD, PLAIN
-from support.stashed import assert_same, gradients
-from support.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop, squared
+from hydra_ext.runtime.rounds.undoing.buffers import note, written
+from hydra_ext.runtime.rounds.undoing.module_contents import ModuleContents
+from support.rounds.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop, squared
+from support.runtime.odd_tensors import ODD, PLAIN
+from support.stash.stashed import assert_same, gradients
 
 KINDS = ODD | PLAIN
 

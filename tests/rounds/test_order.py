@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.undone import WIDTH, Layer, Stack, assert_is_the_loop
+from support.rounds.undone import WIDTH, Layer, Stack, assert_is_the_loop
 
 
 class Averaging(Layer):

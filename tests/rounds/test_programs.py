@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import Checks
-from support.programs import Call, Program, batches, build, programs
-from support.rounds import Plan, differences, train_loop, train_rounds
+from support.rounds.programs import Call, Program, batches, build, programs
+from support.rounds.rounds import Plan, differences, train_loop, train_rounds
 
 FEATURES = ("tied weights", "divergent paths", "in-place operations", "checkpoints", "nested outputs")
 

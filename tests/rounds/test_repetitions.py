@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
-from support.deviating import (
+from support.rounds.deviating import (
     DEPTH,
     WIDTH,
     Deviating,

@@ -21,9 +21,9 @@ from hydra_ext import Checks
 from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
 from hydra_ext.runtime.rounds.choice import Choice, Decision
 from support.pairwise import covering_rows
-from support.running_out import LAYERS, Case, Net, batches, differences, loss_of, train_disturbed
-from support.squeeze import AUTOMATIC, EVERY_MODE, runs, smallest, train, train_plain
-from support.squeezed import SUBJECTS
+from support.rounds.running_out import LAYERS, Case, Net, batches, differences, loss_of, train_disturbed
+from support.rounds.squeeze import AUTOMATIC, EVERY_MODE, runs, smallest, train, train_plain
+from support.rounds.squeezed import SUBJECTS
 
 FACTORS: dict[str, list[Any]] = {
     "where": ["forward", "backward"],

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.runtime.rounds.accesses import Accesses
-from support.undone import WIDTH, Layer, Stack, assert_is_the_loop, batches, squared
+from hydra_ext.runtime.rounds.undoing.accesses import Accesses
+from support.rounds.undone import WIDTH, Layer, Stack, assert_is_the_loop, batches, squared
 
 BOTH: list[dict[str, Any]] = [{}, {"round_size": 4, "recompute": False}]
 

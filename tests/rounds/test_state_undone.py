@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop, squared
+from support.rounds.undone import FAILURES, WIDTH, Failure, Layer, Stack, assert_is_the_loop, squared
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,17 @@ import hydra_ext
 from hydra_ext import Checks
 from hydra_ext.errors import StateError
 from hydra_ext.runtime.rounds.microbatch import draw_seeds
-from support.rounds import Plan, Seen, assert_nothing_left, build_optimizer, differences, train_loop, train_rounds
-from support.zoo import FAMILIES
-from support.zoo_more import MORE_FAMILIES
+from support.models.zoo import FAMILIES
+from support.models.zoo_more import MORE_FAMILIES
+from support.rounds.rounds import (
+    Plan,
+    Seen,
+    assert_nothing_left,
+    build_optimizer,
+    differences,
+    train_loop,
+    train_rounds,
+)
 
 PLAN = Plan(m=3)
 ROOMY = 2**23

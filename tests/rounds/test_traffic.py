@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import _C, Checks, optim
-from support.native import LAYERS, WIDTH, stack
-from support.rounds import Plan, activations_of_rounds, build_optimizer
+from support.models.zoo import FAMILIES
+from support.models.zoo_more import MORE_FAMILIES
+from support.rounds.rounds import Plan, activations_of_rounds, build_optimizer
+from support.runtime.native import LAYERS, WIDTH, stack
 from support.training import parameter_bytes
-from support.zoo import FAMILIES
-from support.zoo_more import MORE_FAMILIES
 
 EVERY_FAMILY = {**FAMILIES, **MORE_FAMILIES}
 UNTIED = ["llama", "qwen3", "vit", "mixtral"]

@@ -13,7 +13,9 @@ from torch.nn import functional
 import hydra_ext
 from hydra_ext import Checks
 from hydra_ext.runtime.rounds.choice import Choice, Decision
-from support.rounds import (
+from support.models.zoo import FAMILIES, Family
+from support.models.zoo_more import MORE_FAMILIES, Mlp, Residual
+from support.rounds.rounds import (
     Plan,
     Seen,
     assert_nothing_left,
@@ -24,8 +26,6 @@ from support.rounds import (
     train_rounds,
 )
 from support.training import parameter_bytes
-from support.zoo import FAMILIES, Family
-from support.zoo_more import MORE_FAMILIES, Mlp, Residual
 
 PLAN = Plan(m=3)
 ROOMY = 2**23

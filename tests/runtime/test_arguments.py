@@ -15,7 +15,7 @@ import hydra_ext
 from hydra_ext import _C, Run
 from hydra_ext.errors import StateError
 from support.benches import ROOMY, assert_same
-from support.outcomes import POISONED
+from support.runtime.outcomes import POISONED
 
 ONES = torch.ones(1, 4)
 Pair = namedtuple("Pair", ["left", "right"])

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.replicated import Job, differences, tight_budget, train, train_together
-from support.replicated_cases import (
+from support.replicas.replicated import Job, differences, tight_budget, train, train_together
+from support.replicas.replicated_cases import (
     AT_THE_END,
     BlockSeen,
     assigned,

@@ -18,7 +18,7 @@ from hydra_ext.calls import StandIn
 from hydra_ext.errors import MissingDependency, StateError
 from hydra_ext.runtime import compiled as following
 from support.benches import assert_same
-from support.outcomes import POISONED
+from support.runtime.outcomes import POISONED
 
 # torch.compile looks at `.grad` of what it traces and hides the warning where warnings are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -13,7 +13,7 @@ import hydra_ext
 from hydra_ext import _C
 from hydra_ext.errors import ModelChanged
 from support.benches import ROOMY
-from support.footprint import footprint
+from support.runtime.footprint import footprint
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> nn.Module:

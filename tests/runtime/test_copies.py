@@ -20,8 +20,8 @@ import hydra_ext
 from hydra_ext import Offload, Recompute, SimulatedDevice
 from hydra_ext.calls import StandIn
 from support.benches import ROOMY, assert_same
-from support.native import WIDTH
-from support.outcomes import POISONED
+from support.runtime.native import WIDTH
+from support.runtime.outcomes import POISONED
 
 BATCHES = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(1))
 SLOW = SimulatedDevice(host_memory_bytes_per_second=2e7)

@@ -12,7 +12,8 @@ from torch.amp import grad_scaler
 
 from hydra_ext import SimulatedDevice, offload
 from hydra_ext.errors import InvalidDevice, UnsupportedModel
-from hydra_ext.runtime import devices, scaling
+from hydra_ext.runtime import scaling
+from hydra_ext.runtime.placement import devices
 
 
 @pytest.mark.parametrize("device", [None, "simulated", SimulatedDevice()])

@@ -15,7 +15,7 @@ import hydra_ext
 from hydra_ext import _C
 from hydra_ext.errors import UnsupportedModel
 from support.benches import ROOMY, assert_same
-from support.outcomes import POISONED
+from support.runtime.outcomes import POISONED
 
 ONES = torch.ones(1, 4)
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, StepFigures, optim
 from hydra_ext.errors import InvalidArgument, StateError
-from hydra_ext.runtime.devices import CudaPlace
-from hydra_ext.runtime.figures import StepMeter
+from hydra_ext.runtime.placement.devices import CudaPlace
+from hydra_ext.runtime.reporting.figures import StepMeter
 from support.benches import assert_same
-from support.native import LAYERS, WIDTH, stack, state
+from support.runtime.native import LAYERS, WIDTH, stack, state
 from support.training import parameter_bytes
 
 BATCHES = torch.randn(6, 8, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -17,9 +17,9 @@ from torch import nn
 
 import hydra_ext
 from support.benches import ROOMY, assert_same
-from support.native import BATCHES, state
-from support.on_disk import DEPTH, DEVICE_BUDGET, budget_for, pair
-from support.outcomes import POISONED
+from support.runtime.native import BATCHES, state
+from support.runtime.on_disk import DEPTH, DEVICE_BUDGET, budget_for, pair
+from support.runtime.outcomes import POISONED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 ONES = torch.ones(1, 8)

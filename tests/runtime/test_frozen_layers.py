@@ -14,7 +14,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, OPTIMIZERS, stack, state
+from support.runtime.native import BATCHES, OPTIMIZERS, stack, state
 
 TIGHT, ROOMY = 60_000, 2**20
 MOMENT = 2  # the step at which the layer changes

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from support import small_disks
-from support.small_disks import LAYERS
+from support.checkpoint import small_disks
+from support.checkpoint.small_disks import LAYERS
 
 pytestmark = pytest.mark.mounts
 

@@ -14,7 +14,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import _C, Checks, Run, SimulatedDevice, optim
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, WIDTH, stack, state, train
+from support.runtime.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, WIDTH, stack, state, train
 
 ROOMY = 2**20
 BLOCK = 512 * (-(-WIDTH * WIDTH * 4 // 512) + 1)  # a slot of the fp32 stack: weight and bias

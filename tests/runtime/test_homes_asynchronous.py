@@ -11,7 +11,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice, optim
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
+from support.runtime.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
 
 ROOMY = 2**20
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from support.ranks import run_ranks
-from support.replicated import Job, differences, train_together
-from support.replicated_homes import train_at_home
+from support.replicas.replicated import Job, differences, train_together
+from support.replicas.replicated_homes import train_at_home
 
 JOBS = {
     "rounds": Job(m=(2,), steps=8, optimizer="ours", max_norm=0.1),

@@ -13,7 +13,8 @@ from torch import nn
 
 from hydra_ext import _C, Run, optim
 from hydra_ext.errors import TransferError
-from support.at_home import (
+from support.benches import Outcome, assert_same
+from support.runtime.at_home import (
     ROOMY,
     Made,
     Reading,
@@ -26,8 +27,7 @@ from support.at_home import (
     make,
     offloaded,
 )
-from support.benches import Outcome, assert_same
-from support.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
+from support.runtime.native import BATCHES, LAYERS, OPTIMIZERS, stack, state, train
 
 # ---- between the preparation of a step and its end ------------------------------------------------------------------
 

@@ -12,9 +12,20 @@ from torch import nn
 
 from hydra_ext import _C, optim
 from hydra_ext.errors import ModelChanged, TransferError
-from support.at_home import ROOMY, Made, Reading, Shrinking, at_home, compare, in_another_thread, loop, make, offloaded
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, LAYERS, state, train
+from support.runtime.at_home import (
+    ROOMY,
+    Made,
+    Reading,
+    Shrinking,
+    at_home,
+    compare,
+    in_another_thread,
+    loop,
+    make,
+    offloaded,
+)
+from support.runtime.native import BATCHES, LAYERS, state, train
 
 Optimizer = torch.optim.Optimizer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import hydra_ext
-from hydra_ext.runtime import spilling
-from hydra_ext.runtime.host_memory import memory_limit
-from hydra_ext.runtime.spilling import HostLimit
+from hydra_ext.runtime.placement import spilling
+from hydra_ext.runtime.placement.host_memory import memory_limit
+from hydra_ext.runtime.placement.spilling import HostLimit
 
 MACHINE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:         500 kB\n"}
 

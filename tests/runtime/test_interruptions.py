@@ -17,10 +17,10 @@ from torch import nn
 import hydra_ext
 from hydra_ext import _C, optim
 from support.benches import ROOMY, Bench, Outcome, assert_same, tight_budget
-from support.footprint import footprint, process_footprint
-from support.window_cases import train
-from support.window_cases_interrupted import Stop, before_call, during_backward, raising
-from support.window_subjects import language_loss, tiny_gpt2
+from support.runtime.footprint import footprint, process_footprint
+from support.windows.window_cases import train
+from support.windows.window_cases_interrupted import Stop, before_call, during_backward, raising
+from support.windows.window_subjects import language_loss, tiny_gpt2
 
 POISONED = hydra_ext.Checks(poison_hosts=True)
 LAYERS = 1
@@ -219,7 +219,7 @@ import hydra_ext
 from hydra_ext import _C, optim
 from runtime.test_interruptions import kept_face
 from support.benches import ROOMY
-from support.window_subjects import language_loss, tiny_gpt2
+from support.windows.window_subjects import language_loss, tiny_gpt2
 
 uses = {
     "data_ptr": lambda face: face.data_ptr(),

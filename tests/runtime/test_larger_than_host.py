@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support import larger_than_host
-from support.larger_than_host import (
+from support.runtime import larger_than_host
+from support.runtime.larger_than_host import (
     CONSTANT,
     DEPTH,
     DEVICE_BUDGET,

@@ -14,8 +14,8 @@ import torch
 import hydra_ext
 from hydra_ext import Checks, Run
 from hydra_ext.errors import HydraError, MissingDependency
-from hydra_ext.runtime import live
-from support.native import WIDTH, stack
+from hydra_ext.runtime.reporting import live
+from support.runtime.native import WIDTH, stack
 
 BATCH = torch.ones(4, WIDTH)
 

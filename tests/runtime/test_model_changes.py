@@ -15,8 +15,8 @@ from hydra_ext.errors import (
     ModelChanged,
 )
 from support.benches import ROOMY, assert_same, tight_budget
-from support.outcomes import POISONED, outcome
-from support.window_subjects import WIDTH, batch, hidden, language_loss, tiny_gpt2
+from support.runtime.outcomes import POISONED, outcome
+from support.windows.window_subjects import WIDTH, batch, hidden, language_loss, tiny_gpt2
 
 
 def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callable[[nn.Module, Any], Any]) -> None:

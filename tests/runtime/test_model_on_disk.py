@@ -16,12 +16,23 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, optim
 from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation, drain
-from hydra_ext.runtime.spilling import choose
+from hydra_ext.runtime.placement.spilling import choose
 from support.benches import assert_same
-from support.native import BATCHES, BETWEEN, OPTIMIZERS, STEPS, WIDTH, state, train
-from support.on_disk import DEPTH, DEVICE_BUDGET, FILLS, GRADIENT, ON_DISK, budget_for, offloaded, pair, sizes, stack
-from support.on_disk_ranks import train_together
 from support.ranks import run_ranks
+from support.runtime.native import BATCHES, BETWEEN, OPTIMIZERS, STEPS, WIDTH, state, train
+from support.runtime.on_disk import (
+    DEPTH,
+    DEVICE_BUDGET,
+    FILLS,
+    GRADIENT,
+    ON_DISK,
+    budget_for,
+    offloaded,
+    pair,
+    sizes,
+    stack,
+)
+from support.runtime.on_disk_ranks import train_together
 
 
 @pytest.mark.parametrize("weights", [1, 11, DEPTH])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from support.ranks import run_ranks
-from support.replicated import differences, train_together
-from support.replicated_failures import FAILING, errors_of, fail_and_go_on, run_out_and_go_on
+from support.replicas.replicated import differences, train_together
+from support.replicas.replicated_failures import FAILING, errors_of, fail_and_go_on, run_out_and_go_on
 
 OTHER = "RankFailed: rank 1 has failed in this step"
 

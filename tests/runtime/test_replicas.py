@@ -14,8 +14,8 @@ from torch import nn
 import hydra_ext
 from hydra_ext.errors import InvalidArgument
 from support.ranks import run_ranks
-from support.replicated import differences
-from support.replicated_cases import choose, enter, enter_different, grad_of
+from support.replicas.replicated import differences
+from support.replicas.replicated_cases import choose, enter, enter_different, grad_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_text.py"
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import hydra_ext
 from support.benches import ROOMY, assert_same
-from support.footprint import footprint
-from support.outcomes import POISONED
+from support.runtime.footprint import footprint
+from support.runtime.outcomes import POISONED
 
 ONES = torch.ones(1, 4)
 REGISTER: dict[str, type] = {}

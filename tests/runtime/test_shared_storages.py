@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice, optim
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, OPTIMIZERS, WIDTH, stack, state
+from support.runtime.native import BATCHES, OPTIMIZERS, WIDTH, stack, state
 
 TIGHT, ROOMY = 60_000, 2**20
 SLOW = 2e7  # bytes/s: some hundredths of a second for a step

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hydra_ext import _C, Checks, Run, SimulatedDevice, errors, offload
+from support.models.zoo import FAMILIES, Family
 from support.training import Recipe, build, build_optimizer, plain_peak
-from support.zoo import FAMILIES, Family
 
 GPT2 = FAMILIES["gpt2"]
 RECIPE = Recipe()

@@ -19,8 +19,8 @@ from hydra_ext import _C, Checks, Run, SimulatedDevice, errors, optim
 from hydra_ext._C.testing import FaultyFiles, FileFault, FileOperation, drain
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from support.benches import assert_same
-from support.leaving import ends_in
-from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, WIDTH, stack, state, train
+from support.runtime.leaving import ends_in
+from support.runtime.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, WIDTH, stack, state, train
 
 DEVICE_BUDGET = 2**19
 STATE = 4 * WIDTH * WIDTH  # of one moment of one layer's weight: a multiple of the disk's; biases stay on the host

@@ -20,7 +20,7 @@ import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice
 from hydra_ext.errors import StateError
 from support.benches import ROOMY, Outcome, assert_same
-from support.leaving import beside
+from support.runtime.leaving import beside
 
 WIDTH = 64
 BATCHES = torch.randn(6, 8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -118,7 +118,7 @@ def test_a_write_while_another_thread_is_inside_is_an_error_for_both() -> None:
 
 def test_figures_are_read_while_another_thread_trains() -> None:
     """Tensors end under the interpreter's lock, which no reader may hold while it waits for a figure."""
-    command = [sys.executable, "-W", "ignore", "-m", "support.figures_beside"]
+    command = [sys.executable, "-W", "ignore", "-m", "support.runtime.figures_beside"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

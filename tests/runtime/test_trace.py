@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import _C, Checks, Report, Run, SimulatedDevice, optim
-from hydra_ext.runtime import trace
+from hydra_ext.runtime.reporting import trace
 from support import traces
-from support.native import stack
-from support.rounds import Plan, activations_of_rounds, peak_of_loop
+from support.models.zoo import FAMILIES
+from support.rounds.rounds import Plan, activations_of_rounds, peak_of_loop
+from support.runtime.native import stack
 from support.training import parameter_bytes
-from support.zoo import FAMILIES
 
 GPT2 = FAMILIES["gpt2"]
 M = 2

@@ -11,9 +11,9 @@ import torch
 import hydra_ext
 from hydra_ext import Checks, Run
 from hydra_ext.errors import StateError, TraceFileError
-from hydra_ext.runtime import trace
+from hydra_ext.runtime.reporting import trace
 from support import traces
-from support.native import stack
+from support.runtime.native import stack
 
 
 @pytest.fixture

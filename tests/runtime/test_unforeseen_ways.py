@@ -14,7 +14,7 @@ import hydra_ext
 from hydra_ext import _C, Checks, SimulatedDevice
 from hydra_ext.errors import ModelChanged
 from support.benches import ROOMY, Outcome, assert_same
-from support.leaving import beside
+from support.runtime.leaving import beside
 
 WIDTH = 64
 BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext import Checks, Run, SimulatedDevice
 from support.benches import Outcome, assert_same
-from support.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, stack, state, train
+from support.runtime.native import BATCHES, BETWEEN, LAYERS, OPTIMIZERS, STEPS, stack, state, train
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 import pytest
 
-from support import (
+from support.benches import Case, assert_equal_to_plain
+from support.windows import (
     window_cases,
     window_cases_compiled,
     window_cases_hosts,
     window_cases_interrupted,
     window_cases_users,
 )
-from support.benches import Case, assert_equal_to_plain
 
 GROUPS = (window_cases, window_cases_hosts, window_cases_compiled, window_cases_interrupted, window_cases_users)
 CASES = [case for group in GROUPS for case in group.CASES]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext.activations.layers import momentum_over_gradient
 from hydra_ext.activations.report import LayerReport
-from support.stashed import gradients
+from support.stash.stashed import gradients
 
 
 def layer(kind: str) -> tuple[nn.Module, Tensor, Callable[[nn.Module], float]]:

@@ -10,8 +10,8 @@ from transformers.pytorch_utils import Conv1D
 
 import hydra_ext
 from hydra_ext import _C, codec
-from support.stashed import assert_empty, assert_same, gradients
-from support.zoo import FAMILIES, Family
+from support.models.zoo import FAMILIES, Family
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 # Whose weight is a matrix that inputs are multiplied with.
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, Conv1D)

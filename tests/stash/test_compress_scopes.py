@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import hydra_ext
-from support.stashed import assert_same, gradients
+from support.stash.stashed import assert_same, gradients
 
 LOSSY = hydra_ext.Compress(error=1e3)
 

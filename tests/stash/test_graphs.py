@@ -15,7 +15,7 @@ import hydra_ext
 from hydra_ext import _C
 from hydra_ext.errors import TransferError
 from hydra_ext.policy import SimulatedDevice
-from support.stashed import assert_empty, assert_same, gradients, stashed
+from support.stash.stashed import assert_empty, assert_same, gradients, stashed
 
 
 def net(width: int = 64, depth: int = 4) -> nn.Sequential:

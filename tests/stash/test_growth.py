@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import _C
-from hydra_ext.runtime import devices
-from support.stashed import assert_empty
+from hydra_ext.runtime.placement import devices
+from support.stash.stashed import assert_empty
 
 PASSES = 1000
 WARM_UP = 50

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
-from support.stashed import assert_empty, assert_same
-from support.zoo import FAMILIES, Family
+from support.models.zoo import FAMILIES, Family
+from support.stash.stashed import assert_empty, assert_same
 
 CHECKS = Checks(poison_hosts=True)
 

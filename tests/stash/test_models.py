@@ -8,9 +8,9 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.calls import standing_in
-from support.picture_models import PICTURES
-from support.stashed import assert_empty, assert_same, gradients, stashed
-from support.zoo import FAMILIES, Family
+from support.models.picture_models import PICTURES
+from support.models.zoo import FAMILIES, Family
+from support.stash.stashed import assert_empty, assert_same, gradients, stashed
 
 MODELS = FAMILIES | PICTURES
 BUDGETS: dict[str, int | None] = {"none": None, "little": 40_000, "half": 400_000, "ample": 2**30}

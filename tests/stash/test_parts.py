@@ -8,8 +8,8 @@ from torch import nn
 
 import hydra_ext
 from hydra_ext.activations.parts import parts_of
-from support.stashed import gradients
-from support.zoo import FAMILIES
+from support.models.zoo import FAMILIES
+from support.stash.stashed import gradients
 
 
 class Block(nn.Module):

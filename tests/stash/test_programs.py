@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import hydra_ext
-from support.saved_programs import INEXACT, OPERATIONS, POLICIES, SIDE, SavedProgram, Step, saved_programs
-from support.stashed import assert_empty, stashed
+from support.stash.saved_programs import INEXACT, OPERATIONS, POLICIES, SIDE, SavedProgram, Step, saved_programs
+from support.stash.stashed import assert_empty, stashed
 
 
 def outcome(program: SavedProgram, stash: hydra_ext.stash | None) -> tuple[str, Tensor | None]:

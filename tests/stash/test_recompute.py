@@ -9,11 +9,11 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
 from hydra_ext.activations.report import StashReport
-from support.picture_models import PICTURES
-from support.recomputed import recomputed_blocks
-from support.rounds import assert_nothing_left
-from support.stashed import assert_empty, assert_same, gradients
-from support.zoo import FAMILIES, Family
+from support.models.picture_models import PICTURES
+from support.models.zoo import FAMILIES, Family
+from support.rounds.rounds import assert_nothing_left
+from support.stash.recomputed import recomputed_blocks
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 STEPS = 3
 MODELS = FAMILIES | PICTURES

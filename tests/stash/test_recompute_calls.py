@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.errors import InvalidArgument, UnsupportedModel
-from support.footprint import footprint
-from support.leaving import beside
-from support.recomputed import X, compare, net, recomputing
-from support.stashed import assert_same, gradients
+from support.runtime.footprint import footprint
+from support.runtime.leaving import beside
+from support.stash.recomputed import X, compare, net, recomputing
+from support.stash.stashed import assert_same, gradients
 
 
 # ---- which modules --------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
-from support.footprint import footprint
-from support.recomputed import X, compare, net, recomputing
-from support.stashed import assert_empty, assert_same, gradients
+from support.runtime.footprint import footprint
+from support.stash.recomputed import X, compare, net, recomputing
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------

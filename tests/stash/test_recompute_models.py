@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
-from support.recomputed import recomputed_blocks
-from support.split_models import LIBRARY, Subject
-from support.split_models_more import MORE
-from support.split_models_own import OWN
-from support.stashed import assert_empty, assert_same, gradients
-from support.zoo import Family
-from support.zoo_more import MORE_FAMILIES
+from support.models.zoo import Family
+from support.models.zoo_more import MORE_FAMILIES
+from support.split.split_models import LIBRARY, Subject
+from support.split.split_models_more import MORE
+from support.split.split_models_own import OWN
+from support.stash.recomputed import recomputed_blocks
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 WRITES_TO_ITS_INPUTS = "mobile"  # an activation in place is a member of a sequence there
 

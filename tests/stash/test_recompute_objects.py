@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
-from support.recomputed import X, recomputing
-from support.stashed import assert_same, gradients
+from support.stash.recomputed import X, recomputing
+from support.stash.stashed import assert_same, gradients
 
 
 class Block(nn.Module):

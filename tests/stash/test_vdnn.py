@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext.activations import dynamic
 from hydra_ext.errors import InvalidArgument
-from support.stashed import assert_empty, assert_same, gradients
+from support.stash.stashed import assert_empty, assert_same, gradients
 
 
 def net() -> nn.Sequential:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.state.layout import Layout, copied, order_of
-from support.pipeline_links import through_a_link
+from support.pipeline.pipeline_links import through_a_link
 
 MEMORY = torch.arange(30_000, dtype=torch.float64)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hydra_ext.state import numbers
-from support.odd_tensors import ODD, PLAIN
+from support.runtime.odd_tensors import ODD, PLAIN
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)

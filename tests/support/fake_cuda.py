@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hydra_ext
 from hydra_ext import _C, Checks, Run
-from hydra_ext.runtime import devices
+from hydra_ext.runtime.placement import devices
 
 DEVICE = torch.device("cuda", 0)
 

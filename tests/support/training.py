@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hydra_ext import _C
-from support.zoo import Batch, Family
+from support.models.zoo import Batch, Family
 
 STEPS = 20
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import hydra_ext
 from hydra_ext import tiled
-from support.unets import example
+from support.models.unets import example
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sklearn.datasets import load_sample_images
 
-from support.unets import EXAMPLE, example
+from support.models.unets import EXAMPLE, example
 
 
 def test_photographs_are_tiled_up_and_mirrored() -> None:

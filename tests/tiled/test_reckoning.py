@@ -10,7 +10,7 @@ import hydra_ext
 from hydra_ext import tiled
 from hydra_ext.tiled.devices import SimulatedStrips
 from hydra_ext.tiled.geometry import TransposedWindow, Window, strips
-from hydra_ext.tiled.kernels import ConvolutionBytes
+from hydra_ext.tiled.operators.kernels import ConvolutionBytes
 from hydra_ext.tiled.run import TiledRun
 from support.strips import outcome
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hydra_ext
 from hydra_ext import tiled
+from support.models.unets import example
 from support.strips import assert_no_farther
-from support.unets import example
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 HEIGHT, WIDTH = 320, 192

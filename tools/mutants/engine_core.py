@@ -391,7 +391,7 @@ CORE: tuple[M, ...] = (
         "NormAccumulator*",
     ),
     M(
-        "csrc/optim/kernel_frame.h",
+        "csrc/optim/kernels/kernel_frame.h",
         "Vector::add(Vector::mul(Vector::sqrt(moment2), inverse_root), epsilon)",
         "Vector::mul(Vector::add(Vector::sqrt(moment2), epsilon), inverse_root)",
         "epsilon before the bias correction",
@@ -399,7 +399,7 @@ CORE: tuple[M, ...] = (
         ("optim/test_rules.py",),
     ),
     M(
-        "csrc/optim/kernel_frame.h",
+        "csrc/optim/kernels/kernel_frame.h",
         "Vector::lower_half(random)",
         "Vector::upper_half(random)",
         "both moments are rounded by the same random bits",

@@ -27,7 +27,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="The loss of the first round is held and counted, and learn() keeps the most: `held` is never 0 here.",
     ),
     Equivalent(
-        file="hydra_ext/tiled/losses.py",
+        file="hydra_ext/tiled/operators/losses.py",
         function="log_sigmoid",
         change=("- return result, source.new_empty(0)", "+ return result, source.new_empty(1)"),
         proof="log_sigmoid_backward() does not read the buffer, and logsigmoid() returns the first of both alone.",
@@ -63,7 +63,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="It says when entries of storages that have ended are dropped: one entry of a few bytes later.",
     ),
     Equivalent(
-        file="hydra_ext/runtime/rounds/undo.py",
+        file="hydra_ext/runtime/rounds/undoing/undo.py",
         function="Undo.__init__",
         change=(
             "- self._backwards = self._backwards_before = 0  # when the round, and the step, began",
@@ -72,7 +72,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="step_begins() and round_begins() set both before they are read.",
     ),
     Equivalent(
-        file="hydra_ext/tiled/overlaps.py",
+        file="hydra_ext/tiled/operators/overlaps.py",
         function="",
         change=(
             "- _MOST_WORK = 10**5  # how long numpy may look for an element that two tensors share",
@@ -90,7 +90,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="BaseException.__new__ has taken the message already, and no class above has an __init__ of its own.",
     ),
     Equivalent(
-        file="hydra_ext/pipeline/tier.py",
+        file="hydra_ext/pipeline/stages/tier.py",
         function="_layout",
         change=(
             "- return discover(root, largest_bytes=min(total // _BLOCKS_PER_MODEL, budget // _BLOCKS_PER_BUDGET))",
@@ -99,7 +99,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="The smaller of two numbers, in another order.",
     ),
     Equivalent(
-        file="hydra_ext/pipeline/versions.py",
+        file="hydra_ext/pipeline/stages/versions.py",
         function="StageWeights.refresh",
         change=(
             "- leaf.requires_grad_(parameter.requires_grad)",
@@ -108,7 +108,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="What is trained is settled at the beginning; another choice later is refused: both require gradients.",
     ),
     Equivalent(
-        file="hydra_ext/pipeline/versions.py",
+        file="hydra_ext/pipeline/stages/versions.py",
         function="StageWeights.refresh",
         change=(
             "- newest.note()",
@@ -117,7 +117,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="A leaf's counter counts writes to the leaf, and setting its data is none: it is as it was noted before.",
     ),
     Equivalent(
-        file="hydra_ext/runtime/rounds/undo.py",
+        file="hydra_ext/runtime/rounds/undoing/undo.py",
         function="Undo.obstacle",
         change=(
             '- return "nothing of it was noted"',
@@ -135,13 +135,13 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="Every strip reaches one row at least before this counts: forward() and backward() ask for no empty one.",
     ),
     Equivalent(
-        file="csrc/pytorch/gradient_sink.cpp",
+        file="csrc/pytorch/gradients/gradient_sink.cpp",
         function="a gradient leaves before compute has written it, unseen",
         change=("- backend_.note_write(gradient.mutable_data_ptr(), bytes);",),
         proof="It tells the emulated device what to hold back, and does nothing elsewhere: without it tests see less.",
     ),
     Equivalent(
-        file="csrc/pytorch/paged_model_update.cpp",
+        file="csrc/pytorch/model/paged_model_update.cpp",
         function="a step begins while the last one runs",
         change=(
             "- finish_update();",
@@ -153,33 +153,33 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="Updates.parts(), by which every step begins, has waited for the last one.",
     ),
     Equivalent(
-        file="csrc/pytorch/paged_model_update.cpp",
+        file="csrc/pytorch/model/paged_model_update.cpp",
         function="slots keep the weights from before a step",
         change=("- parameter->note_moved();", "- if (!disk_ ||", "+ if (!disk_ ||"),
         proof="HostOptimizer.finish() has raised the version of all that the step writes, and a slot of another "
         "version is filled again; only the face's version would rise later, with the next window.",
     ),
     Equivalent(
-        file="csrc/pytorch/paged_model_window.cpp",
+        file="csrc/pytorch/model/paged_model_window.cpp",
         function="a backward writes gradients that a step still reads",
         change=("- finish_update();  // the last step's gradients are free again", "+ settle_update();"),
         proof="The forward has waited for each block that it used, and gradients that a step holds are not written: "
         "those of other blocks would take memory beside.",
     ),
     Equivalent(
-        file="csrc/pytorch/fault_path.cpp",
+        file="csrc/pytorch/model/fault_path.cpp",
         function="an operation in place is not seen as one",
         change=("- return (view && !writes) || op", "+ return view || op"),
         proof="Of torch's operators none that takes tensors returns a view and writes.",
     ),
     Equivalent(
-        file="csrc/pytorch/device_homes.cpp",
+        file="csrc/pytorch/homes/device_homes.cpp",
         function="a home returns before its update has ended",
         change=("- planned.after.push_back(home.updated);",),
         proof="The slot's last uses, which come first in the list, have the same fence: Pager::note_written().",
     ),
     Equivalent(
-        file="csrc/pytorch/withheld.cpp",
+        file="csrc/pytorch/parameters/withheld.cpp",
         function="a part of a storage at home is read at its begin",
         change=(
             "- withheld->at_home + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize())",
@@ -189,7 +189,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "memory ends its block's home: the offset is 0.",
     ),
     Equivalent(
-        file="csrc/pytorch/paged_model_update.cpp",
+        file="csrc/pytorch/model/paged_model_update.cpp",
         function="a block that left its home before the step keeps its old bytes",
         change=(
             "- parameter->note_moved();",

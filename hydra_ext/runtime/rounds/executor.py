@@ -26,13 +26,13 @@ from hydra_ext.blocks import Layout
 from hydra_ext.errors import StateError
 from hydra_ext.runtime import engine
 from hydra_ext.runtime.averaging import Averaging
-from hydra_ext.runtime.rounds.accesses import Accesses
 from hydra_ext.runtime.rounds.draws import DrawOrder
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
-from hydra_ext.runtime.rounds.holders import Holding
 from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
 from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.recompute import Recomputation
+from hydra_ext.runtime.rounds.undoing.accesses import Accesses
+from hydra_ext.runtime.rounds.undoing.holders import Holding
 
 
 class Refused(Exception):

@@ -20,8 +20,8 @@ from torch import nn
 
 from hydra_ext.activations.module_state import is_repeating
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.runtime.rounds.accesses import ABSENT, Key
 from hydra_ext.runtime.rounds.order import Order
+from hydra_ext.runtime.rounds.undoing.accesses import ABSENT, Key
 from hydra_ext.state.randomness import TorchRandomness, generators
 from hydra_ext.tracing import not_traced
 

@@ -19,10 +19,10 @@ from torch import nn
 
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.runtime.rounds.accesses import Key
-from hydra_ext.runtime.rounds.buffers import differs, note
-from hydra_ext.runtime.rounds.holders import Holding
-from hydra_ext.runtime.rounds.module_contents import ModuleContents
+from hydra_ext.runtime.rounds.undoing.accesses import Key
+from hydra_ext.runtime.rounds.undoing.buffers import differs, note
+from hydra_ext.runtime.rounds.undoing.holders import Holding
+from hydra_ext.runtime.rounds.undoing.module_contents import ModuleContents
 
 
 class Order:

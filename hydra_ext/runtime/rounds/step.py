@@ -23,7 +23,7 @@ from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
 from hydra_ext.runtime.rounds.notices import tell_again, tell_alone, tell_deviation
 from hydra_ext.runtime.rounds.out_of_memory import OUT_OF_MEMORY, told
 from hydra_ext.runtime.rounds.recompute import Recomputation
-from hydra_ext.runtime.rounds.undo import Undo, UndoOwner
+from hydra_ext.runtime.rounds.undoing.undo import Undo, UndoOwner
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.state.randomness import generators
 

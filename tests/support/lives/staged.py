@@ -17,10 +17,10 @@ import hydra_ext
 from hydra_ext import Checks
 from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.pipeline.stage_program import event_seed
+from hydra_ext.split.stage_program import event_seed
 from support.lives.program import Op, op
 from support.lives.sides import Randomness, same
-from support.pipelines import OPTIMIZERS, forward, loss_of, make_microbatch, make_stages
+from support.pipeline.pipelines import OPTIMIZERS, forward, loss_of, make_microbatch, make_stages
 
 SEED = 5
 STAGES = 2

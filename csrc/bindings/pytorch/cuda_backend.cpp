@@ -1,0 +1,49 @@
+// Only in builds with CUDA.
+#include "csrc/pytorch/memory/cuda_backend.h"
+#include "csrc/bindings/bindings.h"
+#include "csrc/transfer/cuda/cuda_pinner.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+using Released = py::call_guard<py::gil_scoped_release>;
+
+/// The arena owns its pinner through the pointer that Python holds.
+std::shared_ptr<HostArena> make_arena(int device) {
+  struct PinnedArena {
+    explicit PinnedArena(int on_device) : pinner(on_device), arena(&pinner) {}
+    CudaPinner pinner;  // outlives the arena
+    HostArena arena;
+  };
+  auto both = std::make_shared<PinnedArena>(device);
+  return {both, &both->arena};
+}
+
+std::uintptr_t as_number(cudaStream_t stream) { return reinterpret_cast<std::uintptr_t>(stream); }
+
+}  // namespace
+
+void bind_cuda(py::module_& module) {
+  py::class_<CudaMemory>(module, "CudaMemory")
+      .def_readonly("total", &CudaMemory::total)
+      .def_readonly("allocated", &CudaMemory::allocated)
+      .def_readonly("reserved", &CudaMemory::reserved)
+      .def_readonly("reserved_peak", &CudaMemory::reserved_peak)
+      .def_readonly("slots", &CudaMemory::slots)
+      .def_readonly("outside", &CudaMemory::outside);
+  py::class_<CudaBackend, DeviceBackend, std::shared_ptr<CudaBackend>>(module, "CudaBackend")
+      .def("memory", &CudaBackend::memory, Released())
+      .def_property_readonly("device_index", &CudaBackend::device)
+      .def_property_readonly("home_stream", [](const CudaBackend& device) { return as_number(device.home()); })
+      .def_property_readonly("to_device_stream",
+                             [](const CudaBackend& device) { return as_number(device.to_device_stream()); })
+      .def_property_readonly("to_host_stream",
+                             [](const CudaBackend& device) { return as_number(device.to_host_stream()); });
+  module.def("make_cuda_backend", &CudaBackend::make, py::arg("device_index"), Released());
+  module.def("make_cuda_arena", &make_arena, py::arg("device_index"), "A host arena whose regions are page-locked.");
+}
+
+}  // namespace hydra

@@ -1,0 +1,108 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/stash/stash.h"
+#include "csrc/pytorch/stash/treatment.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+std::shared_ptr<Treatment> made(TreatmentKind kind, std::shared_ptr<LayerBounds> bounds = nullptr) {
+  return std::make_shared<Treatment>(Treatment{kind, std::move(bounds)});
+}
+
+std::map<std::string, std::pair<std::int64_t, Bytes>> exact(const Stash& stash) {
+  std::map<std::string, std::pair<std::int64_t, Bytes>> found;
+  for (const auto& [operation, counted] : stash.exact()) {
+    found[operation] = {counted.intervals, counted.bytes};
+  }
+  return found;
+}
+
+void bind_treatments(py::module_& module) {
+  py::class_<LayerFigures>(module, "LayerFigures")
+      .def_readonly("weight", &LayerFigures::weight)
+      .def_readonly("forwards", &LayerFigures::forwards)
+      .def_readonly("samples", &LayerFigures::samples)
+      .def_readonly("bound", &LayerFigures::bound)
+      .def_readonly("saved_bytes", &LayerFigures::saved_bytes)
+      .def_readonly("stored_bytes", &LayerFigures::stored_bytes)
+      .def_property_readonly("relative_error", &LayerFigures::relative_error);
+  py::class_<LayerBounds, std::shared_ptr<LayerBounds>>(module, "LayerBounds",
+                                                        "How far off each layer's stored input may be.")
+      .def(py::init<std::optional<double>, double, std::int64_t>(), py::kw_only(), py::arg("fixed"),
+           py::arg("fraction"), py::arg("every"))
+      .def("set_momentum", &LayerBounds::set_momentum, py::arg("weight"), py::arg("over_gradient"))
+      .def("layers", &LayerBounds::layers);
+  py::class_<Treatment, std::shared_ptr<Treatment>>(module, "Treatment", "What is to become of what a thread saves.")
+      .def_static("move", [] { return made(TreatmentKind::kMove); })
+      .def_static("move_convolution_inputs", [] { return made(TreatmentKind::kMoveConvolutionInputs); })
+      .def_static("keep", [] { return made(TreatmentKind::kKeep); })
+      .def_static(
+          "compress",
+          [](std::shared_ptr<LayerBounds> bounds) { return made(TreatmentKind::kCompress, std::move(bounds)); },
+          py::arg("bounds"));
+}
+
+}  // namespace
+
+void bind_stash(py::module_& module) {
+  py::class_<StashStatistics>(module, "StashStatistics")
+      .def_readonly("tensors", &StashStatistics::tensors)
+      .def_readonly("kept", &StashStatistics::kept)
+      .def_readonly("intervals", &StashStatistics::intervals)
+      .def_readonly("saved_bytes", &StashStatistics::saved_bytes)
+      .def_readonly("encoded", &StashStatistics::encoded)
+      .def_readonly("encoded_bytes", &StashStatistics::encoded_bytes)
+      .def_readonly("stream_bytes", &StashStatistics::stream_bytes)
+      .def_readonly("resident_bytes", &StashStatistics::resident_bytes)
+      .def_readonly("to_host_bytes", &StashStatistics::to_host_bytes)
+      .def_readonly("to_device_bytes", &StashStatistics::to_device_bytes)
+      .def_readonly("prefetched", &StashStatistics::prefetched)
+      .def_readonly("stayed", &StashStatistics::stayed)
+      .def_readonly("wait_seconds", &StashStatistics::wait_seconds)
+      .def_readonly("backward_wait_seconds", &StashStatistics::backward_wait_seconds)
+      .def_readonly("held_bytes", &StashStatistics::held_bytes)
+      .def_readonly("peak_held_bytes", &StashStatistics::peak_held_bytes)
+      .def_readonly("host_bytes", &StashStatistics::host_bytes);
+  py::class_<StashPass>(module, "StashPass", "From when nothing was saved until there was nothing again.")
+      .def(py::init<>())
+      .def_readonly("number", &StashPass::number)
+      .def_readonly("saved_bytes", &StashPass::saved_bytes)
+      .def_readonly("peak_bytes", &StashPass::peak_bytes);
+  bind_treatments(module);
+  py::class_<StashBooks::Part>(module, "StashPart", "What became of what a part of a model saved, in bytes.")
+      .def_readonly("kept", &StashBooks::Part::kept)
+      .def_readonly("stayed", &StashBooks::Part::stayed)
+      .def_readonly("moved", &StashBooks::Part::moved)
+      .def_readonly("encoded", &StashBooks::Part::encoded)
+      .def_readonly("streams", &StashBooks::Part::streams);
+  py::class_<SavedTensor, SavedTensorPtr>(module, "SavedTensor", "What a stash hands to autograd.");
+  py::class_<Stash, std::shared_ptr<Stash>>(module, "Stash", "Saved tensors, off the device until backward.")
+      .def(py::init<std::shared_ptr<DeviceBackend>, std::shared_ptr<HostArena>, at::Device, std::optional<Bytes>>(),
+           py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("device"), py::arg("budget"))
+      .def("pack", &Stash::pack, py::arg("tensor"))
+      .def("unpack", &Stash::unpack, py::arg("saved"))
+      .def(
+          "begin_scope",
+          [](const Stash& stash, ScopeKey key, std::shared_ptr<Treatment> treatment, std::int32_t part) {
+            begin_scope(stash.identity(), key, std::move(treatment), part);
+          },
+          py::arg("key"), py::kw_only(), py::arg("treatment") = nullptr, py::arg("part") = kNoPart,
+          "What the calling thread saves in this stash is treated so, and counted for that part, until its "
+          "end_scope().")
+      .def(
+          "end_scope", [](const Stash& stash, ScopeKey key) { end_scope(stash.identity(), key); }, py::arg("key"))
+      .def("protect", &Stash::protect, py::arg("tensors"))
+      .def("last_pass", &Stash::last_pass, "The last one that has ended.")
+      .def("parts", &Stash::parts)
+      .def("exact", &exact, "Intervals and bytes that were not encoded, by the operator that needs them exactly.")
+      .def("close", &Stash::close)
+      .def("statistics", &Stash::statistics, "Once the transfers under way have ended.");
+}
+
+}  // namespace hydra

@@ -1,0 +1,45 @@
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
+#include "csrc/pytorch/model/graph_marks.h"
+#include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/stash/saved_digest.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+void bind_tensors(py::module_& module) {
+  module.def("why_not_pageable", &why_not_pageable, py::arg("parameter"),
+             "Why the parameter cannot be offloaded; empty when it can.");
+  module.def("reached_models", &reached_models, py::arg("roots"), py::arg("models"),
+             "Those of the models that the graph behind the roots belongs to.");
+  module.def("reached_leaves", &reached_leaves, py::arg("roots"), py::arg("leaves"),
+             "Which of the leaves the graph behind the roots reaches.");
+  module.def(
+      "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
+      "Whether the tensor is a device parameter or a view of one.");
+  module.def(
+      "on_simulated_device",
+      [](const at::Tensor& tensor) {
+        return page_of(tensor) != nullptr || (tensor.has_storage() && is_charged(tensor.storage().data()));
+      },
+      py::arg("tensor"), "Whether the tensor's bytes are charged to a simulated device.");
+  module.def(
+      "suspend_charging", [] { exchange_thread_charge({}); },
+      "Nothing the calling thread allocates is charged from here on, until it enters a window.");
+  const py::call_guard<py::gil_scoped_release> released;
+  py::class_<SavedDigest>(module, "SavedDigest", "What a call saved for backward, or gave, in a few bytes.")
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("parameters"))
+      .def("fresh", &SavedDigest::fresh, "With the same parameters, and nothing added.")
+      .def("add", &SavedDigest::add, py::arg("tensor"), released,
+           "False, and nothing is added, if the tensor cannot be compared.")
+      .def_property_readonly("count", &SavedDigest::count)
+      .def("equals", &SavedDigest::equals, py::arg("other"), released, "Whether the same was added in the same order.");
+  module.def("reduced_by_place", &reduced_by_place, py::arg("tensor"), released,
+             "One number that depends on every number of the tensor and its place, as it is found on GPUs.");
+}
+
+}  // namespace hydra

@@ -1,0 +1,136 @@
+#include "csrc/pytorch/gradients/gradient_hooks.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "csrc/base/errors.h"
+#include "csrc/pytorch/homes/device_homes.h"
+#include "csrc/pytorch/threads/error_bridge.h"
+#include "csrc/pytorch/threads/gil.h"
+#include "csrc/pytorch/gradients/gradient_gathering.h"
+
+namespace hydra {
+
+namespace {
+
+namespace autograd = torch::autograd;
+
+/// Throws when the gradient was taken for complete.
+void note_arrival(HostParameter& parameter) {
+  try {
+    HYDRA_EXPECT(parameter.gradient_state != GradientState::kSettled, StateError,
+                 "the gradient of '" + parameter.name +
+                     "' was averaged over the ranks, and then backward brought more of it. A backward inside the "
+                     "backward is not foreseen there, but by torch.utils.checkpoint");
+  } catch (const Error&) {
+    rethrow_for_torch({});
+  }
+  parameter.gradient_state = GradientState::kArrived;
+}
+
+class HandOver final : public autograd::PostAccumulateGradHook {
+ public:
+  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, DeviceHomes& homes,
+           std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
+
+  void operator()(const autograd::Variable& face) override {
+    note_arrival(parameter_);
+    const ReleaseGilIfHeld released;
+    try {
+      at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
+      const bool settled = homes_.holds(parameter_.page->block);
+      if (!slot.defined() || (settled ? gathering_.keep_early(parameter_) : gathering_.keep(parameter_))) {
+        return;
+      }
+      at::Tensor gradient = std::exchange(slot, at::Tensor());
+      if (homes_.keep_gradient(parameter_, gradient)) {
+        return;
+      }
+      sink_.accept(parameter_, std::move(gradient));
+      if (!active_()) {
+        sink_.drain();
+      }
+    } catch (const Error&) {
+      rethrow_for_torch({});
+    }
+  }
+
+ private:
+  HostParameter& parameter_;
+  GradientSink& sink_;
+  GradientGathering& gathering_;
+  DeviceHomes& homes_;
+  std::function<bool()> active_;
+};
+
+/// Runs the hooks that users registered on the host parameter, as autograd would.
+class HostHooks final : public autograd::FunctionPreHook {
+ public:
+  explicit HostHooks(HostParameter& parameter) : parameter_(parameter) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    autograd::variable_list values = gradients;
+    for (const auto& hook : autograd::impl::hooks(parameter_.host)) {
+      values = (*hook)(values);
+    }
+    return values;
+  }
+
+ private:
+  HostParameter& parameter_;
+};
+
+/// Before the node that sums into the host parameter: hands the gradient over and leaves the node nothing to sum.
+class Diversion final : public autograd::FunctionPreHook {
+ public:
+  Diversion(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)
+      : parameter_(parameter), sink_(sink), active_(std::move(active)) {}
+
+  autograd::variable_list operator()(const autograd::variable_list& gradients) override {
+    if (gradients.empty() || !gradients[0].defined() || !active_()) {
+      return gradients;
+    }
+    note_arrival(parameter_);
+    const ReleaseGilIfHeld released;
+    try {
+      sink_.accept_from_host(parameter_, gradients[0]);
+    } catch (const Error&) {
+      rethrow_for_torch({});
+    }
+    return {at::Tensor()};
+  }
+
+ private:
+  HostParameter& parameter_;
+  GradientSink& sink_;
+  std::function<bool()> active_;
+};
+
+}  // namespace
+
+void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
+                            DeviceHomes& homes, std::function<bool()> active) {
+  autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
+  autograd::impl::set_post_acc_grad_hooks(
+      parameter.face, std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active)));
+}
+
+void clear_gradient_hooks(HostParameter& parameter) {
+  autograd::impl::clear_hooks(parameter.face);
+  autograd::impl::set_post_acc_grad_hooks(parameter.face, nullptr);
+}
+
+std::shared_ptr<void> divert_host_gradients(HostParameter& parameter, GradientSink& sink,
+                                            std::function<bool()> active) {
+  const auto node = autograd::impl::grad_accumulator(parameter.host);
+  auto hook = std::make_unique<Diversion>(parameter, sink, std::move(active));
+  Diversion* const known = hook.get();
+  node->add_pre_hook(std::move(hook));
+  return {known, [node](const Diversion* mine) {
+            std::erase_if(node->pre_hooks(), [mine](const auto& other) { return other.get() == mine; });
+          }};
+}
+
+}  // namespace hydra

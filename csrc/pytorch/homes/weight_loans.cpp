@@ -1,0 +1,95 @@
+#include "csrc/pytorch/homes/weight_loans.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace hydra {
+
+std::shared_ptr<WeightLoans::Loan> WeightLoans::expect(std::int32_t block, Bytes bytes,
+                                                       std::shared_ptr<DeferredUpdate> update) {
+  auto loan = std::make_shared<Loan>(shared_from_this(), block, bytes, std::move(update));
+  const std::lock_guard lock(mutex_);
+  waiting_.push_back(loan.get());
+  read_ahead_locked();
+  return loan;
+}
+
+void WeightLoans::read_ahead_locked() noexcept {
+  while (!waiting_.empty() && expected_ < kAhead) {
+    Loan& next = *waiting_.front();
+    try {
+      if (next.update_ && !next.update_->finished(next.block_)) {
+        return;  // its weights are still the old ones
+      }
+      ArenaRegionPtr memory = memory_->take(next.bytes_, /*wait=*/false);
+      if (!memory) {
+        return;
+      }
+      next.ticket_ = disk_.read_weights(next.block_, memory);
+      next.memory_ = std::move(memory);
+    } catch (const std::exception&) {  // begin() gets it
+      return;
+    }
+    next.expected_ = true;
+    ++expected_;
+    waiting_.pop_front();
+  }
+}
+
+const std::byte* WeightLoans::Loan::begin() {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point start = Clock::now();
+  if (update_) {
+    update_->wait(block_);
+  }
+  WeightLoans& loans = *loans_;
+  bool ahead = false;
+  {
+    const std::lock_guard lock(loans.mutex_);
+    ahead = std::exchange(expected_, false);
+    loans.expected_ -= ahead ? 1 : 0;
+    std::erase(loans.waiting_, this);
+    loans.read_ahead_locked();
+  }
+  if (!ahead) {
+    // Only now, when nothing is waited for any more but the lane. A more urgent fill may still come in between, and
+    // wait for an update that wants memory: it finds some, since one fill alone can have been overtaken.
+    updated_ = loans.disk_.updated_weights(block_);
+    if (!updated_) {
+      memory();
+      ticket_ = loans.disk_.read_weights(block_, memory_);
+    }
+  }
+  if (ticket_) {
+    ticket_->wait();
+  }
+  const std::lock_guard lock(loans.mutex_);
+  loans.wait_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
+  return updated_ ? updated_.get() : ticket_ ? memory_->data() : nullptr;
+}
+
+std::byte* WeightLoans::Loan::memory() {
+  if (!memory_) {
+    memory_ = loans_->memory_->take(bytes_);
+  }
+  return memory_->data();
+}
+
+WeightLoans::Loan::~Loan() {
+  if (!loans_->home_.here()) {
+    return;
+  }
+  memory_.reset();  // back before others look for some, unless it is being read into
+  const std::lock_guard lock(loans_->mutex_);
+  std::erase(loans_->waiting_, this);
+  loans_->expected_ -= expected_ ? 1 : 0;
+  loans_->read_ahead_locked();
+}
+
+double WeightLoans::wait_seconds() const {
+  const std::lock_guard lock(mutex_);
+  return wait_seconds_;
+}
+
+}  // namespace hydra

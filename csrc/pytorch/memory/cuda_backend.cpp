@@ -1,0 +1,110 @@
+#include "csrc/pytorch/memory/cuda_backend.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "csrc/optim/cuda_step.h"
+#include "csrc/pytorch/memory/cuda_budget.h"
+#include "csrc/pytorch/memory/cuda_relief.h"
+#include "csrc/transfer/cuda/cuda_error.h"
+
+namespace hydra {
+
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+
+cudaStream_t current_stream_of(int device) {
+  return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+struct Service {
+  Service(int device, MemoryClient client) : budget(device, client.budget), relief(device, std::move(client)) {}
+  CudaBudget budget;
+  CudaReliefClient relief;
+};
+
+}  // namespace
+
+CudaBackend::CudaBackend(int device, cudaStream_t home, std::unique_ptr<CudaSlots> slots)
+    : CudaDevice(
+          device, home, [device] { return current_stream_of(device); }, std::move(slots)),
+      cuda_slots_(static_cast<CudaSlots&>(this->slots())) {}
+
+std::shared_ptr<CudaBackend> CudaBackend::make(int device) {
+  const CudaDeviceGuard guard(device);
+  const cudaStream_t home = current_stream_of(device);
+  auto slots = std::make_unique<CudaSlots>(device, home);
+  return std::shared_ptr<CudaBackend>(
+      std::unique_ptr<CudaBackend>(new CudaBackend(device, home, std::move(slots))));  // the constructor is private
+}
+
+std::shared_ptr<void> CudaBackend::serve(MemoryClient client) {
+  return std::make_shared<Service>(device(), std::move(client));
+}
+
+std::function<Bytes()> CudaBackend::activation_meter() {
+  return [this] { return cuda_slots_.take_activation_peak(); };
+}
+
+bool CudaBackend::crowded(Bytes budget) const {
+  const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device()));
+  return stats.allocated_bytes[kAll].current > budget - budget / kReliefHeadroomDivisor;
+}
+
+void CudaBackend::run(const StepPlan& plan, float scale) {
+  const CudaDeviceGuard guard(device());
+  const cudaStream_t stream = current_stream_of(device());
+  for (const ParameterUpdate& update : plan.updates()) {
+    HYDRA_CUDA(launch_update(update, scale, stream));
+  }
+}
+
+void CudaBackend::sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) {
+  const CudaDeviceGuard guard(device());
+  const cudaStream_t stream = current_stream_of(device());
+  std::size_t chunks = 0;
+  for (const NormInput& input : inputs) {
+    chunks += static_cast<std::size_t>(norm_chunks(input));
+  }
+  std::vector<double> parts(chunks);
+  if (chunks > 0) {
+    const auto release = [](void* memory) { allocator::raw_delete(memory); };
+    const std::unique_ptr<void, decltype(release)> memory(
+        allocator::raw_alloc_with_stream(chunks * sizeof(double), stream), release);
+    auto* next = static_cast<double*>(memory.get());
+    for (const NormInput& input : inputs) {
+      HYDRA_CUDA(launch_chunk_sums(input, next, stream));
+      next += norm_chunks(input);
+    }
+    HYDRA_CUDA(cudaMemcpyAsync(parts.data(), memory.get(), chunks * sizeof(double), cudaMemcpyDeviceToHost, stream));
+    HYDRA_CUDA(cudaStreamSynchronize(stream));
+  }
+  const double* part = parts.data();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    sums[i] = 0.0;
+    for (std::int64_t chunk = 0; chunk < norm_chunks(inputs[i]); ++chunk) {
+      sums[i] += *part++;
+    }
+  }
+}
+
+CudaMemory CudaBackend::memory() const {
+  const CudaDeviceGuard guard(device());
+  std::size_t free = 0;
+  std::size_t total = 0;
+  HYDRA_CUDA(cudaMemGetInfo(&free, &total));
+  const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device()));
+  CudaMemory memory;
+  memory.total = static_cast<Bytes>(total);
+  memory.allocated = stats.allocated_bytes[kAll].current;
+  memory.reserved = stats.reserved_bytes[kAll].current;
+  memory.reserved_peak = std::max(cuda_slots_.reserved_peak(), stats.reserved_bytes[kAll].peak);
+  memory.slots = cuda_slots_.live_bytes();
+  memory.outside = memory.total - static_cast<Bytes>(free) - memory.reserved;
+  return memory;
+}
+
+}  // namespace hydra

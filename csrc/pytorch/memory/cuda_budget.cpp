@@ -1,0 +1,76 @@
+#include "csrc/pytorch/memory/cuda_budget.h"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include "csrc/transfer/cuda/cuda_error.h"
+
+namespace hydra {
+
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+
+struct Limit {
+  double before = 1.0;  // the user's
+  Bytes budgets = 0;
+  int runs = 0;
+};
+
+struct Limits {
+  std::mutex mutex;
+  std::map<int, Limit> by_device;
+};
+
+Limits& limits() {
+  static auto* const instance = std::make_unique<Limits>().release();
+  return *instance;
+}
+
+void apply(int device, const Limit& limit) {
+  const auto index = static_cast<c10::DeviceIndex>(device);
+  if (limit.runs == 0) {
+    allocator::setMemoryFraction(limit.before, index);
+    return;
+  }
+  const CudaDeviceGuard guard(device);
+  std::size_t free = 0;
+  std::size_t total = 0;
+  HYDRA_CUDA(cudaMemGetInfo(&free, &total));
+  const double fraction = static_cast<double>(limit.budgets) / static_cast<double>(total);
+  allocator::setMemoryFraction(std::min(limit.before, fraction), index);
+}
+
+}  // namespace
+
+CudaBudget::CudaBudget(int device, Bytes bytes) : device_(device), bytes_(bytes) {
+  Limits& known = limits();
+  const std::lock_guard lock(known.mutex);
+  Limit limit = known.by_device[device];
+  if (limit.runs == 0) {
+    limit.before = allocator::getMemoryFraction(static_cast<c10::DeviceIndex>(device));
+  }
+  limit.budgets += bytes;
+  ++limit.runs;
+  apply(device, limit);
+  known.by_device[device] = limit;
+}
+
+CudaBudget::~CudaBudget() {
+  Limits& known = limits();
+  const std::lock_guard lock(known.mutex);
+  Limit& limit = known.by_device[device_];
+  limit.budgets -= bytes_;
+  --limit.runs;
+  try {
+    apply(device_, limit);
+  } catch (const std::exception&) {
+    // The device has failed, or the allocator has gone before us: no limit matters any more.
+    forget_cuda_error(cudaErrorUnknown);
+  }
+}
+
+}  // namespace hydra

@@ -1,0 +1,77 @@
+#include "csrc/pytorch/memory/host_buffers.h"
+
+#include <algorithm>
+
+namespace hydra {
+
+ArenaRegionPtr HostBuffers::take(Bytes bytes) {
+  std::unique_ptr<ArenaRegion> region;
+  std::vector<std::unique_ptr<ArenaRegion>> gone;  // unmapped without the mutex
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = kept_.find(bytes);
+    if (found != kept_.end()) {
+      region = std::move(found->second);
+      kept_.erase(found);
+      kept_bytes_ -= bytes;
+    } else {
+      gone = make_room(bytes);
+    }
+    lent_bytes_ += bytes;
+    most_lent_ = std::max(most_lent_, lent_bytes_);
+  }
+  gone.clear();
+  if (!region) {
+    try {
+      region = std::make_unique<ArenaRegion>(arena_, bytes);
+    } catch (...) {  // re-raised: nothing was lent
+      const std::lock_guard lock(mutex_);
+      lent_bytes_ -= bytes;
+      throw;
+    }
+  }
+  ArenaRegion* const lent = region.release();
+  return {lent,
+          [pool = shared_from_this()](ArenaRegion* back) { pool->give_back(std::unique_ptr<ArenaRegion>(back)); }};
+}
+
+void HostBuffers::give_back(std::unique_ptr<ArenaRegion> region) noexcept {
+  const std::lock_guard lock(mutex_);
+  const Bytes bytes = region->bytes();
+  lent_bytes_ -= bytes;
+  if (!closed_) {
+    kept_bytes_ += bytes;
+    kept_.emplace(bytes, std::move(region));
+  }
+}
+
+std::vector<std::unique_ptr<ArenaRegion>> HostBuffers::make_room(Bytes bytes) {
+  std::vector<std::unique_ptr<ArenaRegion>> gone;
+  while (!kept_.empty() && kept_bytes_ + lent_bytes_ + bytes > most_lent_) {
+    const auto largest = std::prev(kept_.end());
+    kept_bytes_ -= largest->first;
+    gone.push_back(std::move(largest->second));
+    kept_.erase(largest);
+  }
+  return gone;
+}
+
+void HostBuffers::close() noexcept {
+  std::multimap<Bytes, std::unique_ptr<ArenaRegion>> gone;
+  const std::lock_guard lock(mutex_);
+  closed_ = true;
+  kept_bytes_ = 0;
+  gone.swap(kept_);
+}
+
+Bytes HostBuffers::lent_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return lent_bytes_;
+}
+
+Bytes HostBuffers::kept_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return kept_bytes_;
+}
+
+}  // namespace hydra

@@ -1,0 +1,105 @@
+#include "csrc/transfer/cuda/cuda_device.h"
+
+#include <utility>
+
+#include "csrc/base/errors.h"
+#include "csrc/transfer/cuda/cuda_error.h"
+
+namespace hydra {
+
+CudaDevice::CudaDevice(int device, cudaStream_t home, CurrentStream current_stream, std::unique_ptr<Resource> slots)
+    : device_(device),
+      home_(home),
+      current_stream_(std::move(current_stream)),
+      events_(device, /*timed=*/false),
+      slots_(std::move(slots)),
+      to_device_(device, cudaMemcpyHostToDevice, activity()),
+      to_host_(device, cudaMemcpyDeviceToHost, activity()) {}
+
+CudaDevice::~CudaDevice() = default;
+
+FencePtr CudaDevice::mark(cudaStream_t first, cudaStream_t second) {
+  try {
+    const CudaDeviceGuard guard(device_);
+    std::vector<CudaFence::Mark> marks;
+    for (const cudaStream_t stream : {first, second}) {
+      if (marks.empty() || stream != first) {
+        CudaEventPtr event = events_.take();
+        event->record(stream);
+        marks.push_back({std::move(event), stream});
+      }
+    }
+    return std::make_shared<CudaFence>(std::move(marks));
+  } catch (...) {
+    // Block exits cannot fail: the copy that is to wait for this fence does.
+    return std::make_shared<CudaFence>(std::current_exception());
+  }
+}
+
+FencePtr CudaDevice::record() { return mark(home_, current_stream_()); }
+
+FencePtr CudaDevice::record_use() {
+  const cudaStream_t current = current_stream_();
+  // On the home stream every later record() covers it.
+  return current == home_ ? nullptr : mark(current, current);
+}
+
+void CudaDevice::compute_waits(Ticket& ticket) {
+  ticket.wait_enqueued();
+  const auto* known = dynamic_cast<const CudaTicket*>(&ticket);
+  if (known == nullptr || ticket.finished()) {
+    ticket.wait();
+    return;
+  }
+  const CudaDeviceGuard guard(device_);
+  known->event()->hold_back(current_stream_());
+}
+
+void CudaDevice::compute_follows(const FencePtr& fence) {
+  const auto* const mark = dynamic_cast<const CudaFence*>(fence.get());
+  if (mark == nullptr) {
+    DeviceBackend::compute_follows(fence);
+  } else if (!mark->reached()) {
+    const CudaDeviceGuard guard(device_);
+    mark->hold_back(current_stream_());
+  }
+}
+
+void CudaDevice::slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept {
+  try {
+    const CudaDeviceGuard guard(device_);
+    if (ticket != nullptr) {
+      ticket->wait_enqueued();
+      const auto* known = dynamic_cast<const CudaTicket*>(ticket);
+      if (known != nullptr && !ticket->finished()) {
+        known->event()->hold_back(home_);
+      } else {
+        ticket->wait_quietly();
+      }
+    }
+    for (const FencePtr& fence : fences) {
+      if (const auto* mark = dynamic_cast<const CudaFence*>(fence.get())) {
+        mark->hold_back(home_);
+      } else if (fence) {
+        fence->wait();
+      }
+    }
+  } catch (const std::exception&) {
+    // The device takes no more waits: it has failed, and whatever comes next on it says so.
+    if (ticket != nullptr) {
+      ticket->wait_quietly();
+    }
+  }
+}
+
+void CudaDevice::expect_usable() {
+  const CudaDeviceGuard guard(device_);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  HYDRA_CUDA(cudaStreamIsCapturing(current_stream_(), &status));
+  HYDRA_EXPECT(status == cudaStreamCaptureStatusNone, StateError,
+               "an offloaded block is used while a CUDA graph is being captured: the graph would keep the address "
+               "that the block has now, and the block moves. Capture outside the offload context, or compile "
+               "without CUDA graphs (mode='default')");
+}
+
+}  // namespace hydra

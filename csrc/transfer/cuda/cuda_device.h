@@ -1,0 +1,56 @@
+// A CUDA device behind the backend interface, without torch: the streams compute runs on come from a function.
+//
+// The home stream is where slots are allocated and, usually, where all compute runs. Compute on other streams is
+// covered too: record() marks both the home and the caller's current stream, single operations off the home
+// stream are marked one by one (record_use), and a slot goes back to its allocator only behind all of them.
+// Nothing blocks the host but compute_waits(), and that only until the lane has enqueued the copy.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "csrc/transfer/cuda/cuda_lane.h"
+#include "csrc/transfer/device_backend.h"
+
+namespace hydra {
+
+/// The calling thread's compute stream on the device of the backend.
+using CurrentStream = std::function<cudaStream_t()>;
+
+class CudaDevice : public DeviceBackend {
+ public:
+  /// `slots` hands out memory that is reused in the order of `home`.
+  CudaDevice(int device, cudaStream_t home, CurrentStream current_stream, std::unique_ptr<Resource> slots);
+  ~CudaDevice() override;
+
+  std::string name() const override { return "cuda:" + std::to_string(device_); }
+  Resource& slots() noexcept override { return *slots_; }
+  Lane& to_device() noexcept override { return to_device_; }
+  Lane& to_host() noexcept override { return to_host_; }
+
+  FencePtr record() override;
+  FencePtr record_use() override;
+  void compute_waits(Ticket& ticket) override;
+  void compute_follows(const FencePtr& fence) override;
+  void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept override;
+  void expect_usable() override;
+
+  int device() const noexcept { return device_; }
+  cudaStream_t home() const noexcept { return home_; }
+  cudaStream_t to_device_stream() const noexcept { return to_device_.stream(); }
+  cudaStream_t to_host_stream() const noexcept { return to_host_.stream(); }
+
+ private:
+  FencePtr mark(cudaStream_t first, cudaStream_t second);
+
+  const int device_;
+  const cudaStream_t home_;
+  const CurrentStream current_stream_;
+  CudaEventPool events_;
+  std::unique_ptr<Resource> slots_;
+  CudaLane to_device_;
+  CudaLane to_host_;
+};
+
+}  // namespace hydra

@@ -1,0 +1,1 @@
+"""How ranks talk: topology, process groups, links and messages, failures, reduced gradients."""

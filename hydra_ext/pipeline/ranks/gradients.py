@@ -1,0 +1,289 @@
+"""The gradients of one batch, from the end of its backward to the optimizer's step.
+
+In the background, batch by batch, every rank does this, in this order:
+
+1. weights that several stages use: the stages' gradients are added, that of the last stage first;
+2. replicas: the mean over the copies of a stage, added in the order of the ranks, so that it has the same bits on all
+   of them and with every backend; divided once, by their number;
+3. clipping: every rank of a line learns the sums of squares of all stages' gradients, by parameter. The norm is that
+   of :func:`hydra_ext.optim.clip_grad_norm_`, to the bit: the sums are added in the order of the model's parameters,
+   and a weight that several stages use counts once. (Of gradients on a GPU, or in fp64, torch adds the squares, in
+   fp64: the same on all ranks, but in an order of its own.)
+
+Nothing of the optimizer is touched before the norm is known, and all ranks decide alike whether it is finite.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.errors import RankFailed, StateError
+from hydra_ext.optim import threads
+from hydra_ext.optim.clip import combined
+from hydra_ext.optim.layout import as_parameter_lies
+from hydra_ext.pipeline.ranks.messages import norm_word
+from hydra_ext.pipeline.ranks.transport import TransportError, carrying
+from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
+from hydra_ext.pipeline.transfers import ROOM, Reduction
+
+_NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+_ABSENT = -1.0  # in place of a sum of squares
+
+
+@dataclass
+class StageGradients:
+    """One stage's gradients of one batch, in the order of the stage's parameters."""
+
+    stage: int
+    parameters: Sequence[nn.Parameter]
+    gradients: list[Tensor | None]
+
+
+@dataclass
+class BatchGradients:
+    """Those of all of a rank's stages.
+
+    Attributes:
+        max_norm: clip to it; None for no clipping, and no norm.
+        norm: of the whole model's gradients, once ``done``.
+        factor: what they are to be multiplied with, once ``done``.
+        behind: of each stage that has been updated with them, whether other actions ran meanwhile.
+    """
+
+    batch: int
+    stages: list[StageGradients]
+    max_norm: float | None
+    norm: float | None = None
+    factor: float = 1.0
+    done: bool = False
+    behind: list[bool] = field(default_factory=list)
+
+    @property
+    def skipped(self) -> bool:
+        """There is to be no update with them."""
+        return self.norm is not None and not math.isfinite(self.norm)
+
+    def of(self, stage: int) -> StageGradients:
+        return next(each for each in self.stages if each.stage == stage)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A stage that holds a shared weight.
+
+    Attributes:
+        rank: of the process group of the weight; 0 without one.
+        index: of the weight among the stage's parameters, where the stage is this rank's own.
+    """
+
+    stage: int
+    rank: int
+    index: int | None
+
+
+@dataclass(frozen=True)
+class SharedWeight:
+    """A weight that several stages use, one of them on this rank. All ranks have them in the same order.
+
+    Attributes:
+        group: the ranks of the line that hold it; None if it is this one alone.
+        holders: from the last stage to the first.
+    """
+
+    group: dist.ProcessGroup | None
+    holders: tuple[Holder, ...]
+
+
+@dataclass(frozen=True)
+class Partners:
+    """The ranks that this one reduces with.
+
+    Attributes:
+        copies: the ranks with copies of this rank's stages; None without replicas.
+        line: the ranks that hold the model together; None if it is this one alone.
+        orders: of every rank of the line, the place among the model's parameters of each of its stages' parameters,
+            stage after stage; -1 for one that another stage counts.
+        shared: of this rank.
+    """
+
+    copies: dist.ProcessGroup | None
+    line: dist.ProcessGroup | None
+    orders: tuple[tuple[int, ...], ...]
+    shared: tuple[SharedWeight, ...] = ()
+
+
+class Reducer:
+    """Reduces in a thread of its own.
+
+    Attributes:
+        reductions: the last ones.
+    """
+
+    def __init__(self, partners: Partners, watch: Watch, rank: int) -> None:
+        self.reductions: deque[Reduction] = deque(maxlen=ROOM)
+        self._partners = partners
+        self._watch = watch
+        self._rank = rank
+        self._queue: queue.SimpleQueue[BatchGradients | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="hydra_ext gradients", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: BatchGradients) -> None:
+        """``done`` is set, and the watch's waiters are woken, when it has ended."""
+        self._queue.put(batch)
+
+    def close(self, timeout: float) -> None:
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            start = time.perf_counter()
+            try:
+                self._reduce(batch)
+            except TransportError as error:
+                with suppress(RankFailed):  # it is entered: the ranks that wait hear of it
+                    self._watch.wait_for_cause()
+                self._fail(batch, str(error))
+                return
+            except Exception as error:  # noqa: BLE001 - what waits has to hear of it
+                self._fail(batch, describe_error(error))
+                return
+            self.reductions.append(Reduction(batch.batch, start, time.perf_counter()))
+            with self._watch.changed:
+                batch.done = True
+                self._watch.changed.notify_all()
+            del batch
+
+    def _fail(self, batch: BatchGradients, what: str) -> None:
+        self._watch.fail(Failure(self._rank, f"at the gradients of batch {batch.batch}", what))
+
+    def _reduce(self, batch: BatchGradients) -> None:
+        for weight in self._partners.shared:
+            _add_up(weight, batch)
+        if self._partners.copies is not None:
+            for stage in batch.stages:
+                _average(stage, batch.max_norm, self._partners.copies)
+        if batch.max_norm is not None:
+            batch.norm, batch.factor = self._norm(batch, batch.max_norm)
+
+    def _norm(self, batch: BatchGradients, max_norm: float) -> tuple[float, float]:
+        own = [value for stage in batch.stages for value in square_sums(stage.parameters, stage.gradients)]
+        orders = self._partners.orders
+        gathered = [own]
+        if self._partners.line is not None:
+            longest = max(len(order) for order in orders)
+            sent = torch.tensor(own + [_ABSENT] * (longest - len(own)), dtype=torch.float64, device="cpu")
+            received = [torch.empty_like(sent) for _ in orders]
+            with carrying():
+                dist.all_gather(received, sent, group=self._partners.line)
+            gathered = [values.tolist() for values in received]
+        counted = sorted(
+            (place, value)
+            for order, values in zip(orders, gathered, strict=True)
+            for place, value in zip(order, values, strict=False)
+            if place >= 0 and value != _ABSENT
+        )
+        return combined([value for _, value in counted], max_norm)
+
+
+def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
+    """Of each gradient; ``-1`` where there is none."""
+    sums = [_ABSENT] * len(gradients)
+    native: dict[int, Tensor] = {}
+    for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+        if gradient is None:
+            continue
+        if gradient.device.type == "cpu" and gradient.dtype in _NATIVE:
+            native[index] = as_parameter_lies(gradient, parameter)
+        else:
+            wide = gradient.to(torch.complex128 if gradient.is_complex() else torch.float64)
+            sums[index] = float(wide.abs().square().sum())
+    for index, value in zip(native, _C.sums_of_squares(list(native.values()), threads.pool(None)), strict=True):
+        sums[index] = value
+    return sums
+
+
+def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The mean over a group's ranks, added in their order: the same bits on every rank, whatever the backend.
+
+    Each rank adds up one part and gives it to all, so that every rank sends and receives about twice the tensor's
+    bytes, as in a ring.
+    """
+    size = dist.get_world_size(group)
+    flat = tensor.reshape(-1)
+    part = -(-flat.numel() // size)
+    sent = torch.zeros(part * size, dtype=flat.dtype, device=flat.device)
+    sent[: flat.numel()] = flat
+    received = torch.empty_like(sent)
+    with carrying():
+        dist.all_to_all_single(received, sent, group=group)
+    total, *others = received.view(size, part).unbind()
+    for other in others:
+        total += other
+    total /= size
+    means = [torch.empty_like(total) for _ in range(size)]
+    with carrying():
+        dist.all_gather(means, total, group=group)
+    return torch.cat(means)[: flat.numel()].view_as(tensor)
+
+
+def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessGroup) -> None:
+    """
+    Raises:
+        StateError: the copies were not given the same ``max_norm``.
+    """
+    norm = norm_word(max_norm)
+    words = [norm, ~norm, *(gradient is not None for gradient in stage.gradients)]
+    marks = torch.tensor(words, dtype=torch.int64, device="cpu")
+    with carrying():
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest, *known = marks.tolist()
+    if highest != ~lowest:
+        raise StateError(
+            f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another one "
+            "something else. Give all ranks the same one"
+        )
+    for index, there in enumerate(known):
+        if there:
+            gradient = stage.gradients[index]
+            parameter = stage.parameters[index]
+            stage.gradients[index] = ordered_mean(torch.zeros_like(parameter) if gradient is None else gradient, group)
+
+
+def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
+    """Every holder gets the sum."""
+    own = {holder.stage: holder.index for holder in weight.holders if holder.index is not None}
+    held = {stage: batch.of(stage).gradients[index] for stage, index in own.items()}
+    marks = torch.tensor(
+        [held.get(holder.stage) is not None for holder in weight.holders], dtype=torch.uint8, device="cpu"
+    )
+    if weight.group is not None:
+        with carrying():
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=weight.group)
+    like = next(batch.of(stage).parameters[index] for stage, index in own.items())
+    total: Tensor | None = None
+    for holder, there in zip(weight.holders, marks.tolist(), strict=True):
+        if not there:
+            continue
+        gradient = held.get(holder.stage)
+        part = torch.empty_like(like) if gradient is None else gradient.clone()
+        if weight.group is not None:
+            with carrying():
+                dist.broadcast(part, group_src=holder.rank, group=weight.group)
+        total = part if total is None else total.add_(part)
+    for stage, index in own.items():
+        batch.of(stage).gradients[index] = None if total is None else total.clone()

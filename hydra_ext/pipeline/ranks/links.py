@@ -1,0 +1,375 @@
+"""Directed links between two ranks: whole messages, in order, behind the computation.
+
+A link has a process group of its own, so that nothing on another link can come between its messages, and neither side
+waits for anything but the other. Its sender and its receiver are a thread each, which wait inside torch.distributed;
+the thread that computes only hands messages over, which begins to send what lies on the host, and takes them.
+
+A receiver listens for the next header at all times, and so notices when the other process ends. The tensors behind it
+are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
+Where the last two messages were laid out alike, the receives of the next one's tensors are posted as soon as it is
+expected, without its header: it takes one way instead of three. Both ends count how often the layout has changed, and
+tag tensors with that number, so that what was posted for another layout meets no message. gloo keeps such receives
+until the link ends: where they have become many no more are posted ahead, which concerns the receiver alone.
+
+gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
+takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext import _C
+from hydra_ext.pipeline.ranks import messages
+from hydra_ext.pipeline.ranks.channel import Channel, Layouts, LinkStream, Posted, Structures, write_counts
+from hydra_ext.pipeline.ranks.groups import Groups
+from hydra_ext.pipeline.ranks.messages import END, HEADER_WORDS, Header, Message, fingerprint
+from hydra_ext.pipeline.ranks.outgoing import Outgoing, when_computed, written
+from hydra_ext.pipeline.ranks.transport import TransportError
+from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
+from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
+
+logger = logging.getLogger(__name__)
+
+_MOST_ABANDONED = 1000  # receives of a link that meet no message, of about 1 KB each
+
+
+class Outbox:
+    """The sending end of a link.
+
+    Attributes:
+        sent_bytes: of tensors, so far.
+        log: of its messages.
+    """
+
+    def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
+        self.sent_bytes = 0
+        self.log = log
+        self._device = device
+        self._channel = channel
+        self._peer = peer
+        self._watch = watch
+        self._structures = Structures()
+        self._layouts = Layouts()
+        self._waiting = 0  # messages that have been put and not been sent
+        self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Message) -> None:
+        """Its tensors must not be written to any more, which ends the pipeline if it is noticed.
+
+        Those of the host are sent from here: waking the link's thread first would take longer than the transport.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._watch.check()
+        start = time.perf_counter()
+        layouts = [None if tensor is None else messages.layout_of(tensor) for tensor in message.tensors]
+        kind = fingerprint(message.structure)
+        new = bool(message.structure) and kind not in self._structures
+        self._structures.note(kind, "")
+        first = messages.encode(message, layouts, with_structure=new)
+        if new:
+            first.append(messages.as_words(message.structure))
+        laid_out = [layout for layout in layouts if layout is not None]
+        self._layouts.note(laid_out)
+        present = (tensor for tensor in message.tensors if tensor is not None)
+        there = [messages.packed(tensor, layout) for tensor, layout in zip(present, laid_out, strict=True)]
+        nbytes = sum(layout.packed.nbytes for layout in laid_out)
+        self.sent_bytes += nbytes
+        number, computed = self._layouts.number, when_computed(self._device)
+        counts = write_counts(there)
+        outgoing = Outgoing(
+            message.batch, message.microbatch, nbytes, start, first, there, counts, number, computed, []
+        )
+        if self._device.type == "cpu":
+            try:
+                self._send(outgoing)
+            except TransportError as error:
+                _peer_ended(self._watch, self._peer, error)
+                self._watch.check()
+        with self._watch.changed:
+            self._waiting += 1
+        self._queue.put(outgoing)
+
+    def _send(self, outgoing: Outgoing) -> None:
+        outgoing.sends.extend(self._channel.send_words(words) for words in outgoing.words)
+        if outgoing.computed is not None:
+            outgoing.computed.synchronize()
+        outgoing.sends.extend(self._channel.send(outgoing.tensors, outgoing.layout))
+
+    def flush(self) -> None:
+        """Returns when nothing that was put is held here any more.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        self._watch.wait_for(lambda: self._waiting == 0)
+
+    def close(self, timeout: float) -> bool:
+        """What was put is sent first, for as long as that may take; whether nothing is under way any more."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        stream = LinkStream(self._device)
+        try:
+            while (entry := self._queue.get()) is not None:
+                with stream, torch.no_grad():
+                    if not entry.sends:
+                        self._send(entry)
+                    for send in entry.sends:
+                        self._channel.wait(send)
+                if write_counts(entry.tensors) != entry.counts:
+                    self._watch.fail(written(self._watch.rank, entry, self.log.link))
+                self.log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
+                del entry, send  # and with them the tensors
+                with self._watch.changed:
+                    self._waiting -= 1
+                    self._watch.changed.notify_all()
+            self._channel.wait(self._channel.send_words(messages.end_of_messages()))
+        except TransportError as error:
+            _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"sending {self.log.link}", describe_error(error)))
+
+
+class Inbox:
+    """The receiving end of a link.
+
+    Attributes:
+        received_bytes: of tensors, so far.
+        received_ahead: messages whose receives had been posted before their headers came.
+        abandoned: receives that were posted for another layout than came.
+        log: of its messages.
+    """
+
+    def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
+        self.received_bytes = 0
+        self.received_ahead = 0
+        self.abandoned = 0
+        self.log = log
+        self._channel = channel
+        self._peer = peer
+        self._device = device
+        self._watch = watch
+        self._stream = LinkStream(device)
+        self._structures = Structures()
+        self._arrived: list[Message] = []
+        self._expected = threading.Semaphore(0)
+        self._posting = threading.Lock()  # for the two below
+        self._layouts = Layouts()
+        self._posted: deque[Posted | None] = deque()  # of the messages that are expected
+        self._ended = False  # on this side
+        self._over = False  # nothing comes any more
+        self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
+        self._thread.start()
+
+    def expect(self) -> None:
+        """One more message may come.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        with self._posting:
+            number = self._layouts.number
+            # Receives of one tag are served in their order: none before those of the messages that come first.
+            ahead = all(posted is not None and posted.layout == number for posted in self._posted)
+            ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
+            ahead = ahead and self.abandoned < _MOST_ABANDONED
+            try:
+                self._posted.append(self._post() if ahead else None)
+            except TransportError as error:
+                _peer_ended(self._watch, self._peer, error)
+                self._watch.check()
+        self._expected.release()
+
+    def _post(self) -> Posted:
+        """Receives of tensors as the last message had them; with the lock held."""
+        with _C.Uncharged():  # a device under a budget gets copies
+            tensors = [each.packed.empty(self._channel.device) for each in self._layouts.last]
+        return Posted(self._layouts.number, tensors, self._channel.post(tensors, self._layouts.number))
+
+    def take(self) -> Message:
+        """The next message, which has been expected.
+
+        Raises:
+            RankFailed: a rank has failed, or has closed its end.
+        """
+        self._watch.wait_for(lambda: bool(self._arrived) or self._over)
+        if not self._arrived:
+            self._watch.check()
+            ended = Failure(self._peer, "", "it has closed its pipeline, and this rank still waits for it")
+            raise self._watch.fail(ended).error()
+        message = self._arrived.pop(0)
+        for tensor in message.tensors:
+            if tensor is not None and tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it is the link's stream that made it
+        return message
+
+    @property
+    def arrived(self) -> bool:
+        return bool(self._arrived)
+
+    def close(self, timeout: float) -> bool:
+        """What has been expected still comes; for anything else there is no room any more. Whether nothing is under
+        way any more."""
+        self._ended = True
+        self._expected.release()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            first = self._channel.post_words(HEADER_WORDS)
+            while (header := self._header(*first)) is not END:
+                first = self._channel.post_words(HEADER_WORDS)
+                self._expected.acquire()
+                if not self._posted:  # it is the end on this side
+                    return
+                start = time.perf_counter()
+                message = self._fetch(header)
+                self.received_bytes += header.nbytes
+                self.log.note(message.batch, message.microbatch, header.nbytes, start)
+                with self._watch.changed:
+                    self._arrived.append(message)
+                    self._watch.changed.notify_all()
+                del message
+        except TransportError as error:
+            if not self._ended:
+                _peer_ended(self._watch, self._peer, error)
+        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
+            self._watch.fail(Failure(self._watch.rank, f"receiving {self.log.link}", describe_error(error)))
+        finally:
+            with self._watch.changed:
+                self._over = True
+                self._watch.changed.notify_all()
+
+    def _header(self, first: Tensor, arriving: dist.Work) -> Header:
+        self._channel.wait(arriving)
+        left = messages.words_left(first)
+        words = first.tolist() + (self._channel.receive_words(left).tolist() if left else [])
+        header = messages.decode(words)
+        if header == END:
+            return END
+        size = header.structure_bytes
+        text = messages.as_text(self._channel.receive_words(-(-size // 8)), size) if size else ""
+        self._structures.note(header.fingerprint, text)
+        with self._posting:
+            self._layouts.note([each for each in header.tensors if each is not None])
+        return header
+
+    def _fetch(self, header: Header) -> Message:
+        with self._stream, torch.no_grad():
+            with self._posting:
+                posted = self._posted[0]
+                if posted is not None and posted.layout == self._layouts.number:
+                    self.received_ahead += 1
+                else:
+                    self.abandoned += len(posted.works) if posted is not None else 0
+                    posted = self._post()
+                self._posted.popleft()
+            for work in posted.works:
+                self._channel.wait(work)
+            found = iter(posted.tensors)
+            with _C.Uncharged():
+                tensors = tuple(
+                    None if layout is None else messages.laid_out(next(found), layout, self._device)
+                    for layout in header.tensors
+                )
+        return Message(
+            header.batch,
+            header.microbatch,
+            header.count,
+            tensors,
+            header.requires_grad,
+            self._structures[header.fingerprint],
+            header.max_norm,
+        )
+
+
+class Links:
+    """Makes links. All ranks call :meth:`connect` for the same pairs in the same order, whether they are in it or not.
+
+    Args:
+        device: where this rank's tensors are.
+
+    Attributes:
+        transfers: the last ones of all links, as they ended.
+        groups: theirs, and whatever others there are between the ranks.
+    """
+
+    def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
+        self.transfers: deque[Transfer] = deque(maxlen=ROOM)
+        self._rank = rank
+        self._device = device
+        self._watch = watch
+        self.groups = Groups(rank, watch)
+        self._ends: list[Outbox | Inbox] = []
+
+    def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
+        """This rank's end of a new link; None if it has none."""
+        headers = self.groups.make([source, target], "gloo")
+        direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
+        payload = self.groups.make([source, target], "nccl") if direct else headers
+        if self._rank not in (source, target) or headers is None or payload is None:
+            return None
+        peer = target if self._rank == source else source
+        channel = Channel(headers, payload, sorted((source, target)).index(peer), self._device)
+        end: Outbox | Inbox
+        if self._rank == source:
+            log = LinkLog(f"{name} to rank {target}", sent=True, transfers=self.transfers)
+            end = Outbox(channel, peer, self._device, self._watch, log)
+        else:
+            log = LinkLog(f"{name} from rank {source}", sent=False, transfers=self.transfers)
+            end = Inbox(channel, peer, self._device, self._watch, log)
+        self._ends.append(end)
+        return end
+
+    def flush(self) -> None:
+        """Returns when nothing that was put is held here any more.
+
+        Raises:
+            RankFailed: a rank has failed.
+        """
+        for end in self._ends:
+            if isinstance(end, Outbox):
+                end.flush()
+
+    def close(self, timeout: float) -> None:
+        """All ranks have to; messages under way arrive. After a failure no rank waits for another."""
+        if self._watch.failure is None:
+            for kind in (Outbox, Inbox):
+                for end in self._ends:
+                    if isinstance(end, kind):
+                        end.close(timeout)
+            self.groups.destroy()
+        else:
+            self.groups.abort()
+            deadline = time.perf_counter() + timeout
+            left = [end.log.link for end in self._ends if not end.close(max(0.0, deadline - time.perf_counter()))]
+            if left:
+                logger.warning("links of a failed pipeline stay until the process ends: %s", ", ".join(left))
+        self._ends.clear()
+
+
+def _backend_of(device: torch.device) -> str:
+    backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    return backends.get(device.type, "gloo")
+
+
+def _peer_ended(watch: Watch, peer: int, error: TransportError) -> None:
+    logger.info("the connection with rank %d has ended: %s", peer, error)
+    if watch.failure is None:
+        watch.fail(Failure(peer, f"(last seen {watch.last_seen(peer)})", f"its process has ended ({error})"))

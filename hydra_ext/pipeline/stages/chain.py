@@ -1,0 +1,194 @@
+"""Explicit stages: modules of which each gets what the one before returned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.pipeline.stages.lent import Lent
+from hydra_ext.runtime.rounds.microbatch import split
+from hydra_ext.split.stage_program import Crossing, StagePass, event_seed, reseed
+
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+class Arrival(torch.autograd.Function):
+    """Tensors from the stage before, as results of an operation, so that the model may write to them; keeps the
+    gradients that come back."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, box: ArrivalBox) -> tuple[Tensor, ...]:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        outputs = box.tensors
+        ctx.mark_non_differentiable(*(t for t, wanted in zip(outputs, box.requires_grad, strict=True) if not wanted))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None]:
+        ctx.box.gradients = gradients
+        return None, None
+
+
+class ArrivalBox:
+    """What arrived for one microbatch, and what goes back."""
+
+    def __init__(self, arriving: Crossing) -> None:
+        self.tensors = arriving.tensors
+        self.requires_grad = arriving.requires_grad
+        self.gradients: tuple[Tensor | None, ...] = (None,) * len(arriving.tensors)
+
+    def enter(self) -> list[Tensor]:
+        """The tensors, in the graph."""
+        if not any(self.requires_grad) or not torch.is_grad_enabled():
+            tensors = list(self.tensors)
+        else:
+            tensors = list(Arrival.apply(torch.zeros((), device="cpu", requires_grad=True), self))  # type: ignore[no-untyped-call]
+        self.tensors = ()
+        return tensors
+
+
+class ChainStage:
+    """A :class:`~hydra_ext.split.stage_program.StageProgram` that calls one module.
+
+    The first stage's module gets the microbatch; the others what the stage before returned: tensors in any nesting of
+    tuples, lists and dictionaries, beside numbers, texts and None. The last one's value goes to
+    ``fn(value, microbatch)``, which returns the loss.
+    """
+
+    def __init__(self, module: nn.Module, *, index: int, last: bool) -> None:
+        self._module = module
+        self._index = index
+        self._last = last
+
+    def forward(
+        self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
+    ) -> StagePass:
+        box = None if arriving is None else ArrivalBox(arriving)
+        value = microbatch if box is None or arriving is None else assemble(box.enter(), arriving.structure)
+        reseed(event_seed(seed, self._index))
+        value = self._module(value)
+        reseed(event_seed(seed, self._index, after=True))
+        if not self._last:
+            lent = Lent(self._module, microbatch if box is None else None)
+            return ChainPass.handing_on(box, value, lent, f"stage {self._index}")
+        return ChainPass.ending(box, fn(value, microbatch), divisor)
+
+
+class ChainPass:
+    """A :class:`~hydra_ext.split.stage_program.StagePass`."""
+
+    def __init__(
+        self,
+        box: ArrivalBox | None,
+        roots: list[Tensor],
+        *,
+        leaving: Crossing | None = None,
+        loss: Tensor | None = None,
+        metrics: Any = None,
+    ) -> None:
+        self._box = box
+        self._roots: list[Tensor] | None = roots
+        self.leaving = leaving
+        self.loss = loss
+        self.metrics = metrics
+
+    @classmethod
+    def handing_on(cls, box: ArrivalBox | None, value: Any, lent: Lent, owner: str) -> ChainPass:
+        """The module of a stage before the last has returned this value."""
+        tensors, structure = take_apart(value, owner)
+        own = tuple(lent.own(tensor) for tensor in tensors)
+        return cls(box, tensors, leaving=Crossing(own, tuple(t.requires_grad for t in tensors), structure))
+
+    @classmethod
+    def ending(cls, box: ArrivalBox | None, output: Any, divisor: int) -> ChainPass:
+        """``fn`` has returned this."""
+        loss, metrics = split(output)
+        metrics = pytree.tree_map_only(Tensor, Tensor.detach, metrics)
+        return cls(box, [loss_root(loss, divisor)], loss=loss.detach(), metrics=metrics)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        roots, self._roots = self._roots, None
+        if roots is None:
+            raise StateError("the backward of this microbatch has run")
+        if self.loss is not None:
+            torch.autograd.backward(roots)
+        else:
+            pairs = [(root, g) for root, g in zip(roots, gradients, strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [g for _, g in pairs])
+        return () if self._box is None else self._box.gradients
+
+
+def loss_root(loss: Tensor, divisor: int) -> Tensor:
+    """What the backward of the last stage starts from.
+
+    Raises:
+        ValueError: the loss is no scalar, or has no graph.
+    """
+    if not torch.is_grad_enabled():
+        return loss
+    if not loss.requires_grad or loss.numel() != 1:
+        raise ValueError(
+            f"fn returned a loss of shape {tuple(loss.shape)}"
+            + ("" if loss.requires_grad else " that depends on no trainable parameter")
+            + ": return a scalar to run backward from"
+        )
+    return loss / divisor if divisor != 1 else loss
+
+
+def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
+    """The tensors of a value, and the text that :func:`assemble` needs.
+
+    Args:
+        owner: what returned it, for errors.
+
+    Raises:
+        UnsupportedModel: there is something in it that cannot go to another rank.
+    """
+    leaves, spec = pytree.tree_flatten(value)
+    constants = [["tensor"] if isinstance(leaf, Tensor) else _constant(leaf, owner) for leaf in leaves]
+    try:
+        text = pytree.treespec_dumps(spec)
+        reason = "" if pytree.treespec_loads(text) == spec else "a key of a dictionary would arrive as another one"
+    except (NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error)
+    if reason:
+        raise UnsupportedModel(
+            f"{owner}: something in it cannot be put together on another rank ({reason}): return tensors in tuples, "
+            "lists and dictionaries, whose keys are texts or numbers"
+        )
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], json.dumps([text, constants])
+
+
+def assemble(tensors: list[Tensor], structure: str) -> Any:
+    """The value that :func:`take_apart` has taken apart."""
+    text, constants = json.loads(structure)
+    rest = iter(tensors)
+    leaves = [_leaf(constant, rest) for constant in constants]
+    return pytree.tree_unflatten(leaves, pytree.treespec_loads(text))
+
+
+def _constant(leaf: Any, owner: str) -> Any:
+    """As JSON has it, which knows no types that are derived from others."""
+    if type(leaf) in _CONSTANTS:
+        return leaf
+    if isinstance(leaf, np.float64):  # what numpy's means are
+        return ["float64", float(leaf)]
+    raise UnsupportedModel(
+        f"{owner}: a {type(leaf).__name__} cannot go to another rank: only tensors, None, bool, int, float and str "
+        "can (none derived from them), in tuples, lists and dictionaries"
+    )
+
+
+def _leaf(constant: Any, tensors: Iterator[Tensor]) -> Any:
+    if constant == ["tensor"]:
+        return next(tensors)
+    return np.float64(constant[1]) if isinstance(constant, list) else constant

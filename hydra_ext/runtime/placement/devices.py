@@ -1,0 +1,253 @@
+"""Places: where the tensors of a forward live, and what that takes beside the weights.
+
+A place makes the backend and the host arena of a run, moves the root's inputs, and looks after what is no parameter
+(:mod:`hydra_ext.runtime.placement.residents`). On the simulated device both faces of a weight are host memory;
+elsewhere device faces, inputs and buffers are on :attr:`Place.device`.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from hydra_ext import _C, _build_info, _guard
+from hydra_ext.errors import InvalidDevice
+from hydra_ext.policy import SimulatedDevice
+from hydra_ext.runtime import scaling
+from hydra_ext.runtime.placement.residents import Residents, buffer_bytes
+from hydra_ext.tracing import not_traced
+
+logger = logging.getLogger(__name__)
+
+# Gradients on their way to the host take at most this part of the budget: inside the device's allocator they
+# cannot be waited for.
+_GRADIENTS_PER_BUDGET = 8
+
+# What a place moves, each as one (the lengths of a packed sequence stay on the host): everything else in a call's
+# arguments stays as it is.
+MOVED = (torch.Tensor, PackedSequence)
+
+
+class Place(ABC):
+    """One device, as a run sees it. Subclasses say how its backend is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._residents: Residents | None = None
+        self._told_of_autocast = False
+
+    @abstractmethod
+    def make_backend(self) -> _C.DeviceBackend:
+        """The engine's side of the device; one per run."""
+
+    def make_arena(self) -> _C.HostArena:
+        return _C.HostArena()
+
+    def uncounted_bytes(self, _model: nn.Module) -> int:
+        """Bytes of residents that no allocator of the device counts."""
+        return 0
+
+    def gradient_bound(self, budget: int) -> int:
+        """Bytes of gradients that may be on their way at once; 0 where the budget itself holds them back."""
+        return 0 if self.device.type == "cpu" else budget // _GRADIENTS_PER_BUDGET
+
+    @not_traced
+    def move_input(self, value: Any) -> Any:
+        """An input of the root, on the place's device."""
+        tensor = value.data if isinstance(value, PackedSequence) else value
+        return value.to(self.device) if tensor.device.type == "cpu" else value
+
+    def open(self, model: nn.Module, arena: _C.HostArena) -> None:
+        """Before the first forward. :meth:`close` undoes it."""
+        self._residents = Residents(model, self.device)
+        self._residents.move_in()
+
+    def close(self) -> None:
+        if self._residents is not None:
+            self._residents.move_out()
+            self._residents = None
+
+    def suspend(self) -> None:
+        """The model is to be copied: everything is at home until :meth:`resume`."""
+        if self._residents is not None:
+            self._residents.move_out()
+
+    def resume(self) -> None:
+        if self._residents is not None:
+            self._residents.move_in()
+
+    @not_traced
+    def forward_kind(self) -> _C.PassKind:
+        """Of a forward that begins here. Tells, once, of an autocast that is on for the host alone.
+
+        A trainer that was told ``use_cpu=True``, as the parameters are on the host, makes such ones.
+        """
+        kind = self.device.type
+        if kind != "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled(kind):
+            self._tell_of_autocast(torch.get_autocast_dtype("cpu"))
+        return _C.PassKind.FORWARD if torch.is_grad_enabled() else _C.PassKind.INFERENCE
+
+    def _tell_of_autocast(self, dtype: torch.dtype) -> None:
+        if not self._told_of_autocast:
+            self._told_of_autocast = True
+            logger.warning(
+                "autocast to %s is on for the CPU, but this model computes on %s, without it. Put the training into "
+                "`with torch.autocast(%r, dtype=%s):`",
+                dtype,
+                self.device,
+                self.device.type,
+                dtype,
+            )
+
+    def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
+        """A backward's window has closed."""
+
+    def peak_bytes(self) -> int | None:
+        """What the device held at most; None where the run's ledger knows."""
+        return None
+
+    def activation_bytes(self, core: _C.PagedModel) -> int:
+        """What the device holds now that is neither weight nor buffer nor gradient."""
+        return core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
+
+
+class SimulatedPlace(Place):
+    """Host memory with a budget."""
+
+    def __init__(self, options: SimulatedDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self._options = options
+
+    def make_backend(self) -> _C.DeviceBackend:
+        options = self._options
+        return _C.SimulatedDevice(
+            to_device_bytes_per_second=options.to_device_bytes_per_second or 0.0,
+            to_host_bytes_per_second=options.to_host_bytes_per_second or 0.0,
+            latency_seconds=options.latency_seconds,
+            host_memory_bytes_per_second=options.host_memory_bytes_per_second or 0.0,
+            poison=options.poison,
+            asynchronous=options.asynchronous,
+            seed=options.seed,
+            faults=options.faults,
+        )
+
+    def uncounted_bytes(self, model: nn.Module) -> int:
+        return buffer_bytes(model)
+
+    @not_traced
+    def move_input(self, value: Any) -> Any:
+        if isinstance(value, PackedSequence) or value.device.type != "cpu" or value.layout != torch.strided:
+            return value
+        return value if _C.on_simulated_device(value) else value.clone()
+
+
+class CudaPlace(Place):
+    """A GPU. The budget is what torch's allocator may reserve there."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(torch.device("cuda", index))
+        self._backend: Any = None
+        self._settled = False
+        self._opened = False
+
+    def make_backend(self) -> _C.DeviceBackend:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        make = getattr(_C, "make_cuda_backend")  # noqa: B009 - not in the stubs, which are those of a build without CUDA
+        self._backend = make(self.device.index)
+        return self._backend  # type: ignore[no-any-return]
+
+    def make_arena(self) -> _C.HostArena:
+        make = getattr(_C, "make_cuda_arena")  # noqa: B009 - as above
+        return make(self.device.index)  # type: ignore[no-any-return]
+
+    @not_traced
+    def move_input(self, value: Any) -> Any:
+        # A parameter's own memory is pinned by us, and nothing would hold its bytes until they have been read.
+        at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
+        return value.to(self.device, non_blocking=True) if at_once else super().move_input(value)
+
+    def open(self, model: nn.Module, arena: _C.HostArena) -> None:
+        if arena.pageable_bytes > 0:
+            logger.warning(
+                "%s of host memory could not be pinned: copies are slower and block the host. Raise the limit on "
+                "locked memory (ulimit -l); `python -m hydra_ext doctor` measures the link",
+                _C.human_bytes(arena.pageable_bytes),
+            )
+        if torch.backends.cudnn.benchmark:
+            logger.warning(
+                "torch.backends.cudnn.benchmark tries algorithms with workspaces of any size, which count in the "
+                "budget; switch it off if memory runs out"
+            )
+        super().open(model, arena)
+        torch.cuda.empty_cache()
+        scaling.read_blocking()
+        self._opened = True
+
+    def close(self) -> None:
+        super().close()
+        if self._opened:
+            self._opened = False
+            scaling.read_as_before()
+
+    def backward_ended(self) -> None:
+        # Step 1 ran on demand and has cut the allocator's memory up; from step 2 on the plan is known.
+        if not self._settled:
+            self._settled = True
+            torch.cuda.empty_cache()
+
+    def peak_bytes(self) -> int | None:
+        return None if self._backend is None else int(self._backend.memory().reserved_peak)
+
+    def activation_bytes(self, core: _C.PagedModel) -> int:
+        return int(torch.cuda.memory_allocated(self.device)) - core.resident_bytes
+
+
+def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:
+    """The place for what ``offload(device=...)`` was given.
+
+    Raises:
+        InvalidDevice: no such device, or none that this build can use.
+    """
+    if isinstance(device, Place):
+        return device
+    if isinstance(device, SimulatedDevice):
+        return SimulatedPlace(device)
+    if device is None:
+        if not torch.cuda.is_available():
+            return SimulatedPlace(SimulatedDevice())
+        if _build_info.CUDA != "ON":
+            logger.warning(
+                "there is a GPU, but hydra_ext was built without CUDA kernels (%s): the simulated device is used; %s",
+                _build_info.WITHOUT_CUDA,
+                _guard.how_to_get_cuda(),
+            )
+            return SimulatedPlace(SimulatedDevice())
+        return CudaPlace(torch.cuda.current_device())
+    if device == "simulated":
+        return SimulatedPlace(SimulatedDevice())
+    return _named(device)
+
+
+def _named(device: torch.device | str) -> Place:
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidDevice(f"device={device!r} is no device: give 'cuda', 'cuda:1' or 'simulated'") from error
+    if parsed.type != "cuda":
+        raise InvalidDevice(f"device={device!r}: models are offloaded to 'cuda' or to the 'simulated' device")
+    if _build_info.CUDA != "ON":
+        raise InvalidDevice(
+            f"device={device!r}, but hydra_ext was built without CUDA kernels ({_build_info.WITHOUT_CUDA}): "
+            f"{_guard.how_to_get_cuda()}; or take device='simulated'"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    given: int | None = parsed.index
+    if count == 0 or (given is not None and given >= count):
+        raise InvalidDevice(f"device={device!r}, but torch finds {count} CUDA devices; take device='simulated'")
+    index = torch.cuda.current_device() if given is None else given
+    return CudaPlace(index)

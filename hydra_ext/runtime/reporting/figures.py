@@ -1,0 +1,239 @@
+"""Figures of single steps: where their time went, and what held them up.
+
+A step is a call of ``run.step``, or in a plain loop what happens from one ``optimizer.step()`` to the next; the first
+begins with the callback that asks for it. Nothing is measured before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch.utils.hooks import RemovableHandle
+
+from hydra_ext import _C
+from hydra_ext.runtime.placement.devices import Place
+
+Resource = Literal["compute", "host to device", "device to host", "optimizer"]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What one step took. Bytes are bytes, times seconds.
+
+    Attributes:
+        step: its number since the context was entered, from 1.
+        seconds: how long it took.
+        tokens: in its microbatches, as counted by ``on_step(tokens=...)``; None without, and in plain loops.
+        tokens_per_second: likewise.
+        peak_bytes: what the device held at most in the step; on a GPU, what torch's allocator has reserved at most
+            since the context was entered.
+        budget_bytes: what it may hold.
+        compute_seconds: ``seconds`` without ``waited_seconds`` and without an optimizer that updates at once. None on
+            a GPU: compute waits on the device there, where the host does not see it.
+        to_device_seconds: bytes were moving from host to device.
+        to_host_seconds: bytes were moving from device to host.
+        update_seconds: the optimizer worked, behind the model or at once.
+        waited_seconds: the host waited for weights, gradients, the ends of windows, and updates.
+        binding: what worked longest, and so held the step up; None where ``compute_seconds`` is.
+    """
+
+    step: int
+    seconds: float
+    tokens: int | None
+    tokens_per_second: float | None
+    peak_bytes: int
+    budget_bytes: int
+    compute_seconds: float | None
+    to_device_seconds: float
+    to_host_seconds: float
+    update_seconds: float
+    waited_seconds: float
+    binding: Resource | None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        speed = "" if self.tokens_per_second is None else f"  {self.tokens_per_second:,.0f} tokens/s"
+        peak, budget = self.peak_bytes / 2**20, self.budget_bytes / 2**20
+        bound = "" if self.binding is None else f"  bound by {self.binding}"
+        return f"step {self.step}  {self.seconds:.3f} s{speed}  device {peak:,.1f} of {budget:,.1f} MiB{bound}"
+
+
+Callback = Callable[[StepFigures], object]
+TokenCount = Callable[[Any], int]
+
+
+class StepObserver(Protocol):
+    """Told when things began and ended, in nanoseconds of ``time.monotonic_ns()``."""
+
+    def note_step(self, number: int, begin: int, end: int) -> None: ...
+    def note_update(self, begin: int, end: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Listener:
+    callback: Callback
+    tokens: TokenCount | None
+
+    def hear(self, figures: StepFigures, microbatches: Sequence[Any] | None) -> None:
+        if self.tokens is not None and microbatches is not None:
+            tokens = sum(int(self.tokens(microbatch)) for microbatch in microbatches)
+            figures = replace(figures, tokens=tokens, tokens_per_second=tokens / figures.seconds)
+        self.callback(figures)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What had been counted up to a moment."""
+
+    nanoseconds: int
+    to_device: float
+    to_host: float
+    deferred: float
+    at_once: float
+    waited: float
+
+
+class StepMeter:
+    """Measures the steps of one run.
+
+    Attributes:
+        steps: how many there were.
+        updates: calls of ``optimizer.step()`` that have ended.
+        inside: a whole step is under way.
+        observer: is told of them, too.
+    """
+
+    def __init__(self, core: _C.PagedModel, place: Place, *, budget: int) -> None:
+        self._core = core
+        self._place = place
+        self._budget = budget
+        self._listeners: OrderedDict[int, _Listener] = OrderedDict()
+        self._begin: _Moment | None = None
+        self.inside = False
+        self._update_began = 0
+        self._update_depth = 0
+        self._update_windows = 0
+        self._at_once = 0.0
+        self.steps = 0
+        self.updates = 0
+        self.observer: StepObserver | None = None
+
+    def on_step(self, callback: Callback, tokens: TokenCount | None) -> RemovableHandle:
+        """``callback`` is called after each step, from the one under way on."""
+        handle = RemovableHandle(self._listeners)
+        self._listeners[handle.id] = _Listener(callback, tokens)
+        if self._begin is None:
+            self.begin()
+        return handle
+
+    # ---- what the run tells -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A step begins here."""
+        self._begin = None
+        if self._listeners or self.observer is not None:
+            self._core.ledger.take_peak()
+            self._begin = self._now()
+
+    def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
+        """Runs a whole step."""
+        self.inside = True
+        self.begin()
+        try:
+            result = work()
+        except BaseException:  # re-raised: what failed is no step
+            self.begin()
+            raise
+        finally:
+            self.inside = False
+        self._end(microbatches)
+        return result
+
+    def update_begins(self) -> None:
+        """Once for each class of an optimizer whose ``step()`` calls that of its base."""
+        windows = self._core.windows_opened
+        if self._update_depth == 0 or windows != self._update_windows:  # one that did not end has failed
+            self._update_depth = 0
+            self._update_windows = windows
+            self._update_began = time.monotonic_ns()
+        self._update_depth += 1
+
+    def update_ended(self, *, deferred: bool) -> None:
+        """``deferred``: the update has only been prepared."""
+        self._update_depth -= 1
+        if self._update_depth > 0:
+            return
+        self.updates += 1
+        if not deferred:
+            end = time.monotonic_ns()
+            self._at_once += (end - self._update_began) / 1e9
+            if self.observer is not None:
+                self.observer.note_update(self._update_began, end)
+        if not self.inside:
+            self._end(None)
+
+    # ---- the figures ------------------------------------------------------------------------------------------------
+
+    def _end(self, microbatches: Sequence[Any] | None) -> None:
+        self.steps += 1
+        begin = self._begin
+        if begin is None:
+            return
+        try:
+            end = self._now()
+            if self.observer is not None:
+                self.observer.note_step(self.steps, begin.nanoseconds, end.nanoseconds)
+            if self._listeners:
+                figures = self._between(begin, end)
+                for listener in list(self._listeners.values()):
+                    listener.hear(figures, microbatches)
+        finally:
+            self.begin()  # what callbacks take belongs to no step
+
+    def _now(self) -> _Moment:
+        core = self._core
+        pager, backend = core.pager_statistics, core.backend
+        waited = pager.hook_wait_seconds + pager.fault_wait_seconds + pager.drain_wait_seconds
+        return _Moment(
+            nanoseconds=time.monotonic_ns(),
+            to_device=backend.to_device_statistics.busy_seconds,
+            to_host=backend.to_host_statistics.busy_seconds,
+            deferred=core.update_seconds,
+            at_once=self._at_once,
+            waited=waited + core.gradient_statistics.wait_seconds + core.update_wait_seconds,
+        )
+
+    def _between(self, begin: _Moment, end: _Moment) -> StepFigures:
+        seconds = (end.nanoseconds - begin.nanoseconds) / 1e9
+        waited = end.waited - begin.waited
+        at_once = end.at_once - begin.at_once
+        busy: dict[Resource, float] = {
+            "compute": max(seconds - waited - at_once, 0.0),
+            "host to device": end.to_device - begin.to_device,
+            "device to host": end.to_host - begin.to_host,
+            "optimizer": end.deferred - begin.deferred + at_once,
+        }
+        synchronous = self._place.device.type == "cpu"
+        longest = max(busy, key=lambda resource: busy[resource])
+        peak = self._place.peak_bytes()
+        return StepFigures(
+            step=self.steps,
+            seconds=seconds,
+            tokens=None,
+            tokens_per_second=None,
+            peak_bytes=self._core.ledger.take_peak() if peak is None else peak,
+            budget_bytes=self._budget,
+            compute_seconds=busy["compute"] if synchronous else None,
+            to_device_seconds=busy["host to device"],
+            to_host_seconds=busy["device to host"],
+            update_seconds=busy["optimizer"],
+            waited_seconds=waited,
+            binding=longest if synchronous else None,
+        )

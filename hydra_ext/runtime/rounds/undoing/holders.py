@@ -1,0 +1,61 @@
+"""Which modules hold what was written to: the attributes and buffers from which it is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydra_ext.runtime.rounds.undoing.accesses import TORCHS, Key
+from hydra_ext.state.contents import ATTRIBUTES, classes_of, kinds_of
+
+Holding = frozenset[Key]  # one thing, by all that hold it
+Written = tuple[nn.Module, Any]  # a module that holds it, and it
+
+
+def holdings(models: Iterable[nn.Module], written: Sequence[Written]) -> list[Holding]:
+    """Of each thing that was written to; of what no module holds any more, by the module that did."""
+    if not written:
+        return []
+    wanted = {_identity(value) for _, value in written}
+    holders: dict[Any, set[Key]] = {identity: set() for identity in wanted}
+    modules = [*dict.fromkeys(module for model in models for module in model.modules())]
+    known: dict[int, frozenset[Any]] = {id(module): frozenset() for module in modules}
+    for module in modules:
+        own = [(name, value) for name, value in module.__dict__.items() if name not in TORCHS]
+        for name, value in [*own, *module._buffers.items(), *(("", kind) for kind in classes_of(type(module)))]:
+            for identity in _reached(value, wanted, known):
+                holders[identity].add((module, name))
+    found = {frozenset(holders[_identity(value)] or _all_of(module)) for module, value in written}
+    return [*found]
+
+
+def _all_of(module: nn.Module) -> set[Key]:
+    return {(module, name) for name in [*module.__dict__, *module._buffers] if name not in TORCHS} or {(module, "")}
+
+
+def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> frozenset[Any]:
+    """Those of the wanted things that it is, or has in it, however deep."""
+    if isinstance(value, Tensor):
+        return frozenset({_identity(value)} & wanted)
+    kinds = () if isinstance(value, nn.Module) and id(value) in known else kinds_of(value)
+    if not kinds:
+        return frozenset()
+    if id(value) not in known:
+        known[id(value)] = frozenset()  # it may be in itself
+        inner = [member for kind in kinds for member in kind.members(kind.save(value))]
+        inner += classes_of(type(value)) if ATTRIBUTES in kinds else ()
+        found = frozenset[Any]().union(*(_reached(each, wanted, known) for each in inner))
+        known[id(value)] = found | ({id(value)} & wanted)
+    return known[id(value)]
+
+
+def _identity(value: Any) -> Any:
+    """Tensors of one memory are one thing."""
+    if isinstance(value, Tensor):
+        try:
+            return "memory", value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # it has none
+            pass
+    return id(value)

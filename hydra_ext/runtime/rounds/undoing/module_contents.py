@@ -1,0 +1,293 @@
+"""What modules hold beside parameters and the values of buffers, as it was before a round that has to be undone.
+
+That is their attributes, and what is reached from them, however deep: containers, tensors, arrays, objects of the
+user's classes and data of these classes, modules that are registered nowhere, iterators, and generators of random
+numbers; the names of their buffers; and their hooks: libraries install some in the first forward, and note in an
+attribute that they have. What only closures hold is not seen. Containers of more than 4096 members are data: they are
+put back, and what their members hold is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from hydra_ext.runtime.rounds.undoing.accesses import CONTAINERS, TORCHS, Key
+from hydra_ext.state import numbers
+from hydra_ext.state.contents import (
+    ARRAY,
+    ATTRIBUTES,
+    FIXED,
+    ITERATOR,
+    LEAVES,
+    MAPPING,
+    SEQUENCE,
+    SET,
+    SOURCE,
+    Kind,
+    classes_of,
+    has_changed,
+    kinds_of,
+    mapped_tuple,
+)
+from hydra_ext.state.iterators import independent_copy
+from hydra_ext.state.numbers import is_small, version_of
+
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
+_SIZED = (MAPPING, SEQUENCE, SET, FIXED)
+_LONGEST = 4096
+_LARGE = 2**20  # bytes of an array
+_ABSENT: Any = object()
+
+
+class Copies:
+    """Of large tensors and arrays: made anew only where these have changed since the round before."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, tuple[Any, int, Any]] = {}
+        self._found: dict[int, tuple[Any, int, Any]] = {}
+        self._parameters: set[int] | None = None
+        self._models: Sequence[nn.Module] = ()
+
+    def begin(self, models: Sequence[nn.Module]) -> None:
+        """All that they hold is going to be asked for."""
+        self._latest, self._found = self._found, {}
+        self._models, self._parameters = models, None
+
+    def of_tensor(self, tensor: Tensor) -> Tensor | None:
+        """None where it is a view of parameters, which no round writes to, and of which there is to be no copy."""
+        number, version = id(tensor), version_of(tensor)
+        known = self._latest.get(number)
+        if known is None or known[0] is not tensor or known[1] != version:
+            if self._is_of_parameters(tensor):
+                return None
+            known = tensor, version, numbers.on_host(tensor)
+        self._found[number] = known
+        copy: Tensor = known[2]
+        return copy
+
+    def of_array(self, array: np.ndarray[Any, Any]) -> Any:
+        known = self._latest.get(id(array))
+        if known is None or known[0] is not array or has_changed(ARRAY, array, known[2]):
+            known = array, 0, ARRAY.save(array)
+        self._found[id(array)] = known
+        return known[2]
+
+    def _is_of_parameters(self, tensor: Tensor) -> bool:
+        if not numbers.has_plain_numbers(tensor):
+            return False
+        if self._parameters is None:
+            parameters = (parameter for model in self._models for parameter in model.parameters())
+            self._parameters = {
+                parameter.untyped_storage()._cdata for parameter in parameters if numbers.has_plain_numbers(parameter)
+            }
+        return tensor.untyped_storage()._cdata in self._parameters
+
+
+@dataclass(frozen=True)
+class _NotedTensor:
+    owner: nn.Module
+    tensor: Tensor
+    version: int
+    value: Tensor | None  # None: trusted to its version
+
+
+@dataclass(frozen=True)
+class _Noted:
+    owner: nn.Module
+    kind: Kind
+    value: Any
+    saved: Any
+
+
+@dataclass
+class ModuleContents:
+    """What all modules of some models hold, as it is when this is made."""
+
+    _copies: Copies | None = None
+    _apart: set[int] = field(default_factory=set)  # modules that are noted by themselves
+    _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _hooks: list[tuple[Any, Any]] = field(default_factory=list)
+    _no_hooks: list[Any] = field(default_factory=list)  # most are: nothing is made for each
+    _empty: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    _noted: list[_Noted] = field(default_factory=list)
+    _tensors: list[_NotedTensor] = field(default_factory=list)
+    _iterators: list[tuple[_Noted, Any]] = field(default_factory=list)  # with another one that goes on as it does
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Module], copies: Copies) -> ModuleContents:
+        """
+        Args:
+            copies: those made before for these models.
+        """
+        copies.begin(models)
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        contents = cls(copies, {*map(id, modules)})
+        known: set[int] = set()
+        for module in modules:
+            names = module.__dict__
+            before = {name: value for name, value in names.items() if name not in _OWN}
+            contents._names.append((names, before))
+            contents._note_buffer_names(module, module._buffers)
+            contents._note(module, contents._without_hooks(before), known)
+            contents._note(module, classes_of(type(module)), known)
+        return contents
+
+    @classmethod
+    def of_keys(cls, keys: Collection[Key]) -> ModuleContents:
+        """Of these attributes alone, modules inside left out: to see what is written to. Cannot be restored."""
+        contents = cls(None, {id(inner) for module, _ in keys for inner in module.modules()})
+        known: set[int] = set()
+        for module, name in keys:
+            contents._note(module, [module.__dict__.get(name), *classes_of(type(module))], known)
+        return contents
+
+    def _note_buffer_names(self, module: nn.Module, buffers: Any) -> None:
+        if buffers:
+            self._noted.append(_Noted(module, MAPPING, buffers, dict(buffers)))
+        else:
+            self._empty.append((module, buffers))
+
+    def _without_hooks(self, names: dict[str, Any]) -> list[Any]:
+        """What may hold something: of the hooks, each by itself."""
+        found: list[Any] = []
+        for name, value in names.items():
+            kind = type(value)
+            if kind in LEAVES:
+                continue
+            if name in TORCHS and kind in CONTAINERS:
+                if value:
+                    self._hooks.append((value, value.copy()))
+                    found += value.values() if isinstance(value, dict) else ()
+                else:
+                    self._no_hooks.append(value)
+            else:
+                found.append(value)
+        return found
+
+    def _note(self, owner: nn.Module, values: Iterable[Any], known: set[int]) -> None:
+        rest = list(values)
+        while rest:
+            value = rest.pop()
+            kind = type(value)
+            if kind in LEAVES:
+                continue
+            if kind in CONTAINERS and not value:
+                self._empty.append((owner, value))
+            elif id(value) not in known:
+                known.add(id(value))
+                if isinstance(value, Tensor):
+                    self._note_tensor(owner, value)
+                elif id(value) not in self._apart:
+                    rest += self._note_content(owner, value)
+
+    def _note_tensor(self, owner: nn.Module, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter) or not tensor.is_leaf:
+            return
+        if is_small(tensor):
+            copy: Tensor | None = numbers.on_host(tensor)
+        else:
+            copy = None if self._copies is None else self._copies.of_tensor(tensor)
+        self._tensors.append(_NotedTensor(owner, tensor, version_of(tensor), copy))
+
+    def _note_content(self, owner: nn.Module, value: Any) -> list[Any]:
+        """What is in it."""
+        found: list[Any] = []
+        for kind in kinds_of(value):
+            large = kind is ARRAY and value.nbytes > _LARGE and self._copies is not None
+            saved = self._copies.of_array(value) if large and self._copies is not None else kind.save(value)
+            noted = _Noted(owner, kind, value, saved)
+            self._noted.append(noted)
+            if kind is ITERATOR:
+                self._iterators.append((noted, independent_copy(value)))
+            if kind is ATTRIBUTES:
+                found += classes_of(type(value))
+            if kind not in _SIZED or len(saved) <= _LONGEST:
+                found += kind.members(saved)
+        return found
+
+    @property
+    def generators(self) -> list[Any]:
+        """Of random numbers."""
+        return [noted.value for noted in self._noted if noted.kind is SOURCE]
+
+    def again(self) -> ModuleContents:
+        """What these things have in them now. Cannot be restored."""
+        contents, known = ModuleContents(None, self._apart), set[int]()
+        for owner, container in self._empty:
+            contents._note(owner, [container], known)
+        for noted in self._noted:
+            if noted.value is not noted.owner._buffers:
+                contents._note(noted.owner, [noted.value], known)
+        for tensor in self._tensors:
+            contents._note(tensor.owner, [tensor.tensor], known)
+        return contents
+
+    def written(self) -> list[tuple[nn.Module, Any]]:
+        """Tensors, arrays, containers, objects and classes that have been written to since, each with a module that
+        holds it; what was set in their place does not count, nor do hooks, nor generators of random numbers."""
+        found = [(owner, container) for owner, container in self._empty if container]
+        for noted in self._noted:
+            if noted.value is noted.owner._buffers and noted.value.keys() == noted.saved.keys():
+                continue  # others see what is in them
+            if noted.kind is SOURCE or (noted.kind is ATTRIBUTES and _is_named_once(noted)):
+                continue
+            if has_changed(noted.kind, noted.value, noted.saved):
+                found.append((noted.owner, noted.value))
+        for tensor in self._tensors:
+            moved = version_of(tensor.tensor) != tensor.version
+            copied = tensor.value is not None and is_small(tensor.tensor)
+            if moved or (copied and tensor.value is not None and numbers.differ(tensor.tensor, tensor.value)):
+                found.append((tensor.owner, tensor.tensor))
+        return found
+
+    def obstacle(self) -> str:
+        """What was changed and cannot be put back; empty if all can."""
+        for noted, copy in self._iterators:
+            if copy is None and has_changed(ITERATOR, noted.value, noted.saved):
+                return f"a {type(noted.value).__name__}, which a module holds, has gone on; count in a number instead"
+        return ""
+
+    def restore(self) -> None:
+        """An iterator that has gone on is replaced by another one, which begins where it began."""
+        moved = {
+            id(noted.value): independent_copy(copy)
+            for noted, copy in self._iterators
+            if copy is not None and has_changed(ITERATOR, noted.value, noted.saved)
+        }
+
+        def as_then(value: Any) -> Any:
+            return mapped_tuple(value, as_then) if isinstance(value, tuple) else moved.get(id(value), value)
+
+        for names, before in self._names:
+            for name in [name for name in names if name not in before and name not in _OWN]:
+                del names[name]
+            for name, value in before.items():
+                then = as_then(value) if moved else value
+                if names.get(name, _ABSENT) is not then:
+                    names[name] = then
+        for hooks, saved in self._hooks:
+            for kind in kinds_of(hooks):
+                kind.put(hooks, kind.save(saved))
+        for container in [*self._no_hooks, *(container for _, container in self._empty)]:
+            if container:
+                container.clear()
+        for noted in self._noted:
+            saved = noted.kind.mapped(noted.saved, as_then) if moved else noted.saved
+            noted.kind.put(noted.value, saved)
+        for tensor in self._tensors:
+            if tensor.value is not None and numbers.may_have_changed(tensor.tensor, tensor.version):
+                numbers.put(tensor.tensor, tensor.value)
+
+
+def _is_named_once(noted: _Noted) -> bool:
+    """Whether nothing but texts has come where there was None: the first forward of some models chooses the
+    kind of loss so, in an object that all modules hold. Every microbatch chooses the same."""
+    now = noted.kind.save(noted.value)
+    if now.keys() != noted.saved.keys():
+        return False
+    return all(now[name] is was or (was is None and type(now[name]) is str) for name, was in noted.saved.items())

@@ -1,0 +1,219 @@
+"""What a round, or a whole step, is undone to when the device has run out of memory, or it is not as a loop.
+
+A round whose backward has not begun has left nothing in any gradient: it alone is undone. Else the step is, from its
+beginning: a sum of floating-point numbers cannot be taken apart, and copies of the sums before each round would cost
+every step their time. Gradients from before the step are copied, where there are any; those of the step are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.runtime import engine
+from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
+from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
+from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
+from hydra_ext.state.randomness import HostRandomness
+
+
+class UndoOwner(engine.BackwardParticipant, Protocol):
+    """The run whose steps are undone.
+
+    Attributes:
+        spills: whether gradients may be on the disk.
+    """
+
+    layout: Layout
+    optimizer: torch.optim.Optimizer | None
+    spills: bool
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Before a round. Torch's random states each round restores by itself."""
+
+    buffers: Sequence[NotedBuffer]
+    contents: ModuleContents
+    randomness: HostRandomness
+
+    def restore(self) -> None:
+        restore(self.buffers)
+        self.randomness.restore()
+        self.contents.restore()
+
+
+@dataclass(frozen=True)
+class _NotedGradient:
+    tensor: Tensor
+    gradient: Tensor | None
+    version: int = 0
+    copy: Tensor | None = None
+
+
+class Gradients:
+    """Of tensors, as they are before anything of a step has been added to them."""
+
+    def __init__(self, owner: UndoOwner) -> None:
+        self._core = owner.core
+        # Of those alone whose memory host_budget= is about there may be none for a copy.
+        self._uncopied = {id(parameter) for parameter in owner.model.parameters()} if owner.spills else set()
+        self._noted: dict[int, _NotedGradient] = {}
+        self._at_home: list[tuple[int, int, Tensor]] = []  # block, parameter, copy
+        self._lost = False
+        for block in owner.core.settled_blocks:
+            self._note_home(block, [parameter for _, parameter in owner.layout.blocks[block].parameters])
+        self.note(owner.model.parameters())
+        groups = [] if owner.optimizer is None else owner.optimizer.param_groups
+        self.note(parameter for group in groups for parameter in group["params"])
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Those of them that are not known yet."""
+        for tensor in tensors:
+            if id(tensor) in self._noted:
+                continue
+            gradient = tensor.grad
+            noted = _NotedGradient(tensor, None) if gradient is None else self._copied(tensor, gradient)
+            self._noted[id(tensor)] = noted
+
+    def _copied(self, tensor: Tensor, gradient: Tensor) -> _NotedGradient:
+        if id(tensor) in self._uncopied:
+            self._lost = True
+            return _NotedGradient(tensor, gradient, gradient._version)
+        with torch.no_grad(), _C.Uncharged():
+            return _NotedGradient(tensor, gradient, gradient._version, gradient.detach().clone())
+
+    def _note_home(self, block: int, parameters: Sequence[Tensor]) -> None:
+        """Its gradients stay at home: asked for their bytes, they would come to the host, and the block with them."""
+        if all(parameter.grad is None for parameter in parameters):
+            return
+        with torch.no_grad(), _C.Uncharged():
+            for index, gradient in enumerate(self._core.take_gathered(block)):
+                parameter = parameters[index]
+                if gradient is not None and parameter.grad is not None:
+                    self._noted[id(parameter)] = _NotedGradient(parameter, parameter.grad, parameter.grad._version)
+                    self._at_home.append((block, index, gradient.to("cpu")))
+
+    @property
+    def obstacle(self) -> str:
+        """Why they could not be put back; empty when they can."""
+        if self._lost:
+            return "there were gradients before the step, and host_budget= leaves no room for a copy of them"
+        if any(noted.tensor._post_accumulate_grad_hooks for noted in self._noted.values()):
+            return "hooks run when gradients have been accumulated, and what they did would be done twice"
+        return ""
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for noted in self._noted.values():
+            if noted.tensor.grad is not noted.gradient:
+                noted.tensor.grad = noted.gradient
+            if noted.gradient is not None and noted.copy is not None and noted.gradient._version != noted.version:
+                noted.gradient.copy_(noted.copy)
+        for block, index, copy in self._at_home:
+            self._core.return_gathered(block, index, copy)
+
+
+def models_of(owner: UndoOwner) -> list[nn.Module]:
+    return [owner.model, *(other.model for other in engine.participants() if other.model is not owner.model)]
+
+
+class Undo:
+    """What the rounds of one step are undone to."""
+
+    def __init__(self) -> None:
+        self._buffers = ModelBuffers()
+        self._copies = Copies()
+        self._round: _Moment | None = None
+        self._step: _Moment | None = None
+        self._gradients: Gradients | None = None
+        self._after_forward: Sequence[NotedBuffer] = ()
+        self._contents = ModuleContents()
+        self._wrote_early = False
+        self._backwards = self._backwards_before = 0  # when the round, and the step, began
+
+    def step_begins(self, owner: UndoOwner) -> None:
+        self._step = None
+        self._gradients = Gradients(owner)
+        self._backwards_before = owner.backwards
+
+    def round_begins(self, owner: UndoOwner) -> None:
+        models = models_of(owner)
+        self._contents = ModuleContents.of(models, self._copies)
+        self._round = _Moment(self._buffers.note(models), self._contents, HostRandomness())
+        self._wrote_early = False
+        self._step = self._step or self._round
+        self._backwards = owner.backwards
+
+    def forward_ended(self, owner: UndoOwner) -> list[Holding]:
+        """Of the round. Returns what it has written to in place."""
+        if self._round is None:
+            return []
+        models, contents = models_of(owner), self._round.contents
+        self._after_forward = self._buffers.note(models)
+        self._contents = contents.again()
+        changed = written(self._round.buffers, self._after_forward)
+        return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
+
+    def backward_has_written(self) -> bool:
+        """Whether the round's backward has: hooks do, and a checkpoint of the user's, which runs forward again."""
+        return self._wrote_early or any(map(differs, self._after_forward)) or bool(self._contents.written())
+
+    @contextmanager
+    def last_piece(self, *, buffers: bool) -> Iterator[None]:
+        """Around a backward before all forwards have ended. ``buffers``: it is not known whether it writes to them."""
+        noted = note({buffer.module for buffer in self._round.buffers}) if self._round is not None and buffers else ()
+        contents = self._contents.again()
+        yield
+        self._wrote_early = self._wrote_early or any(map(differs, noted)) or bool(contents.written())
+
+    def generators(self) -> Sequence[Any]:
+        """Of random numbers, that modules hold."""
+        return self._round.contents.generators if self._round is not None else ()
+
+    def note_leaves(self, tensors: Iterable[Tensor]) -> None:
+        """A backward is about to sum into the gradients of these."""
+        if self._gradients is not None:
+            self._gradients.note(tensors)
+
+    def step_ended(self) -> None:
+        """However it did."""
+        self._round = self._step = self._gradients = None
+        self._after_forward, self._contents = (), ModuleContents()
+
+    def moved_gradients(self, owner: UndoOwner) -> bool:
+        """Whether a backward has begun since the round did."""
+        return owner.backwards != self._backwards
+
+    def join_rounds(self, owner: UndoOwner) -> bool:
+        """This round and those before it in the step can only be undone together from now on: whether there are any."""
+        self._backwards = self._backwards_before
+        return self.moved_gradients(owner)
+
+    def step_cannot_be_undone(self) -> bool:
+        """As far as its gradients go."""
+        return self._gradients is not None and bool(self._gradients.obstacle)
+
+    def obstacle(self, *, whole: bool) -> str:
+        """Why the round, or the ``whole`` step, cannot be undone; empty when it can."""
+        moment = self._step if whole else self._round
+        if moment is None or (whole and self._gradients is None):
+            return "nothing of it was noted"
+        gradients = self._gradients.obstacle if whole and self._gradients is not None else ""
+        return gradients or moment.contents.obstacle()
+
+    def undo(self, *, whole: bool) -> None:
+        """The round, nothing of which is in any gradient, or the ``whole`` step."""
+        moment = self._step if whole else self._round
+        self._wrote_early = False
+        if moment is not None:
+            moment.restore()
+        if whole and self._gradients is not None:
+            self._gradients.restore()

@@ -1,0 +1,313 @@
+"""Everything that a run's next step depends on: taken for a checkpoint, and put back."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_state, optimizer_values
+from hydra_ext.checkpoint.format import strict_json
+from hydra_ext.checkpoint.format.reader import Reader
+from hydra_ext.checkpoint.format.tensors import Entry, bytes_of, empty
+from hydra_ext.checkpoint.format.values import BadValue, Encoder
+from hydra_ext.checkpoint.helper_state import Stateful
+from hydra_ext.checkpoint.model_state import Named
+from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
+from hydra_ext.checkpoint.randomness import capture as random_states
+from hydra_ext.checkpoint.saving import Contents
+from hydra_ext.errors import CheckpointError, InvalidArgument
+from hydra_ext.runtime.placement.spilling import Spilling
+from hydra_ext.runtime.replicas import Replicas
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects that a run is made of.
+
+    Attributes:
+        helpers: the caller's schedule and scaler, by these names; None for one that is not there.
+        core: has what is on the disk.
+        spilling: sends it there; None if all is on the host.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    layout: Layout
+    device: torch.device
+    replicas: Replicas | None
+    helpers: dict[str, Stateful | None]
+    core: _C.PagedModel
+    spilling: Spilling | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.replicas is None else self.replicas.rank
+
+
+# ---- taking it ------------------------------------------------------------------------------------------------------
+
+
+def randomness(training: Training) -> dict[str, Any]:
+    """This process's, as it is now.
+
+    Raises:
+        UnsupportedState: a generator was replaced by one that cannot be saved.
+    """
+    return random_states(training.device)
+
+
+def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -> Contents:
+    """This rank's state, as if there were no others.
+
+    Raises:
+        UnsupportedState: something of it would be lost.
+        InvalidArgument: ``extra`` does not come back from JSON as it was.
+    """
+    reason = strict_json.why_not(extra, "extra")
+    if reason:
+        raise InvalidArgument(
+            f"run.save: {reason}, which does not come back from JSON as it was: give None, numbers, texts, and lists "
+            "and dicts of them"
+        )
+    tensors = model_state.named_tensors(training.model)
+    blocks = [[parameter for _, parameter in block.parameters] for block in training.layout.blocks]
+    sections = {"model": model_state.entries(tensors, blocks)}
+    content: dict[str, Any] = {"optimizer": None, "extra": extra, "ranks": [random], "buffers": [{}]}
+    if training.optimizer is not None:
+        names = {id(named.tensor): named.name for named in tensors}
+        state = optimizer_state.capture(training.optimizer, names)
+        content["optimizer"] = state.content
+        sections["optimizer"] = state.groups
+    encoder = Encoder()
+    for name, helper in training.helpers.items():
+        content[name] = helper_state.capture(helper, name, encoder)
+    sections["training"] = [[entry] for entry in encoder.entries]
+    found = {section: [_where_it_is(group, training.core) for group in groups] for section, groups in sections.items()}
+    return Contents(step, found, model_state.ties(tensors), content, model_state.texts(training.model))
+
+
+def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
+    """What is on the disk is read from there when its turn has come, and stays there."""
+
+    def fetched(fetch: Callable[[], Tensor]) -> Tensor:
+        tensor = fetch()
+        copy = core.read_from_disk(tensor)
+        return tensor if copy is None else copy
+
+    return [replace(entry, fetch=partial(fetched, entry.fetch)) for entry in group]
+
+
+def with_ranks(contents: Contents, training: Training) -> Contents:
+    """With what the other ranks have of their own: random states, and buffers that differ from rank 0's."""
+    replicas = training.replicas
+    if replicas is None:
+        return contents
+    own = strict_json.write(contents.content["ranks"][0])
+    every = [strict_json.read(each) for each in replicas.gather(own)]
+    encoder = Encoder()
+    buffers = [
+        encoder.encode(differing, f"rank {rank}") for rank, differing in enumerate(_differing(replicas, training.model))
+    ]
+    more = [*contents.sections["training"], *([entry] for entry in encoder.entries)]
+    return replace(
+        contents,
+        sections={**contents.sections, "training": more},
+        content={**contents.content, "ranks": every, "buffers": buffers},
+    )
+
+
+def _differing(replicas: Replicas, model: nn.Module) -> list[dict[str, Tensor]]:
+    """By rank, those buffers that are not as on rank 0."""
+    buffers = [named for named in model_state.named_tensors(model) if not isinstance(named.tensor, nn.Parameter)]
+    digests = b"".join(hashlib.sha256(bytes_of(named.tensor)).digest() for named in buffers)
+    every = replicas.gather(digests)
+    found: list[dict[str, Tensor]] = [{} for _ in every]
+    size = hashlib.sha256().digest_size
+    for number, named in enumerate(buffers):
+        of_each = [digests[number * size : (number + 1) * size] for digests in every]
+        if any(digest != of_each[0] for digest in of_each):
+            for rank, data in enumerate(replicas.gather(bytes(bytes_of(named.tensor)))):
+                if of_each[rank] != of_each[0]:
+                    found[rank][named.name] = empty(named.tensor.dtype, tuple(named.tensor.shape))
+                    bytes_of(found[rank][named.name])[:] = data
+    return found
+
+
+# ---- putting it back ------------------------------------------------------------------------------------------------
+
+
+class Return:
+    """A checkpoint that was compared with a training, and not given to it yet.
+
+    Raises:
+        CheckpointError: it is damaged.
+        CheckpointMismatch: it is of something else.
+        UnsupportedState: the training has what no checkpoint can hold.
+    """
+
+    def __init__(self, training: Training, reader: Reader) -> None:
+        self._training = training
+        self._reader = reader
+        self._content: Any = reader.manifest.content
+        self._tensors = model_state.named_tensors(training.model)
+        self._names = {id(named.tensor): named.name for named in self._tensors}
+        try:
+            self._check_values()
+            found = model_state.differences(self._tensors, reader.manifest)
+            loading.expect_none(reader, [*found, *self._other_differences()])
+            self._check_optimizer()
+            self._random = self._own_randomness()
+            self._buffers = self._own_buffers()
+        except (BadValue, BadRandomness) as error:
+            raise CheckpointError(f"{reader.path}: {error}", file=reader.path) from error
+        reader.check(("model", "optimizer", "training"))
+
+    def _check_values(self) -> None:
+        """Everything that is to be decoded can be."""
+        if self._content.get("optimizer") is not None:
+            optimizer_state.check(self._content["optimizer"], lambda name: self._stand_in("optimizer", name))
+        for name in self._training.helpers:
+            helper_state.check(self._content.get(name), name, self._training_stand_in)
+        for name in ("ranks", "buffers"):
+            if not isinstance(self._content.get(name), list) or not self._content[name]:
+                raise BadValue(f"{name} is no list of what each rank had")
+
+    def _check_optimizer(self) -> None:
+        if self._training.optimizer is not None:
+            described = partial(self._reader.described, "optimizer")
+            optimizer_values.check(self._training.optimizer, self._names, self._content["optimizer"], described)
+
+    def _stand_in(self, section: str, name: str) -> Tensor:
+        self._reader.manifest.tensors[section][name]  # KeyError where there is none
+        return torch.empty(0, device="cpu")
+
+    def _training_stand_in(self, name: str) -> Tensor:
+        return self._stand_in("training", name)
+
+    def _other_differences(self) -> list[str]:
+        lines = []
+        optimizer, saved = self._training.optimizer, self._content.get("optimizer")
+        if (optimizer is None) != (saved is None):
+            lines.append(
+                f"there was {'no' if saved is None else 'an'} optimizer, and there is {_article(optimizer)} now"
+            )
+        elif optimizer is not None:
+            lines += optimizer_state.differences(optimizer, self._names, saved)
+        for name, helper in self._training.helpers.items():
+            lines += helper_state.differences(helper, name, self._content.get(name))
+        if self._content.get("versions"):
+            lines.append(
+                "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
+                "hydra_ext.load_model takes alone)"
+            )
+        return lines
+
+    def _own_randomness(self) -> Randomness | None:
+        ranks = self._content["ranks"]
+        return Randomness.of(ranks[self._training.rank]) if self._training.rank < len(ranks) else None
+
+    def _own_buffers(self) -> list[tuple[Named, str]]:
+        """Those of this rank that differ from rank 0's, and the tensors' names in the checkpoint."""
+        buffers = self._content["buffers"]
+        found = buffers[self._training.rank] if self._training.rank < len(buffers) else {}
+        known = {named.name: named for named in self._tensors}
+        own = []
+        for name, reference in found.items() if isinstance(found, dict) else ():
+            stored = reference.get("name") if isinstance(reference, dict) else None
+            record = self._reader.manifest.tensors.get("training", {}).get(stored or "")
+            if name not in known or record is None or record.span.shape != tuple(known[name].tensor.shape):
+                raise BadValue(f"rank {self._training.rank} has a buffer {name!r:.200} that the model has not")
+            own.append((known[name], str(stored)))
+        return own
+
+    def put(self) -> None:
+        """Weights before the optimizer, whose state adds to them; random states last.
+
+        Raises:
+            CheckpointError: a file has changed since it was looked at; the training is partly loaded.
+        """
+        reader, training = self._reader, self._training
+        with loading.half_done():
+            for name, helper in training.helpers.items():
+                helper_state.restore(helper, self._content.get(name), lambda tensor: reader.read("training", tensor))
+            with _moving_on(training) as put:
+                loading.put_model(reader, self._tensors, put=put)
+            for named, stored in self._buffers:
+                model_state.put(named.tensor, reader.read("training", stored))
+            if training.optimizer is not None:
+                with _moving_on(training) as put:
+                    optimizer_state.restore(
+                        training.optimizer,
+                        self._names,
+                        self._content["optimizer"],
+                        lambda tensor: reader.read("optimizer", tensor),
+                        put=put,
+                    )
+        for parameter in training.model.parameters():
+            parameter.grad = None
+        self._put_randomness()
+
+    def _put_randomness(self) -> None:
+        if self._random is None:
+            logger.warning(
+                "%s has no random states of rank %d, as fewer ranks were there: it keeps its own",
+                self._reader.path,
+                self._training.rank,
+            )
+        elif not self._random.restore(self._training.device):
+            logger.warning("%s has no random state of a GPU: that of this one stays", self._reader.path)
+
+
+@contextmanager
+def _moving_on(training: Training) -> Iterator[Callable[[Tensor], None]]:
+    """To be called after each tensor that is filled, with the parameter that it belongs to. What is to be on the disk
+    goes there as soon as the next block's turn comes."""
+    blocks = training.layout.blocks
+    block_of = {id(parameter): number for number, block in enumerate(blocks) for _, parameter in block.parameters}
+    latest: list[int] = []
+
+    def put(parameter: Tensor) -> None:
+        block = block_of.get(id(parameter))
+        if block is not None and latest[-1:] != [block]:
+            settle()
+            latest.append(block)
+
+    def settle() -> None:
+        if training.spilling is not None:
+            training.spilling.settle(latest[-1:])
+
+    yield put
+    settle()
+
+
+def _article(optimizer: object) -> str:
+    return "none" if optimizer is None else "one"
+
+
+def pending_gradient(training: Training, *, used: bool) -> str | None:
+    """The name of a parameter whose gradient no step has used: nothing of a checkpoint holds it.
+
+    Args:
+        used: the optimizer has stepped since the last backward.
+    """
+    groups: Sequence[dict[str, Any]] = [] if training.optimizer is None else training.optimizer.param_groups
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
+    for name, parameter in training.model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or (used and id(parameter) in stepped):
+            continue
+        if gradient.layout != torch.strided or bool(gradient.any()):
+            return name
+    return None

@@ -1,0 +1,43 @@
+"""A first stage's run that is undone where another rehearsal knows the way of this microbatch better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hydra_ext.split.rehearsal.notes import Undo
+from hydra_ext.split.stages.run import OtherWay
+from hydra_ext.split.stages.stand_ins import is_absent
+from hydra_ext.split.stages.tensors import named_tensors
+from hydra_ext.split.state.carried import attribute_tensors
+from hydra_ext.split.state.generators import GeneratorStates
+from hydra_ext.split.state.lasting import Lasting
+from hydra_ext.state.held_before import HeldBefore
+
+
+@contextmanager
+def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
+    """As before if it ends with OtherWay: modules and the microbatch, what the forward writes to, and generators."""
+    held = HeldBefore(model, microbatch)
+    undo = Undo()
+    for tensor in _written(model, lasting, microbatch):
+        undo.before_write(tensor)
+    generators = GeneratorStates(lasting.generators)
+    try:
+        yield
+    except OtherWay:
+        held.restore()
+        undo.restore()
+        generators.restore()
+        raise
+
+
+def _written(model: nn.Module, lasting: Lasting, microbatch: Any) -> list[Tensor]:
+    if not lasting.named:
+        return []
+    tensors = {("buffer", name): tensor for name, tensor in (*attribute_tensors(model), *model.named_buffers())}
+    tensors |= {("input", name): tensor for name, tensor in named_tensors(microbatch)}
+    return [tensors[root] for root in lasting.named if root in tensors and not is_absent(tensors[root])]

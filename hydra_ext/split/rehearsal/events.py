@@ -1,0 +1,173 @@
+"""Events of a rehearsal: what a block's call got, made, wrote and left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from hydra_ext.split.rehearsal.record import (
+    PLAIN,
+    Argument,
+    Constant,
+    InnerCall,
+    Key,
+    Leaf,
+    Made,
+    Structure,
+    program_of,
+)
+from hydra_ext.split.rehearsal.recorder import Recorder
+from hydra_ext.split.rehearsal.usage import Running, Usage
+from hydra_ext.split.stages.randomness import EventRandomness
+from hydra_ext.split.stages.tensors import Arrival, tensors_of
+
+
+@dataclass
+class EventDraft:
+    """As :class:`~hydra_ext.split.rehearsal.record.Event`, while it is being made."""
+
+    index: int
+    name: str
+    step: int
+    calls_before: int
+    output: Any = None
+    structure: Structure | None = None
+    written: tuple[tuple[int, Key], ...] = ()
+    inner: list[InnerCall] = field(default_factory=list)
+    attributes: list[tuple[str, str, Key]] = field(default_factory=list)
+
+
+class EventRecorder:
+    """Tells the recorder of a block's call, before and after."""
+
+    def __init__(self, recorder: Recorder, randomness: EventRandomness) -> None:
+        self._recorder = recorder
+        self._randomness = randomness
+        self.events: list[EventDraft] = []
+
+    @contextmanager
+    def event(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[EventDraft]:
+        """The block's forward runs inside and puts what it returns into ``output``, which is changed at the end."""
+        recorder = self._recorder
+        arguments = tensors_of((args, kwargs))
+        event = EventDraft(len(self.events), name, recorder.next_step(), len(recorder.calls))
+        self.events.append(event)
+        recorder.usages.append(Usage())
+        recorder.event_steps.append(event.step)
+        recorder.running = running = Running(event.index, arguments)
+        self._refuse_backward_hooks(event, block)
+        numbers = _numbers(block)
+        hook = torch.nn.modules.module.register_module_forward_hook(self._inner_hook(event, block))
+        self._randomness.enter(event.index)
+        try:
+            yield event
+        finally:
+            hook.remove()
+            self._randomness.leave(event.index)
+        recorder.note_written_graphs()
+        event.written = recorder.note_first_writes(running)
+        self._note_attributes(event, block, numbers)
+        event.output = self._note_output(event, running)
+        for note in recorder.notes.contents():
+            if note.values and note.event == event.index:
+                note.event, note.tainted = None, True
+        recorder.notes.purge()
+        recorder.running = None
+
+    def _refuse_backward_hooks(self, event: EventDraft, block: nn.Module) -> None:
+        """They are calls round the block, from before its forward, which a stage that skips it would make otherwise."""
+        if block._backward_hooks or block._backward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
+            self._recorder.refuse(
+                f"block {event.name} has backward hooks, which would run wrongly where the block is skipped: register "
+                "them on a module inside it, or cut earlier",
+                after=event.step - 1,
+            )
+
+    def _inner_hook(self, event: EventDraft, block: nn.Module) -> Any:
+        names = {module: name for name, module in block.named_modules() if name}
+
+        def hook(module: nn.Module, _args: Any, output: Any) -> None:
+            if module not in names or not module._forward_hooks:
+                return
+            leaves, tree = tree_flatten(output)
+            number = len(event.inner)
+            if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves):
+                return
+            found = tuple(self._value(event, f"inner {number} {i}", leaf) for i, leaf in enumerate(leaves))
+            hooks = tuple(map(program_of, module._forward_hooks.values()))
+            event.inner.append(InnerCall(names[module], Structure(found, tree), hooks))
+
+        return hook
+
+    def _value(self, event: EventDraft, place: str, leaf: Any) -> Leaf:
+        if not isinstance(leaf, Tensor):
+            return Constant(leaf)
+        known = self._recorder.key_of(leaf)
+        if known is not None:
+            return Made(known)
+        return Made(self._recorder.make_value(Key("event", event.index, place), leaf))
+
+    def _note_attributes(self, event: EventDraft, block: nn.Module, numbers: dict[tuple[str, str], float]) -> None:
+        """Tensors set on modules can be set again where the event is skipped; numbers cannot be told from constants."""
+        recorder = self._recorder
+        for place, number in _numbers(block).items():
+            if recorder.running is not None and recorder.running.reads_values and numbers.get(place) != number:
+                recorder.refuse(
+                    f"block {event.name} reads a value into Python and sets the number {'.'.join(place)}, which a "
+                    "stage that skips the block would not have: keep it as a tensor, or cut before the block",
+                    after=event.step,
+                )
+        for name, module in block.named_modules():
+            for attribute, value in list(module.__dict__.items()):
+                if isinstance(value, Tensor):
+                    note = recorder.notes.get(value)
+                    if note is not None and note.event == event.index:
+                        leaf = self._value(event, f"attribute {name} {attribute}", value)
+                        if isinstance(leaf, Made):
+                            event.attributes.append((name, attribute, leaf.key))
+
+    def _note_output(self, event: EventDraft, running: Running) -> Any:
+        """Notes the output's leaves, and takes them out of the block's graph, which need not be kept then."""
+        recorder = self._recorder
+        leaves, tree = tree_flatten(event.output)
+        found: list[Leaf] = []
+        kept: dict[int, Tensor] = {}
+        for i, leaf in enumerate(leaves):
+            position = next((j for j, given in enumerate(running.arguments) if given is leaf), None)
+            if position is not None:
+                found.append(Argument(position))
+                continue
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                recorder.refuse(
+                    f"block {event.name} returns a {type(leaf).__name__}, which cannot be made again where the block "
+                    "is skipped: return tensors in tuples, lists or dicts, or cut before it",
+                    after=event.step,
+                )
+            found.append(self._value(event, f"output {i}", leaf))
+            note = recorder.notes.get(leaf) if isinstance(leaf, Tensor) else None
+            if note is not None and note.event == event.index:
+                note.tainted = True
+                last = found[-1]
+                if leaf.grad_fn is not None and isinstance(last, Made):
+                    if id(leaf) not in kept:
+                        kept[id(leaf)] = Arrival([leaf], [True]).tensors[0]
+                        recorder.same_value(kept[id(leaf)], last.key)
+                    leaves[i] = kept[id(leaf)]
+        event.structure = Structure(tuple(found), tree)
+        return tree_unflatten(leaves, tree) if kept else event.output
+
+
+def _numbers(block: nn.Module) -> dict[tuple[str, str], float]:
+    return {
+        (name, attribute): value
+        for name, module in block.named_modules()
+        for attribute, value in module.__dict__.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }

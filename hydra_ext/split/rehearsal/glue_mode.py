@@ -1,0 +1,77 @@
+"""A mode that sees the calls of glue, and that the program does not find out about.
+
+``torch.overrides.has_torch_function`` is true under any mode. Modules of torch that lie open in glue ask it whether
+they may take a faster way, which gives other numbers: ``nn.TransformerEncoder`` does with a padding mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from hydra_ext.split.stages.tensors import Absent
+
+_has_torch_function = torch.overrides.has_torch_function
+
+
+class GlueMode(TorchFunctionMode):
+    """See the head of the file."""
+
+    def __enter__(self) -> GlueMode:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _set_answer(self._answer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _set_answer(_has_torch_function)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def in_block(self, *, seen: bool) -> Iterator[None]:
+        """A block runs inside, where torch answers by itself: compilers know its function.
+
+        Args:
+            seen: whether calls go on coming here; that they do not needs that we are the innermost mode.
+        """
+        _set_answer(_has_torch_function)
+        try:
+            if seen:
+                yield
+            else:
+                with away(self):
+                    yield
+        finally:
+            _set_answer(self._answer)
+
+    def _answer(self, arguments: Any) -> bool:
+        with away(self):
+            return _has_torch_function(arguments)
+
+
+@contextmanager
+def away(mode: TorchFunctionMode) -> Iterator[None]:
+    """The mode sees nothing inside, and no call costs anything, if it is the innermost one."""
+    depth = torch._C._len_torch_function_stack()
+    innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
+    if innermost:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if innermost:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def called(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the call gives; of an absent parameter, whether it is trained where it is."""
+    if name == "__get__ requires_grad" and isinstance(args[0], Absent):
+        return args[0].trainable
+    return function(*args, **kwargs)
+
+
+def _set_answer(answer: Callable[[Any], bool]) -> None:
+    vars(torch.overrides)["has_torch_function"] = answer

@@ -1,0 +1,131 @@
+"""How long each event takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+
+from hydra_ext.errors import SplitError
+from hydra_ext.runtime.rounds.isolation import Surroundings
+from hydra_ext.split.blocks import blocks_call, find_blocks
+from hydra_ext.split.rehearsal.glue_mode import away
+from hydra_ext.split.rehearsal.notes import Undo
+from hydra_ext.split.rehearsal.record import Rehearsal
+from hydra_ext.split.stages.randomness import EventRandomness
+from hydra_ext.split.stages.stand_ins import device_of, present, with_stand_ins
+from hydra_ext.split.stages.tensors import out_of_graph, own_copy, tensors_of
+from hydra_ext.split.state.changes import ChangeWatch
+from hydra_ext.split.state.generators import DrawnGenerators, DrawWatch
+from hydra_ext.split.state.restoring import unchanged_modules
+from hydra_ext.state.randomness import host_randomness_kept
+
+
+def time_events(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    rehearsal: Rehearsal,
+    *,
+    seed: int = 0,
+    runs: int = 3,
+    device: torch.device | None = None,
+) -> list[float]:
+    """Median seconds of each event's forward, over ``runs`` forwards after one that does not count.
+
+    Blocks that are absent are given random parameters, which takes no part in the time. The model is unchanged
+    afterwards, and so are the generators that ``fn`` draws from, as by
+    :func:`~hydra_ext.split.rehearsal.rehearse.rehearse`.
+
+    Raises:
+        SplitError: another run calls other blocks than the rehearsal.
+    """
+    device = device or device_of(model)
+    blocks = find_blocks(model, rehearsal.blocks)
+    measured = []
+    undo, drawn = Undo(), DrawnGenerators()
+    for number in range(runs + 1):
+        surroundings = Surroundings(device)
+        try:
+            with (
+                host_randomness_kept(),
+                unchanged_modules(model),
+                with_stand_ins(model, device),
+                ChangeWatch(undo) as changes,
+                DrawWatch(drawn) as draws,
+            ):
+                # In the others blocks do what they do in the first, and are to be timed without a watch.
+                unwatched = (lambda: _unwatched(changes, draws)) if number > 0 else nullcontext
+                measured.append(
+                    _run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device, unwatched)
+                )
+        finally:
+            undo.put_back()
+            drawn.put_back()
+            surroundings.restore()
+        if len(measured[-1]) != len(rehearsal.events):
+            raise SplitError(f"fn made {len(measured[-1])} calls of blocks; in the rehearsal {len(rehearsal.events)}")
+    return [statistics.median(times) for times in zip(*measured[1:], strict=True)]
+
+
+def _run(
+    blocks: dict[str, nn.Module],
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    randomness: EventRandomness,
+    device: torch.device,
+    unwatched: Callable[[], AbstractContextManager[None]],
+) -> list[float]:
+    times: list[float] = []
+    inside = False
+
+    def call(
+        _name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        nonlocal inside
+        if inside:
+            return forward(*args, **kwargs)
+        number = len(times)
+        randomness.enter(number)
+        inside = True
+        try:
+            with present(block, device), unwatched():
+                started = _now(device)
+                output = forward(*args, **kwargs)
+                times.append(_now(device) - started)
+        finally:
+            inside = False
+        randomness.leave(number)
+        with torch._C.DisableTorchFunction():
+            return out_of_graph(output, tensors_of((args, kwargs)))
+
+    randomness.begin()
+    with blocks_call(blocks, call):
+        fn(microbatch)
+    return times
+
+
+@contextmanager
+def _unwatched(changes: ChangeWatch, draws: DrawWatch) -> Iterator[None]:
+    """Modes inside those of ours, of the program, stay, and ours with them."""
+    innermost = _get_current_dispatch_mode() is changes
+    if innermost:
+        _pop_mode()
+    try:
+        with away(draws):
+            yield
+    finally:
+        if innermost:
+            _push_mode(changes)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

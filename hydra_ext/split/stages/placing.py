@@ -1,0 +1,46 @@
+"""Arguments of the model's call that the engine brings to a device with a budget, and home: no steps of the forward.
+
+Whether one has to be moved depends on where its memory was made, and that may differ from rank to rank. So in a
+rehearsal what was moved is what it was made of, in another place; and a stage brings nothing that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hydra_ext.runtime.arguments import bring_home, to_device
+from hydra_ext.split.rehearsal.notes import Note
+from hydra_ext.split.rehearsal.recorder import Recorder
+from hydra_ext.split.stages.tensors import tensors_of
+from hydra_ext.split.stages.watch import StandInWatch
+
+PLACING = (to_device, bring_home)
+
+
+def placed_in_rehearsal(recorder: Recorder, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    recorder.placing = True
+    try:
+        result = function(*args)
+    finally:
+        recorder.placing = False
+    if function is to_device:
+        for host, moved in zip(tensors_of(args[0]), tensors_of(result), strict=True):
+            if moved is not host:
+                recorder.notes.put(moved, recorder.notes.get(host) or recorder.notes.put(host, Note(foreign=True)))
+                key = recorder.key_of(host)
+                if key is not None:
+                    recorder.same_value(moved, key)
+    return result
+
+
+def placed_in_stage(watch: StandInWatch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    hosts = tensors_of(args[0])
+    if function is to_device:
+        return args[0] if any(watch.what(host) for host in hosts) else function(*args)
+    moved = tensors_of(args[1])
+    result = function(*args)
+    for host, each in zip(hosts, moved, strict=True):
+        if watch.what(each):  # a skipped call has written to it
+            watch.mark(host)
+    return result

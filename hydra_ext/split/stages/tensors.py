@@ -1,0 +1,197 @@
+"""Tensors in nested arguments; stand-ins for those that are not there; tensors that came from another stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_iter, tree_unflatten
+
+from hydra_ext.split.opened import closed, opened
+from hydra_ext.state.copies import copied_together, sharing
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """In the order of the pytree; what is inside objects that are no pytree is not looked at."""
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def own_copy(
+    value: Any, noted: Callable[[Tensor, str], None] | None = None, *, only: Collection[int] | None = None
+) -> Any:
+    """The same with memory of its own, laid out alike; what is one tensor in several places is one again, and what
+    shares memory does so again.
+
+    Args:
+        noted: is told of each tensor and its place.
+        only: the identities of the tensors to copy, with those that share memory with them; all of them unless given.
+    """
+    # For a rehearsal what is written to must be told as a whole: unaligned memory would have more before it.
+    aligned = noted is None
+    copies: dict[int, Tensor] = {}
+    for group in sharing(tensor for _, tensor in named_tensors(value)):
+        if only is None or any(id(tensor) in only for tensor in group):
+            for tensor, copy in zip(group, copied_together(group, aligned=aligned), strict=True):
+                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+
+    def own(value: Any, above: str) -> Any:
+        leaves, tree = tree_flatten_with_path(value)
+        return tree_unflatten([own_leaf(leaf, above + keystr(path)) for path, leaf in leaves], tree)
+
+    def own_leaf(leaf: Any, place: str) -> Any:
+        content = None if isinstance(leaf, Tensor) else opened(leaf)
+        if content is not None:
+            return closed(leaf, {key: own(held, f"{place}[{key!r}]") for key, held in content.items()})
+        if not isinstance(leaf, Tensor) or id(leaf) not in copies:
+            return leaf
+        if noted is not None:
+            noted(copies[id(leaf)], place)
+        return copies[id(leaf)]
+
+    return own(value, "")
+
+
+def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Places, as :func:`own_copy` tells them, and what is there."""
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        place = above + keystr(path)
+        if isinstance(leaf, Tensor):
+            yield place, leaf
+        else:
+            for key, held in (opened(leaf) or {}).items():
+                yield from named_tensors(held, f"{place}[{key!r}]")
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; for those without storage, equal for themselves only."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+        return key
+    except RuntimeError:  # it has no storage
+        return id(tensor)
+
+
+def poison(dtype: torch.dtype) -> float | int | bool:
+    """What cannot be taken for a result."""
+    if dtype == torch.bool:
+        return True
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+class StandIns:
+    """Tensors of any shape that hold nothing: all elements are one element of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._elements: dict[torch.dtype, Tensor] = {}
+        self._memory: set[int] = set()
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        element = self._elements.get(dtype)
+        if element is None:
+            with torch.inference_mode(False):
+                element = torch.full((), poison(dtype), dtype=dtype, device=self._device)
+            self._elements[dtype] = element
+            self._memory.add(storage_key(element))
+        return element.expand(tuple(shape))
+
+    def holds(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self._memory
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """What the tensor is a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+class Absent(nn.Parameter):
+    """In the place of a parameter that another stage holds: its shape and device, but one element of memory.
+
+    Attributes:
+        trainable: whether the parameter requires a gradient where it is held.
+    """
+
+    trainable: bool
+
+    @staticmethod
+    def like(parameter: Tensor, device: torch.device) -> Absent:
+        element = torch.full((), poison(parameter.dtype), dtype=parameter.dtype, device=device)
+        made: Absent = torch.Tensor._make_subclass(Absent, element.expand(parameter.shape), False)
+        made.trainable = parameter.trainable if isinstance(parameter, Absent) else parameter.requires_grad
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        if id(self) not in memo:
+            memo[id(self)] = Absent.like(self, self.device)
+        made: Absent = memo[id(self)]
+        return made
+
+
+class AbsentBuffer(Tensor):
+    """In the place of a buffer that another stage holds."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment,unused-ignore]
+
+    @staticmethod
+    def like(buffer: Tensor, device: torch.device) -> AbsentBuffer:
+        element = torch.full((), poison(buffer.dtype), dtype=buffer.dtype, device=device)
+        made: AbsentBuffer = torch.Tensor._make_subclass(AbsentBuffer, element.expand(buffer.shape), False)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentBuffer:
+        if id(self) not in memo:
+            memo[id(self)] = AbsentBuffer.like(self, self.device)
+        made: AbsentBuffer = memo[id(self)]
+        return made
+
+
+class Arrival:
+    """Tensors from the stage before, as parts of this stage's graph; collects their gradients.
+
+    They are neither leaves nor views, so that a program may write to them, and gradients of all uses arrive summed.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> None:
+        self.gradients: list[Tensor | None] = [None] * len(tensors)
+        self.tensors = [tensor.detach() for tensor in tensors]
+        differentiable = [i for i, wanted in enumerate(requires_grad) if wanted and torch.is_grad_enabled()]
+        if differentiable:
+            start = torch.zeros((), device="cpu", requires_grad=True)
+            entered = _Enter.apply(start, differentiable, [self.tensors[i] for i in differentiable], self.gradients)  # type: ignore[no-untyped-call]
+            for i, tensor in zip(differentiable, entered, strict=True):
+                self.tensors[i] = tensor
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, start: Tensor, positions: list[int], tensors: list[Tensor], gradients: list[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        # Not the tensors: they hold the graph, and the graph holds this.
+        ctx.positions, ctx.gradients = positions, gradients
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None, None]:
+        for position, gradient in zip(ctx.positions, gradients, strict=True):
+            ctx.gradients[position] = gradient
+        return None, None, None, None
+
+
+def out_of_graph(output: Any, arguments: Sequence[Tensor]) -> Any:
+    """What a call returned, with tensors in a graph that begins there: that of the call need not be kept.
+
+    Those that lie in the memory of its arguments stay as they are.
+    """
+    leaves, tree = tree_flatten(output)
+    given = {storage_key(argument) for argument in arguments}
+    cut: dict[int, Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None and storage_key(leaf) not in given:
+            if id(leaf) not in cut:
+                cut[id(leaf)] = Arrival([leaf], [True]).tensors[0]
+            leaves[i] = cut[id(leaf)]
+    return tree_unflatten(leaves, tree) if cut else output

@@ -1,0 +1,64 @@
+"""The watch over a stage's forward: nothing it computes may depend on what is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_ext.errors import SplitError
+from hydra_ext.split.rehearsal.notes import ByStorage
+from hydra_ext.split.rehearsal.operations import VALUE_OPERATIONS, Operation
+from hydra_ext.split.stages.tensors import Absent, AbsentBuffer, StandIns, tensors_of, whole_of
+
+_HELD_ELSEWHERE = "a parameter or buffer that another stage holds"
+
+
+class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows stand-ins through the operations of glue that every stage runs.
+
+    Attributes:
+        strict: the stage computes something of its own, which may not read them.
+    """
+
+    def __init__(self, stand_ins: StandIns, absent: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stand_ins = stand_ins
+        self._marked: ByStorage[str] = ByStorage()
+        for tensor in absent:
+            self._marked.put(tensor, _HELD_ELSEWHERE)
+        self.strict = False
+
+    def what(self, tensor: Tensor) -> str | None:
+        """Why the tensor holds nothing; None for one that does."""
+        if self._stand_ins.holds(tensor):
+            return "a value of another stage"
+        if isinstance(whole_of(tensor), (Absent, AbsentBuffer)):
+            return _HELD_ELSEWHERE
+        return self._marked.get(tensor)
+
+    def mark(self, tensor: Tensor) -> None:
+        self._marked.put(tensor, "a value of another stage")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
+        with torch._C.DisableTorchFunction():
+            return self._watched(func, args, kwargs or {})
+
+    def _watched(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operation = Operation.of(func, args, kwargs)
+        missing = next((found for found in map(self.what, operation.reads) if found is not None), None)
+        if missing is not None and (self.strict or operation.name in VALUE_OPERATIONS):
+            raise SplitError(
+                f"{operation.name} reads {missing}, which the rehearsal did not see: the forward does not take the "
+                "way that it took then. Let it depend on the microbatch's shapes only, or give stages= explicitly"
+            )
+        result = func(*args, **kwargs)
+        if missing is not None:
+            for tensor in (*tensors_of(result), *operation.writes):
+                self._marked.put(tensor, missing)
+        self._marked.purge()
+        return result

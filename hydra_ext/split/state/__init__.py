@@ -1,0 +1,1 @@
+"""What a forward reads and leaves besides tensors: attributes, containers, plain values, generators."""

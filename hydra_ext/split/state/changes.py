@@ -1,0 +1,34 @@
+"""What a run changes in memory from before it: saved as it goes, so that the run can be undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_ext.split.rehearsal.notes import ByStorage, Undo
+from hydra_ext.split.rehearsal.operations import Operation
+from hydra_ext.split.stages.tensors import storage_key, tensors_of
+
+
+class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells ``undo`` of each write to memory that was not made inside."""
+
+    def __init__(self, undo: Undo) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._undo = undo
+        self._made: ByStorage[bool] = ByStorage()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            operation = Operation.of(func, args, kwargs or {})
+            for tensor in operation.writes:
+                if self._made.get(tensor) is None:
+                    self._undo.before_write(tensor)
+            given = {storage_key(tensor) for tensor in operation.tensors}
+            result = func(*args, **(kwargs or {}))
+            for tensor in tensors_of(result):
+                if storage_key(tensor) not in given:
+                    self._made.put(tensor, True)
+            return result

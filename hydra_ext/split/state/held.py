@@ -1,0 +1,163 @@
+"""What hangs on modules or in arguments: tensors and plain values, in containers and objects however deep."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.split.rehearsal.record import PLAIN
+from hydra_ext.state.contents import (
+    ATTRIBUTES,
+    MAPPING,
+    SEQUENCE,
+    attributes_of,
+    data_of,
+    has_attributes,
+    kinds_of,
+)
+from hydra_ext.state.foreign import is_foreign
+
+# Attributes that every module has; those that a model sets itself are its state.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+_WRITTEN_IN_PYTHON = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
+_LONGEST, _MOST = 4096, 20_000  # members of one container, and holders in all: what is beyond is data, not state
+
+
+@dataclass(frozen=True)
+class Root:
+    """An attribute of a module or of a class, or an argument: where a search begins."""
+
+    name: str
+    module: nn.Module | type | None
+    attribute: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A member of something.
+
+    Attributes:
+        path: from the root on, as one would write it.
+        root: its number.
+        holder: the container or object that it lies in; the module for an attribute.
+        key: of it there.
+        owner: path of the nearest object that it is reached through, whose class can be changed; None where there is
+            none but the root's module.
+        attribute: of the owner.
+    """
+
+    path: str
+    root: int
+    holder: Any
+    key: Hashable
+    owner: str | None
+    attribute: str
+    value: Any
+
+
+def all_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of the model, and others that they hold in plain containers or objects, by their paths."""
+    found = dict(model.named_modules())
+    known = {id(module) for module in found.values()}
+    rest = found
+    while rest:
+        more: dict[str, nn.Module] = {}
+        for entry in entries(module_roots(rest)):
+            if isinstance(entry.value, nn.Module):
+                for name, module in entry.value.named_modules(prefix=entry.path):
+                    if id(module) not in known:
+                        known.add(id(module))
+                        more[name] = module
+        found |= more
+        rest = more
+    return found
+
+
+def class_roots(classes: Iterable[type]) -> list[Root]:
+    return [
+        Root(f"{kind.__module__}.{kind.__qualname__}.{attribute}", kind, attribute, value)
+        for kind in classes
+        for attribute, value in data_of(kind).items()
+    ]
+
+
+def module_roots(modules: Mapping[str, nn.Module]) -> list[Root]:
+    return [
+        Root(f"{name}.{attribute}" if name else attribute, module, attribute, value)
+        for name, module in modules.items()
+        for attribute, value in module.__dict__.items()
+        if attribute not in _OF_EVERY_MODULE
+    ]
+
+
+def argument_roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Root]:
+    named = [*((f"argument {place}", value) for place, value in enumerate(args)), *kwargs.items()]
+    return [Root(name, None, name, value) for name, value in named]
+
+
+def entries(roots: Iterable[Root], also: dict[int, set[int]] | None = None) -> Iterator[Entry]:
+    """All that can be reached, near things first; modules and what they hold are reached as roots only.
+
+    Args:
+        also: is told of roots that lead to one container without an owner in common.
+    """
+    waiting: deque[Entry] = deque()
+    seen: dict[int, int] = {}
+    for number, root in enumerate(roots):
+        entry = Entry(root.name, number, root.module, root.attribute, None, root.attribute, root.value)
+        yield entry
+        waiting.append(entry)
+    while waiting and len(seen) < _MOST:
+        outer = waiting.popleft()
+        inside = None if isinstance(outer.value, (Tensor, *PLAIN)) else members(outer.value)
+        if inside is None:
+            continue
+        first = seen.get(id(outer.value))
+        if first is not None:
+            if also is not None and first != outer.root and not has_own_class(outer.value):
+                also.setdefault(first, set()).add(outer.root)
+                also.setdefault(outer.root, set()).add(first)
+            continue
+        seen[id(outer.value)] = outer.root
+        owned = has_own_class(outer.value)
+        for key, label, member in inside:
+            owner, attribute = (outer.path, str(key)) if owned else (outer.owner, outer.attribute)
+            entry = Entry(outer.path + label, outer.root, outer.value, key, owner, attribute, member)
+            yield entry
+            waiting.append(entry)
+
+
+def members(value: Any) -> list[tuple[Hashable, str, Any]] | None:
+    """Of a container or object: place, the same as one would write it, and member; None for anything else."""
+    found: list[tuple[Hashable, str, Any]] = []
+    kinds = kinds_of(value)
+    if MAPPING in kinds or SEQUENCE in kinds or isinstance(value, tuple):
+        if len(value) > _LONGEST:
+            return None
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        found += [(key, f"[{key!r}]", member) for key, member in pairs]
+    elif not is_object(value):
+        return None
+    if ATTRIBUTES in kinds:
+        found += [(name, f".{name}", member) for name, member in attributes_of(value).items()]
+    return found
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is an object with attributes of its own, and no module, function or class."""
+    if isinstance(value, (type, nn.Module, Tensor, FunctionType, MethodType, ModuleType, torch.Generator)):
+        return False
+    return not is_foreign(type(value)) and has_attributes(type(value))
+
+
+def has_own_class(value: Any) -> bool:
+    """Whether it is an object of a class written in Python, not a container."""
+    is_container = isinstance(value, (dict, list, tuple, deque))
+    return not is_container and is_object(value) and bool(type(value).__flags__ & _WRITTEN_IN_PYTHON)

@@ -1,0 +1,231 @@
+"""What modules hold beside parameters, at one moment: attributes, all that is reached from them, and buffers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.errors import SplitError
+from hydra_ext.split.stages.stand_ins import is_absent
+from hydra_ext.state.contents import (
+    ARRAY,
+    ATTRIBUTES,
+    CLASS,
+    ITERATOR,
+    LEAVES,
+    MAPPING,
+    SET,
+    SOURCE,
+    Kind,
+    comparable,
+    mapped_tuple,
+    remove_attribute,
+    set_attribute,
+    stamp_of_array,
+    walk,
+)
+from hydra_ext.state.layout import copied
+
+Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
+ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"
+
+# Forward hooks too: code that hooks itself in at the first forward marks that in an attribute.
+_HOOKS = {name for name in nn.Module().__dict__ if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
+_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} - _HOOKS
+
+
+class Entry(NamedTuple):
+    """What is in one place.
+
+    Attributes:
+        owner: the module, object or class that has it, or the container, array or source that holds it.
+        value: of the attribute or buffer; what the owner's kind has saved of its content.
+        stamp: equal for two entries of one place if nothing was set or written to between them.
+        kind: of the content.
+    """
+
+    owner: Any
+    value: Any
+    stamp: Any
+    kind: Kind | None = None
+
+
+class ModuleState:
+    """What modules hold at one moment."""
+
+    def __init__(self, roots: Sequence[nn.Module], entries: Mapping[Place, Entry]) -> None:
+        self._roots = roots
+        self.entries = dict(entries)
+
+    @staticmethod
+    def now(roots: Sequence[nn.Module]) -> ModuleState:
+        entries: dict[Place, Entry] = {}
+        walk(roots, lambda owner, kind: [each for each in _note(owner, kind, entries) if type(each) not in LEAVES])
+        return ModuleState(roots, entries)
+
+    def put(self, current: ModuleState | None = None) -> None:
+        """The modules hold this again.
+
+        Args:
+            current: what they hold, where the caller knows.
+        """
+        current = current or ModuleState.now(self._roots)
+        for place in current.entries.keys() - self.entries.keys():
+            if (place[0], _OWNER, "") in self.entries:
+                _remove(current.entries[place].owner, *place[1:])
+        for place, entry in self.entries.items():
+            there = current.entries.get(place)
+            if entry.kind is not None:
+                entry.kind.put(entry.owner, entry.kind.mapped(entry.value, _found))
+            elif there is None or there.value is not entry.value:
+                _set(entry.owner, *place[1:], _found(entry.value))
+
+    def changed_since(self, before: ModuleState) -> list[Place]:
+        """Where something was set, written to, added or taken away."""
+        places = self.entries.keys() | before.entries.keys()
+        mine, other = self.entries.get, before.entries.get
+        return [place for place in places if _stamp_of(mine(place)) != _stamp_of(other(place))]
+
+    def take(self, place: Place, other: ModuleState) -> None:
+        """What the other has there, or has not."""
+        if place in other.entries:
+            self.entries[place] = other.entries[place]
+        else:
+            self.entries.pop(place, None)
+
+    def copied(self, places: Collection[Place] | None = None) -> ModuleState:
+        """With copies of the tensors in these places, or in all; what is one tensor in several places is one again."""
+        copy = Copies()
+        return ModuleState(
+            self._roots,
+            {
+                place: copy.of(entry) if places is None or place in places else entry
+                for place, entry in self.entries.items()
+            },
+        )
+
+
+class Copies:
+    """Entries with tensors of their own."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, Any]] = {}
+
+    def of(self, entry: Entry) -> Entry:
+        if entry.kind is not None:
+            return Entry(entry.owner, entry.kind.mapped(entry.value, self._copy), entry.stamp, entry.kind)
+        value = self._copy(entry.value)
+        return entry if value is entry.value else Entry(entry.owner, value, _stamp(value))
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return mapped_tuple(value, self._copy)
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_absent(value):
+            return value
+        if id(value) not in self._made:
+            made = copied(value) if value.grad_fn is None else _Computed(value)
+            if isinstance(made, Tensor):
+                made.requires_grad_(value.requires_grad)
+            self._made[id(value)] = value, made
+        return self._made[id(value)][1]
+
+
+class _Computed:
+    """A tensor with a graph, which must not be kept alive for a comparison."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._data = tensor.detach()
+
+    def tensor(self) -> Tensor:
+        """Itself, or where it is gone one that is equal but has no way back."""
+        tensor = self._tensor()
+        if tensor is not None:
+            return tensor
+        with torch.enable_grad():
+            made: Tensor = _Forgotten.apply(torch.zeros((), device="cpu", requires_grad=True), [self._data])  # type: ignore[no-untyped-call]
+        return made
+
+
+class _Forgotten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, tensors: list[Tensor]) -> Tensor:
+        return tensors[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        raise SplitError(
+            "a microbatch's loss depends with its graph on a tensor that another one left on a module, and the graph "
+            "is gone: detach() what is left there"
+        )
+
+
+def _note(owner: Any, kind: Kind, entries: dict[Place, Entry]) -> Iterable[Any]:
+    """Adds what it holds itself; returns what may hold something in turn."""
+    number = id(owner)
+    if kind is not ATTRIBUTES and kind is not CLASS:
+        saved = kind.save(owner)
+        entries[number, CONTENT, ""] = Entry(owner, saved, _stamp_of_content(kind, owner, saved), kind)
+        return kind.members(saved)
+    entries[number, _OWNER, ""] = Entry(owner, None, True)
+    if isinstance(owner, nn.Module):
+        for name, buffer in owner._buffers.items():
+            entries[number, BUFFER, name] = Entry(owner, buffer, _stamp(buffer))
+        if isinstance(owner, torch.jit.ScriptModule):
+            return owner.children()
+        attributes = {name: value for name, value in kind.save(owner).items() if name not in _OF_TORCH}
+    else:
+        attributes = kind.save(owner)
+    for name, value in attributes.items():
+        entries[number, ATTRIBUTE, name] = Entry(owner, value, _stamp(value))
+    return [*attributes.values(), *(owner.children() if isinstance(owner, nn.Module) else ())]
+
+
+def _set(owner: Any, what: str, name: str, value: Any) -> None:
+    if what == BUFFER:
+        owner._buffers[name] = value
+    elif what == ATTRIBUTE:
+        set_attribute(owner, name, value)
+
+
+def _remove(owner: Any, what: str, name: str) -> None:
+    if what == BUFFER:
+        del owner._buffers[name]
+    elif what == ATTRIBUTE:
+        remove_attribute(owner, name)
+
+
+def _stamp(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    return (id(value), *map(_stamp, value)) if isinstance(value, tuple) else id(value)
+
+
+def _stamp_of_content(kind: Kind, owner: Any, saved: Any) -> Any:
+    if kind is ARRAY:
+        return stamp_of_array(saved)
+    if kind is SOURCE:
+        return comparable(owner)
+    if kind is ITERATOR:
+        return saved
+    if not saved:
+        return ()
+    stamps = [_stamp(member) for member in kind.members(saved)]
+    if kind is SET:
+        return frozenset(stamps)
+    return (*map(id, saved), *stamps) if kind is MAPPING else tuple(stamps)
+
+
+def _stamp_of(entry: Entry | None) -> Any:
+    return entry.stamp if entry is not None else None
+
+
+def _found(value: Any) -> Any:
+    """The tensor itself where only its values were kept."""
+    if isinstance(value, tuple):
+        return mapped_tuple(value, _found)
+    return value.tensor() if isinstance(value, _Computed) else value

@@ -1,0 +1,219 @@
+"""Plain values (numbers, flags, names) that a forward leaves behind, and what reads them.
+
+A stage that skips a block lacks what the block counts or notes outside its result, and one that ends early lacks what
+glue sets after its end. What reads such a value shows in a second forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hydra_ext.split.rehearsal.recorder import Recorder
+from hydra_ext.split.state.held import Root, argument_roots, entries
+from hydra_ext.split.state.outside import reached_by
+from hydra_ext.split.state.reads import Reader, Reads
+from hydra_ext.split.state.snapshots import ModulesNow, Snapshot
+from hydra_ext.state.contents import is_source
+
+_UNKNOWN: set[Reader] = {("glue", -1)}  # its reader cannot be seen: it may be any
+
+
+@dataclass
+class Left:
+    """A place where something has been left.
+
+    Attributes:
+        path: of what has changed, as one would write it.
+        attribute: through which it is reached.
+        module: or class, that has the attribute; None where an object has it.
+        owner: the path of that object, from modules or from the arguments of the event that left it.
+        events: that have changed it.
+        glue: after which events it was changed there.
+        is_source: of random numbers.
+        is_unseen: ``fn`` can read it without being seen.
+    """
+
+    path: str
+    attribute: str
+    module: nn.Module | type | None = None
+    owner: str | None = None
+    events: set[int] = field(default_factory=set)
+    glue: set[int] = field(default_factory=set)
+    is_source: bool = False
+    is_unseen: bool = False
+
+
+class PlainState:
+    """Watches a forward for what it changes.
+
+    Attributes:
+        left: on modules and what they hold, by names.
+        given: what events have changed in the objects that they were given, by event and names.
+    """
+
+    def __init__(self, recorder: Recorder, model: nn.Module, fn: Callable[[Any], Any]) -> None:
+        self._recorder = recorder
+        self._outside = reached_by(fn)
+        self._modules = ModulesNow(model)
+        self._before = self._modules.snapshot()
+        self._arguments = Snapshot([])
+        self.left: dict[str, Left] = {}
+        self.given: dict[int, dict[str, Left]] = {}
+
+    def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.end_glue()
+        self._arguments = Snapshot(argument_roots(args, kwargs))
+
+    def end_glue(self) -> None:
+        """The next event begins, or the forward has ended."""
+        last = len(self._recorder.usages) - 1
+        for found in self._changed_on_modules():
+            if last >= 0:  # before the first event every stage comes here
+                found.glue.add(last)
+
+    def end_event(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        event = len(self._recorder.usages) - 1
+        for found in self._changed_on_modules():
+            found.events.add(event)
+        before, self._arguments = self._arguments, Snapshot([])
+        after = Snapshot(argument_roots(args, kwargs))
+        for path in before.changed(after):
+            self._note_argument(event, name, path, after, output)
+
+    def _changed_on_modules(self) -> list[Left]:
+        before, self._before = self._before, self._modules.snapshot()
+        if self._before is before or not self._recorder.usages:
+            return []
+        found = []
+        for path in before.changed(self._before):
+            there = [entry for each in (before, self._before) if (entry := each.entries.get(path)) is not None]
+            is_unseen = any(id(held) in self._outside for entry in there for held in (entry.holder, entry.value))
+            for name, left in (_places(before, path) | _places(self._before, path)).items():
+                found.append(self.left.setdefault(name, left))
+                found[-1].is_unseen |= is_unseen
+        return found
+
+    def _note_argument(self, event: int, block: str, path: str, after: Snapshot, output: Any) -> None:
+        """Reads of an object's attributes can be watched; those of containers cannot."""
+        entry = after.entries.get(path)
+        if entry is not None and entry.owner is not None:
+            name = f"event {event} {path}"
+            self.given.setdefault(event, {})[name] = Left(path, entry.attribute, None, entry.owner, {event})
+        elif entry is None or id(entry.holder) not in {id(e.holder) for e in entries([Root("", None, "", output)])}:
+            self._recorder.refuse(
+                f"block {block} changes {path}, which it was given: a stage that skips the block would not have it. "
+                "Let the block return it, or cut before",
+                after=self._recorder.event_steps[event],
+            )
+
+    def refuse(self, reads: Reads, again: Recorder, blocks: list[str]) -> None:
+        """No cut between what leaves something and what reads it.
+
+        Args:
+            reads: of the second forward, which ``again`` has recorded.
+            blocks: names of the events' blocks.
+        """
+        recorder = self._recorder
+        if reads.found and len(again.usages) != len(blocks):
+            recorder.refuse("the model calls other blocks in the second microbatch than in the first", after=0)
+            return
+
+        def step(event: int) -> int:
+            return recorder.event_steps[event] if event >= 0 else 0
+
+        for name, left in (*self.left.items(), *(item for given in self.given.values() for item in given.items())):
+            for kind, reader in reads.found.get(name, ()):
+                where = f"in block {blocks[reader]}" if kind == "event" else "between blocks"
+                for event in left.events - ({reader} if kind == "event" else set()):
+                    recorder.refuse(
+                        _drawn_from(left)
+                        or f"block {blocks[event]} changes {left.path}, which is read {where}: a stage that skips the "
+                        "block would not have it. Keep it as a tensor that the block returns, or cut elsewhere",
+                        after=step(min(event, reader)),
+                        until=step(max(event, reader)) if kind == "event" else None,
+                    )
+                for glue in left.glue:
+                    if reader < glue:
+                        recorder.refuse(
+                            _drawn_from(left)
+                            or f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
+                            f"{where} in the next microbatch: set it before the first block, or outside of fn",
+                            after=step(reader),
+                            until=step(glue),
+                        )
+
+
+class PlainReads:
+    """Watches the second forward for reads of what the first has left."""
+
+    def __init__(self, recorder: Recorder, state: PlainState, model: nn.Module) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._modules = ModulesNow(model)
+        self._seen: Snapshot | None = None
+        self._owned = {name: left for name, left in state.left.items() if left.module is None}
+        self.reads = Reads(
+            lambda: ("event", recorder.running.index) if recorder.running else ("glue", len(recorder.usages) - 1)
+        )
+        for name, left in state.left.items():
+            if left.module is not None:
+                self._watch(left.module, left.attribute, name)
+            if left.is_unseen:
+                self.reads.found[name] = set(_UNKNOWN)
+        self._find((), {}, {})
+
+    def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._find(args, kwargs, self._state.given.get(len(self._recorder.usages), {}))
+
+    def end_event(self, _name: str, args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> None:
+        self._find(args, kwargs, self._state.given.get(len(self._recorder.usages) - 1, {}))
+
+    def end_glue(self) -> None:
+        pass
+
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Left]) -> None:
+        """The objects may be others in each forward, or after each block."""
+        with self.reads.paused():
+            self.reads.watch_again()
+            if given:
+                self._watch_in(Snapshot(argument_roots(args, kwargs)), given)
+            if self._owned:
+                before, self._seen = self._seen, self._modules.snapshot()
+                if self._seen is not before:
+                    self._watch_in(self._seen, self._owned)
+
+    def _watch_in(self, snapshot: Snapshot, wanted: dict[str, Left]) -> None:
+        for name, left in wanted.items():
+            owner = snapshot.entries.get(left.owner or "")
+            if owner is not None:
+                self._watch(owner.value, left.attribute, name)
+
+    def _watch(self, owner: Any, attribute: str, name: str) -> None:
+        if not self.reads.watch(owner, attribute, name):
+            self.reads.found[name] = set(_UNKNOWN)
+
+
+def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:
+    """Where one must look to see what reads what is there."""
+    entry = snapshot.entries.get(path)
+    source = entry is not None and is_source(entry.value)
+    if entry is not None and entry.owner is not None:
+        found = Left(path, entry.attribute, None, entry.owner, is_source=source)
+        return {f"{entry.owner}.{entry.attribute}": found}
+    return {
+        f"{id(root.module)}.{root.attribute}": Left(path, root.attribute, root.module, is_source=source)
+        for root in snapshot.roots_to(path)
+    }
+
+
+def _drawn_from(left: Left) -> str | None:
+    if not left.is_source:
+        return None
+    return (
+        f"random numbers are drawn from {left.path} on both sides of the cut, and what one stage draws another would "
+        "not: take a source for each block, or torch's, numpy's or Python's own, which are seeded for each block"
+    )

@@ -1,0 +1,1 @@
+"""Operations on maps in strips, forward and backward."""

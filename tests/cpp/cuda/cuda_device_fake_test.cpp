@@ -1,0 +1,315 @@
+// The CUDA device on the fake runtime: waits, errors, threads and devices, which a GPU would show by luck only.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <thread>
+
+#include "csrc/base/errors.h"
+#include "csrc/transfer/cuda/cuda_pinner.h"
+#include "tests/cpp/cuda/cuda_support.h"
+#include "tests/cpp/cuda/fake_cuda_runtime.h"
+#include "tests/cpp/support.h"
+
+namespace hydra::test {
+namespace {
+
+constexpr Bytes kBytes = 4096;
+
+class CudaDeviceFake : public ::testing::Test {
+ protected:
+  CudaDeviceFake() {
+    fake_cuda::reset();
+    HYDRA_CUDA(cudaStreamCreateWithFlags(&home_, cudaStreamNonBlocking));
+    HYDRA_CUDA(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
+    compute_stream = home_;
+    device_ = make_cuda_device(0, home_);
+  }
+  ~CudaDeviceFake() override {
+    fake_cuda::reset();
+    device_.reset();
+    forget_cuda_error(cudaStreamDestroy(home_));
+    forget_cuda_error(cudaStreamDestroy(side_));
+    compute_stream = nullptr;
+  }
+
+  TicketPtr fill(void* slot, const std::vector<std::uint8_t>& bytes, std::vector<FencePtr> fences) {
+    Job job = copy_job(slot, bytes);
+    job.fences = std::move(fences);
+    return device_->to_device().submit(std::move(job));
+  }
+
+  /// A kernel that reads the slot late.
+  std::shared_ptr<std::vector<std::uint8_t>> read_late(cudaStream_t stream, const void* slot) {
+    auto seen = std::make_shared<std::vector<std::uint8_t>>();
+    fake_cuda::launch(stream, [seen, slot] {
+      const auto* bytes = static_cast<const std::uint8_t*>(slot);
+      seen->assign(bytes, bytes + kBytes);
+    });
+    return seen;
+  }
+
+  void finish(cudaStream_t stream) { HYDRA_CUDA(cudaStreamSynchronize(stream)); }
+
+  cudaStream_t home_ = nullptr;
+  cudaStream_t side_ = nullptr;
+  std::unique_ptr<CudaDevice> device_;
+};
+
+TEST_F(CudaDeviceFake, ComputeWaitsOnTheDeviceForACopyThatIsStillUnderWay) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 1);
+  void* const slot = device_->slots().allocate(kBytes);
+  Gate gate;
+  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  const TicketPtr ticket = fill(slot, source, {});
+  device_->compute_waits(*ticket);
+  EXPECT_FALSE(ticket->finished()) << "the host must not have waited";
+  const auto seen = read_late(home_, slot);
+  gate.open();
+  finish(home_);
+  EXPECT_EQ(*seen, source);
+  ticket->wait();
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, ACopyOverASlotWaitsForComputeThatReadsItOnAnyMarkedStream) {
+  const std::vector<std::uint8_t> first = random_bytes(kBytes, 2);
+  const std::vector<std::uint8_t> second = random_bytes(kBytes, 3);
+  for (cudaStream_t stream : {home_, side_}) {
+    compute_stream = stream;
+    void* const slot = device_->slots().allocate(kBytes);
+    device_->compute_waits(*fill(slot, first, {device_->record()}));
+    Gate gate;
+    fake_cuda::launch(stream, [&gate] { gate.wait(); });
+    const auto seen = read_late(stream, slot);
+    const TicketPtr overwritten = fill(slot, second, {device_->record()});
+    overwritten->wait_enqueued();
+    EXPECT_FALSE(overwritten->finished());
+    gate.open();
+    overwritten->wait();
+    EXPECT_EQ(*seen, first);
+    device_->slots().release(slot, kBytes);
+  }
+}
+
+TEST_F(CudaDeviceFake, ASlotReturnsBehindTheUsesOnSideStreams) {
+  void* const slot = device_->slots().allocate(kBytes);
+  compute_stream = side_;
+  Gate gate;
+  fake_cuda::launch(side_, [&gate] { gate.wait(); });
+  const FencePtr use = device_->record_use();
+  ASSERT_NE(use, nullptr);
+  compute_stream = home_;
+  EXPECT_EQ(device_->record_use(), nullptr);
+  device_->slot_returns(nullptr, {use});
+  std::atomic<bool> reused{false};
+  fake_cuda::launch(home_, [&reused] { reused = true; });
+  EXPECT_FALSE(use->reached());
+  EXPECT_FALSE(reused.load());
+  gate.open();
+  finish(home_);
+  EXPECT_TRUE(use->reached());
+  EXPECT_TRUE(reused.load());
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, AnErrorInTheMiddleOfAJobFailsItsTicketOnlyWhenNothingOfItIsInFlight) {
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(3 * CudaLane::kBatchBytes), 4);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  Gate gate;
+  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  fake_cuda::fail("cudaMemcpyAsync", cudaErrorUnknown, 2);
+  const TicketPtr ticket = fill(slot, source, {});
+  const std::vector<std::uint8_t> little = random_bytes(10, 5);
+  const TicketPtr next = fill(slot, little, {});
+  next->wait_enqueued();
+  EXPECT_FALSE(ticket->finished());
+  gate.open();
+  EXPECT_NE(message_of(*ticket).find("cudaMemcpyAsync"), std::string::npos);
+  EXPECT_NO_THROW(next->wait());
+  EXPECT_EQ(device_->to_device().statistics().failures, 1);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+TEST_F(CudaDeviceFake, ErrorsSayWhatWasAskedAndWhatThereIs) {
+  fake_cuda::fail("cudaMalloc", cudaErrorMemoryAllocation);
+  try {
+    device_->slots().allocate(3 * kMiB);
+    FAIL() << "nothing was thrown";
+  } catch (const OutOfMemory& error) {
+    const std::string message = error.what();
+    EXPECT_NE(message.find("3.00 MiB (3145728 bytes) asked"), std::string::npos) << message;
+    EXPECT_NE(message.find("free of 2.00 GiB"), std::string::npos) << message;
+  }
+}
+
+TEST_F(CudaDeviceFake, AFenceThatCannotBeRecordedFailsTheCopyThatWaitsForIt) {
+  fake_cuda::fail("cudaEventRecord", cudaErrorUnknown);
+  const FencePtr fence = device_->record();
+  ASSERT_NE(fence, nullptr);
+  void* const slot = device_->slots().allocate(kBytes);
+  EXPECT_THROW(fill(slot, random_bytes(kBytes, 6), {fence})->wait(), TransferError);
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, AnErrorThatSurfacesAtTheEndOfACopyTravelsInItsTicket) {
+  fake_cuda::fail("cudaEventSynchronize", cudaErrorUnknown);
+  void* const slot = device_->slots().allocate(kBytes);
+  EXPECT_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait(), TransferError);
+  EXPECT_NO_THROW(fill(slot, random_bytes(kBytes, 7), {})->wait());
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, UseInsideACaptureIsRefused) {
+  EXPECT_NO_THROW(device_->expect_usable());
+  fake_cuda::set_capturing(home_, true);
+  EXPECT_THROW(device_->expect_usable(), StateError);
+}
+
+TEST_F(CudaDeviceFake, AMoreUrgentJobGoesBetweenTheBatchesOfALongOne) {
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(12 * CudaLane::kBatchBytes), 8);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  Gate gate;
+  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  std::vector<int> order;
+  Job slow = copy_job(slot, source);
+  slow.after = [&order] { order.push_back(2); };
+  const TicketPtr last = device_->to_device().submit(std::move(slow));
+  Job urgent;
+  urgent.priority = Priority::kFault;
+  urgent.after = [&order] { order.push_back(1); };
+  device_->to_device().submit(std::move(urgent));
+  gate.open();
+  last->wait();
+  device_->to_device().drain();
+  EXPECT_EQ(order, (std::vector<int>{1, 2}));
+  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+TEST_F(CudaDeviceFake, EveryCallIsMadeOnTheDeviceOfTheBackend) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 9);
+  {
+    const CudaDeviceGuard guard(1);
+    cudaStream_t other_home = nullptr;
+    HYDRA_CUDA(cudaStreamCreateWithFlags(&other_home, cudaStreamNonBlocking));
+    compute_stream = other_home;
+    HYDRA_CUDA(cudaSetDevice(0));  // the guard puts it back
+    const auto other = make_cuda_device(1, other_home);
+    void* const slot = other->slots().allocate(kBytes);
+    Job job = copy_job(slot, source);
+    job.fences = {other->record()};
+    const TicketPtr ticket = other->to_device().submit(std::move(job));
+    other->compute_waits(*ticket);
+    ticket->wait();
+    other->slot_returns(ticket.get(), {other->record()});
+    other->slots().release(slot, kBytes);
+    int device = -1;
+    HYDRA_CUDA(cudaGetDevice(&device));
+    EXPECT_EQ(device, 0);
+    HYDRA_CUDA(cudaSetDevice(1));
+    other->to_device().drain();
+    forget_cuda_error(cudaStreamSynchronize(other_home));
+    compute_stream = home_;
+  }
+  EXPECT_FALSE(fake_cuda::wrong_device());
+}
+
+TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheHostSeesThem) {
+  const std::vector<std::uint8_t> source = random_bytes(kBytes, 4);
+  void* const slot = device_->slots().allocate(kBytes);
+  fill(slot, source, {})->wait();  // the log is off
+  device_->activity().start(100);
+  fake_cuda::set_delays(0.002, 3);
+  Gate gate;
+  fake_cuda::launch(device_->to_device_stream(), [&gate] { gate.wait(); });
+  std::vector<TicketPtr> tickets;
+  for (std::int32_t block = 0; block < static_cast<std::int32_t>(CudaLane::kInFlight); ++block) {
+    Job job = copy_job(slot, source);
+    job.label = {.block = block};
+    if (block == 0) {  // the host looks at the others when all are over
+      job.after = [this] { finish(device_->to_device_stream()); };
+    }
+    tickets.push_back(device_->to_device().submit(std::move(job)));
+  }
+  tickets.back()->wait_enqueued();
+  gate.open();
+  device_->to_device().drain();
+  const ActivityRecord record = device_->activity().stop();
+  ASSERT_EQ(record.activities.size(), tickets.size());
+  for (std::size_t i = 0; i < tickets.size(); ++i) {
+    const Activity& copy = record.activities[i];
+    EXPECT_EQ(copy.row, ActivityRow::kToDevice);
+    EXPECT_EQ(copy.kind, ActivityKind::kCopy);
+    EXPECT_EQ(copy.label.block, static_cast<std::int32_t>(i));
+    EXPECT_EQ(copy.bytes, kBytes);
+    EXPECT_NEAR(std::chrono::duration<double>(copy.end - copy.begin).count(), tickets[i]->seconds(), 1e-5);
+    EXPECT_GE(copy.begin, i == 0 ? record.begin : record.activities[i - 1].end);
+    EXPECT_LE(copy.end, record.end);
+  }
+  device_->slots().release(slot, kBytes);
+}
+
+TEST_F(CudaDeviceFake, ALongCopyIsOneActivity) {
+  const std::vector<std::uint8_t> source(static_cast<std::size_t>(2 * CudaLane::kBatchBytes + 7), 4);
+  void* const slot = device_->slots().allocate(static_cast<Bytes>(source.size()));
+  device_->activity().start(100);
+  fill(slot, source, {})->wait();
+  const ActivityRecord record = device_->activity().stop();
+  ASSERT_EQ(record.activities.size(), 1U);
+  EXPECT_EQ(record.activities.front().bytes, static_cast<Bytes>(source.size()));
+  device_->slots().release(slot, static_cast<Bytes>(source.size()));
+}
+
+TEST_F(CudaDeviceFake, NoStreamAndNoEventIsLeftBehind) {
+  const int streams = fake_cuda::streams();
+  const int events = fake_cuda::events();
+  FencePtr outlives;
+  {
+    const auto other = make_cuda_device(0, home_);
+    for (int i = 0; i < 20; ++i) {
+      outlives = other->record();
+      other->to_device().submit({})->wait();
+    }
+  }
+  EXPECT_EQ(fake_cuda::streams(), streams);
+  EXPECT_GT(fake_cuda::events(), events);
+  outlives->wait();
+  outlives.reset();
+  EXPECT_EQ(fake_cuda::events(), events);
+}
+
+TEST_F(CudaDeviceFake, AForkedChildLeavesTheParentsPinsAlone) {
+  CudaPinner pinner(0);
+  std::vector<char> region(4096);
+  ASSERT_TRUE(pinner.pin(region.data(), kBytes));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    pinner.unpin(region.data(), kBytes);
+    const bool refused = !pinner.pin(region.data() + 1, 1);
+    ::_exit(fake_cuda::registrations() == 1 && refused ? 0 : 1);
+  }
+  int status = -1;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(status, 0);
+  pinner.unpin(region.data(), kBytes);
+  EXPECT_EQ(fake_cuda::registrations(), 0);
+}
+
+TEST_F(CudaDeviceFake, APinThatTheDriverRefusesLeavesTheArenaPageable) {
+  CudaPinner pinner(0);
+  HostArena arena(&pinner);
+  fake_cuda::fail("cudaHostRegister", cudaErrorMemoryAllocation);
+  void* const pageable = arena.allocate(5000);
+  void* const pinned = arena.allocate(5000);
+  EXPECT_EQ(arena.pageable_bytes(), 8192);
+  EXPECT_EQ(arena.pinned_bytes(), 8192);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  arena.release(pageable, 5000);
+  arena.release(pinned, 5000);
+  EXPECT_EQ(fake_cuda::registrations(), 0);
+}
+
+}  // namespace
+}  // namespace hydra::test

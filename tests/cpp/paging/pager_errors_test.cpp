@@ -1,0 +1,180 @@
+// The pager when something fails that must not: it ends no process, keeps its count, and goes on.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "csrc/base/errors.h"
+#include "csrc/memory/limited_resource.h"
+#include "csrc/paging/pager.h"
+#include "csrc/testing/fault_script.h"
+#include "csrc/transfer/simulated_device.h"
+#include "tests/cpp/paging/pager_support.h"
+
+namespace hydra::test {
+namespace {
+
+using testing::FaultScript;
+using testing::Operation;
+constexpr Bytes kBlock = 1024;
+
+/// A simulated device that records no fence when told so, as without host memory for one.
+class Forgetful final : public DeviceBackend {
+ public:
+  explicit Forgetful(SimulatedDeviceOptions options) : device_(std::move(options)) {}
+
+  std::string name() const override { return device_.name(); }
+  Resource& slots() noexcept override { return device_.slots(); }
+  Lane& to_device() noexcept override { return device_.to_device(); }
+  Lane& to_host() noexcept override { return device_.to_host(); }
+  FencePtr record() override {
+    if (forgetful) {
+      throw std::bad_alloc();
+    }
+    return device_.record();
+  }
+  void compute_waits(Ticket& ticket) override { device_.compute_waits(ticket); }
+  void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept override {
+    returned += 1;
+    device_.slot_returns(ticket, fences);
+  }
+  void note_read(const void* pointer, Bytes bytes) override { device_.note_read(pointer, bytes); }
+
+  std::int64_t hazards() const { return device_.hazards(); }
+
+  std::atomic<bool> forgetful{false};
+  std::atomic<int> returned{0};
+
+ private:
+  SimulatedDevice device_;
+};
+
+class PagerErrors : public ::testing::Test {
+ protected:
+  PagerErrors() {
+    for (std::int32_t i = 0; i < 3; ++i) {
+      auto block = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
+      blocks_.push_back(block.get());
+      pager_.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(block));
+    }
+  }
+  ~PagerErrors() override {
+    pager_.close();
+    EXPECT_EQ(ledger_.in_use(), 0);
+    EXPECT_EQ(device_.hazards(), 0);
+  }
+
+  void visit(std::int32_t block) {
+    pager_.arrive(block);
+    EXPECT_TRUE(blocks_[static_cast<std::size_t>(block)]->equal());
+    pager_.release(block, AcquireReason::kHook);
+  }
+
+  static SimulatedDeviceOptions options(std::shared_ptr<FaultScript> faults) {
+    SimulatedDeviceOptions options;
+    options.asynchronous = true;
+    options.faults = std::move(faults);
+    return options;
+  }
+
+  std::shared_ptr<FaultScript> faults_ = std::make_shared<FaultScript>();
+  Forgetful device_{options(faults_)};
+  Ledger ledger_{kBlock};
+  LimitedResource slots_{device_.slots(), ledger_, MemoryClass::kWeights};
+  Pager pager_{device_, slots_, ledger_};
+  std::vector<FakeBlock*> blocks_;
+};
+
+TEST_F(PagerErrors, ASlotWhoseFillHasFailedGoesOnlyInComputeOrder) {
+  visit(0);
+  faults_->fail(Operation::kToDevice, 1, false);
+  EXPECT_THROW(visit(1), TransferError);
+  EXPECT_EQ(pager_.state(1), BlockState::kStale);
+  EXPECT_EQ(ledger_.in_use(), kBlock) << "given back past the device, that may read it still";
+  EXPECT_EQ(device_.returned, 0);
+  EXPECT_TRUE(pager_.evict_one(true));
+  EXPECT_EQ(device_.returned, 1);
+  visit(1);
+}
+
+TEST_F(PagerErrors, AFillIsTriedAgainBehindTheUsesOfTheSlotsBlockBefore) {
+  for (int round = 0; round < 8; ++round) {
+    faults_->reset();
+    visit(0);
+    faults_->fail(Operation::kToDevice, 1, false);
+    EXPECT_THROW(visit(1), TransferError);
+    visit(1);
+    EXPECT_EQ(device_.hazards(), 0);
+  }
+}
+
+TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
+  pager_.arrive(0);
+  device_.forgetful = true;
+  pager_.release(0, AcquireReason::kHook);
+  EXPECT_EQ(pager_.pins(), 0);
+  EXPECT_THROW(pager_.evict_one(true), std::bad_alloc);
+  EXPECT_TRUE(blocks_[0]->equal()) << "nothing has changed";
+  EXPECT_EQ(pager_.statistics().evictions, 0);
+  device_.forgetful = false;
+  visit(1);
+}
+
+TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {
+  pager_.begin_pass(PassKind::kForward);
+  visit(0);
+  pager_.set_activation_meter([]() -> Bytes { throw std::runtime_error("no device"); });
+  pager_.end_pass(true);
+  EXPECT_TRUE(pager_.recorded(PassKind::kForward).empty());
+  pager_.set_activation_meter({});
+  pager_.begin_pass(PassKind::kForward);
+  visit(0);
+  visit(1);
+  pager_.end_pass(true);
+  EXPECT_EQ(pager_.recorded(PassKind::kForward).size(), 2U);
+}
+
+TEST_F(PagerErrors, ClosesWithoutHostMemoryForAFence) {
+  pager_.acquire(0, AcquireReason::kFault);
+  pager_.release(0, AcquireReason::kFault);
+  device_.forgetful = true;
+  pager_.close();
+  EXPECT_EQ(ledger_.in_use(), 0);
+}
+
+TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
+  ASSERT_TRUE(ledger_.try_charge(MemoryClass::kActivations, kBlock));
+  Gate waiting;
+  Gate closed;
+  pager_.set_reliever([&] {
+    waiting.open();
+    closed.wait();
+    return true;  // there is room now
+  });
+  std::string said;
+  std::thread late([&] {
+    try {
+      pager_.acquire(0, AcquireReason::kHook);
+    } catch (const StateError& error) {
+      said = error.what();
+    }
+  });
+  waiting.wait();
+  EXPECT_EQ(pager_.state(0), BlockState::kReserving);
+  pager_.close();
+  ledger_.discharge(MemoryClass::kActivations, kBlock);
+  closed.open();
+  late.join();
+  EXPECT_EQ(said, "the offload context of this model has ended");
+  EXPECT_EQ(ledger_.in_use(), 0);
+  EXPECT_EQ(pager_.pins(), 0);
+  EXPECT_FALSE(blocks_[0]->readable());
+  EXPECT_THROW(pager_.arrive(1), StateError);
+}
+
+}  // namespace
+}  // namespace hydra::test

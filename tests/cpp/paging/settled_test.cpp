@@ -1,0 +1,131 @@
+// Blocks that are at home in their slots: they stay, plans leave their room alone, and they are the last to go.
+#include <gtest/gtest.h>
+
+#include "csrc/base/errors.h"
+#include "csrc/memory/limited_resource.h"
+#include "csrc/paging/pager.h"
+#include "csrc/transfer/simulated_device.h"
+#include "tests/cpp/paging/pager_support.h"
+
+namespace hydra::test {
+namespace {
+
+class SettledTest : public ::testing::Test {
+ protected:
+  static constexpr Bytes kBlock = 1024;
+  static constexpr std::int32_t kBlocks = 4;
+
+  void SetUp() override {
+    for (std::int32_t i = 0; i < kBlocks; ++i) {
+      auto client = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
+      blocks_.push_back(client.get());
+      pager_.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(client));
+    }
+  }
+  void TearDown() override {
+    pager_.close();
+    EXPECT_EQ(ledger_.in_use(), 0);
+  }
+
+  void settle(std::int32_t block, Bytes beside) {
+    pager_.acquire(block, AcquireReason::kHook);
+    pager_.settle(block, beside);
+    pager_.release(block, AcquireReason::kHook);
+  }
+  void visit(std::int32_t block) {
+    pager_.arrive(block);
+    EXPECT_TRUE(blocks_[static_cast<std::size_t>(block)]->equal());
+    pager_.release(block, AcquireReason::kHook);
+  }
+  void pass() {
+    pager_.begin_pass(PassKind::kForward);
+    for (std::int32_t i = 0; i < kBlocks; ++i) {
+      visit(i);
+    }
+    pager_.end_pass(true);
+  }
+
+  SimulatedDevice device_;
+  Ledger ledger_{3 * kBlock};
+  LimitedResource slots_{device_.slots(), ledger_, MemoryClass::kWeights};
+  Pager pager_{device_, slots_, ledger_};
+  std::vector<FakeBlock*> blocks_;
+};
+
+TEST_F(SettledTest, ASettledBlockKeepsItsSlotWhateverElseIsFetched) {
+  pass();
+  settle(1, 0);
+  void* const slot = pager_.contents_of(1).memory;
+  pass();
+  pass();
+  EXPECT_EQ(pager_.contents_of(1).memory, slot);
+  EXPECT_TRUE(blocks_[1]->readable());
+  EXPECT_EQ(pager_.pins(), 0);
+}
+
+TEST_F(SettledTest, PlansLeaveTheRoomBesideASettledBlockAlone) {
+  pass();
+  settle(3, kBlock);  // of three slots one is its own, one is spoken for
+  for (int i = 0; i < 3; ++i) {
+    pager_.begin_pass(PassKind::kForward);
+    for (std::int32_t block = 0; block < kBlocks; ++block) {
+      visit(block);
+      EXPECT_LE(pager_.resident_bytes(), 2 * kBlock);
+    }
+    pager_.end_pass(true);
+  }
+}
+
+TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
+  int asked = 0;
+  pager_.set_last_resort([&] {
+    ++asked;
+    const std::int32_t block = pager_.last_needed_settled();
+    if (block >= 0) {
+      EXPECT_TRUE(pager_.unsettle(block, pager_.contents_of(block).writes));
+    }
+    return block >= 0;
+  });
+  for (std::int32_t block = 0; block < 3; ++block) {
+    settle(block, 0);
+  }
+  EXPECT_EQ(asked, 0);
+  pager_.acquire(3, AcquireReason::kHook);
+  EXPECT_EQ(asked, 1);
+  pager_.release(3, AcquireReason::kHook);
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // block 3
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // one gives up its home,
+  EXPECT_EQ(asked, 2);
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));    // and goes
+  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false));  // inside an allocator no thread may wait for another
+  EXPECT_EQ(asked, 2);
+}
+
+TEST_F(SettledTest, OnlyAnAcquiredBlockCanSettle) {
+  EXPECT_THROW(pager_.settle(0, 0), StateError);
+  EXPECT_EQ(pager_.last_needed_settled(), -1);
+}
+
+TEST_F(SettledTest, WhatIsWrittenWhileABlockComesHomeIsNotTakenForHome) {
+  settle(1, 0);
+  pager_.mark_dirty(1);
+  const std::int64_t before = pager_.contents_of(1).writes;
+  pager_.mark_dirty(1);
+  EXPECT_FALSE(pager_.unsettle(1, before));
+  EXPECT_TRUE(pager_.unsettle(1, pager_.contents_of(1).writes));
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false)) << "clean, and so it can go";
+
+  settle(2, 0);
+  pager_.acquire(2, AcquireReason::kFault);
+  pager_.mark_dirty(2);  // before the write
+  const std::int64_t during = pager_.contents_of(2).writes;
+  EXPECT_TRUE(pager_.unsettle(2, during)) << "the end of the window brings it home";
+  pager_.release(2, AcquireReason::kFault);
+  EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false)) << "dirty";
+  pager_.write_back_dirty();
+  EXPECT_EQ(pager_.statistics().write_backs, 1);
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/false));
+}
+
+}  // namespace
+}  // namespace hydra::test

@@ -1,0 +1,1 @@
+"""Models that are built in parts, and what that takes."""

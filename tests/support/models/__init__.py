@@ -1,0 +1,1 @@
+"""Small models of many families, and operations on their parameters."""

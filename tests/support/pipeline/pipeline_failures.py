@@ -1,0 +1,180 @@
+"""Ranks of a pipeline of which one fails, and what the others make of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hydra_ext.errors import RankFailed
+from hydra_ext.pipeline import Pipeline
+from support import ranks
+from support.pipeline import pipelines
+
+LIMIT_SECONDS = 30.0  # from the failure to the end of every rank
+
+
+@dataclass(frozen=True)
+class Failing:
+    """What goes wrong where.
+
+    Attributes:
+        how: "kill", "raise", "stop", "interrupt" or "leave".
+        backward: in the backward, else in the forward.
+        replicas: it is the last one's stage.
+    """
+
+    how: str
+    stage: int
+    step: int
+    microbatch: int
+    backward: bool = False
+    schedule: str = "2bw"
+    stages: int = 3
+    patience: float = 20.0
+    replicas: int = 1
+
+
+class Trap(nn.Module):
+    """Counts calls, and fails at one of them."""
+
+    def __init__(self, module: nn.Module, failing: Failing, microbatches: int, folder: Path) -> None:
+        super().__init__()
+        self.module = module
+        self._failing = failing
+        self._folder = folder
+        self._at = failing.step * microbatches + failing.microbatch
+        self._calls = 0
+
+    def forward(self, x: Any) -> Any:
+        here = self._calls == self._at
+        self._calls += 1
+        if here and not self._failing.backward:
+            fail(self._failing.how, self._folder)
+        y = self.module(x)
+        if here:
+            y.register_hook(lambda _: fail(self._failing.how, self._folder))
+        return y
+
+
+def fail(how: str, folder: Path) -> None:
+    """Leaves behind when it was."""
+    (folder / "failed").write_text(repr(time.time()))
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "leave":
+        os._exit(0)
+    raise ValueError("the data are wrong")
+
+
+def train(rank: int, failing: Failing, folder: Path) -> None:
+    """Writes the error it ended with, and when."""
+    stages = pipelines.make_stages(failing.stages)
+    if rank % failing.replicas == failing.replicas - 1:
+        stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
+
+    def body(record: dict[str, Any]) -> None:
+        pipe = Pipeline(
+            None,
+            pipelines.adamw,
+            stages=stages,
+            schedule=failing.schedule,
+            microbatches=4,
+            seed=5,
+            patience=failing.patience,
+            replicas=failing.replicas,
+        )
+        with pipe:
+            for step in range(6):
+                data = [pipelines.make_microbatch(step, index) for index in range(4)]
+                record["loss"] = pipe.step(data, pipelines.loss_of).loss.item()
+
+    leave_record(rank, folder, body)
+    os._exit(0)
+
+
+def left_behind() -> dict[str, Any]:
+    """What this process has of pipelines: threads and process groups."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hydra_ext")]
+    return {"threads": threads, "groups": len(dist.distributed_c10d._world.pg_map) - 1}
+
+
+def train_after_failures(rank: int) -> tuple[list[dict[str, Any]], list[str], list[float]]:
+    """Pipelines that fail on the last rank; what each leaves, and raises; and the losses of one that does not."""
+    left, errors = [], []
+    for failing in (True, True, False):
+        calls = []
+
+        def fn(value: Any, microbatch: Any, failing: bool = failing, calls: list[Any] = calls) -> Any:
+            calls.append(microbatch)
+            if failing and len(calls) == 6:
+                raise ValueError("the data are wrong")
+            return pipelines.loss_of(value, microbatch)
+
+        losses = []
+        stages = pipelines.make_stages(2)
+        try:
+            with Pipeline(None, pipelines.sgd, stages=stages, schedule="1f1b", microbatches=4, seed=5) as pipe:
+                for step in range(3):
+                    data = [pipelines.make_microbatch(step, index) for index in range(4)]
+                    losses.append(pipe.step(data, fn, max_norm=1.0).loss.item())
+        except (RankFailed, ValueError) as error:
+            errors.append(str(error))
+        left.append(left_behind())
+        dist.barrier()
+    return left, errors, losses
+
+
+def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]) -> None:
+    """Of the error that a rank ended with, and when."""
+    record: dict[str, Any] = {"error": "", "kind": ""}
+    try:
+        body(record)
+    except BaseException as error:  # noqa: BLE001 - what it is, is the test's subject
+        record["error"], record["kind"] = str(error), type(error).__name__
+    record["at"] = time.time()
+    record["left"] = left_behind()
+    (folder / f"{rank}.ended").write_text(json.dumps(record))
+
+
+def run_to_the_end(
+    body: Callable[..., None], *arguments: Any, folder: Path, size: int, without: Collection[int] = ()
+) -> dict[int, dict[str, Any]]:
+    """The records that ``body(rank, *arguments)`` left in each rank; of some of them the end is not waited for."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "hydra_ext"])
+    processes = [
+        context.Process(target=ranks._run, args=(body, arguments, rank, size, folder), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 300.0  # what hangs fails; starting takes long on a busy machine
+    others = [process for rank, process in enumerate(processes) if rank not in without]
+    for process in others:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hanging = [process.pid for process in others if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    assert not hanging
+    return {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.ended")}
+
+
+def seconds_after_the_failure(ended: dict[int, dict[str, Any]], folder: Path, survivors: Collection[int]) -> float:
+    """Until the last of the survivors had ended."""
+    return max(ended[rank]["at"] for rank in survivors) - float((folder / "failed").read_text())

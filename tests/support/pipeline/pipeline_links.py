@@ -1,0 +1,143 @@
+"""One link between two ranks: messages of many layouts, expected at many moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hydra_ext.pipeline.ranks import links as pipeline_links
+from hydra_ext.pipeline.ranks import messages
+from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
+from hydra_ext.pipeline.ranks.messages import Message
+from hydra_ext.pipeline.ranks.watch import Watch
+
+ALIKE = ((torch.float32, (7,)),)
+LAYOUTS = (
+    ALIKE,
+    ((torch.float32, (3, 5)),),
+    ((torch.float32, (5, 3)),),
+    ((torch.float32, (3, 5)), None, (torch.int64, (2,))),
+    ((torch.bfloat16, (0, 4)), (torch.float32, (1,))),
+    ((torch.float64, (300, 70)),),
+    (),
+)
+WORDY = tuple((torch.float32, (1, 2, 1, number)) for number in range(1, 30))  # more than one header holds
+
+
+def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
+    """Those of the number-th message."""
+    found: list[Tensor | None] = []
+    for index, each in enumerate(layout):
+        if each is None:
+            found.append(None)
+            continue
+        dtype, size = each
+        values = (torch.arange(torch.Size(size).numel()).reshape(size) + 17 * number + index).to(dtype)
+        found.append(_lying(values, number // 4 % 6) if len(size) == 2 else values)
+    return tuple(found)
+
+
+def _lying(values: Tensor, way: int) -> Tensor:
+    """Other places in memory, as which they have to arrive; ways 3 and 4 are not the same values any more."""
+    rows, columns = values.shape
+    if way == 0:  # in another order
+        return values.t().contiguous().t()
+    if way == 1:  # with gaps, and not from where memory begins
+        return values.repeat(1, 2)[:, columns:]
+    if way == 2:  # in another order, each element apart
+        return values.t().repeat(2, 1).t()[:, ::2] if columns > 1 else values
+    if way == 3:  # one row for all of them
+        return values[:1].expand(rows, columns)
+    if way == 4:  # in windows that overlap
+        return values.flatten().repeat(2).unfold(0, columns, 2)[:rows] if rows and columns > 1 else values
+    return values
+
+
+def through_a_link(tensor: Tensor) -> Tensor:
+    """As it arrives on another rank, without one."""
+    layout = messages.layout_of(tensor)
+    data = messages.as_bytes(messages.packed(tensor, layout))
+    assert data.numel() == layout.packed.nbytes
+    arriving = layout.packed.empty(tensor.device)
+    messages.as_bytes(arriving).copy_(data)
+    return messages.laid_out(arriving, layout, tensor.device)
+
+
+def crossing_bytes(layout: Any, number: int) -> int:
+    """What has to be sent of the number-th message: no gaps, and nothing twice."""
+    found = 0
+    for each in tensors(layout, number):
+        if each is not None and each.numel():
+            places = torch.arange(each.untyped_storage().nbytes() // each.itemsize)
+            found += len(places.as_strided(each.size(), each.stride()).unique()) * each.itemsize
+    return found
+
+
+def exchange(
+    rank: int,
+    programs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    most_abandoned: int = 1000,
+    in_step: bool = False,
+) -> list[dict[str, Any]]:
+    """For each program what arrived wrong, and what was received ahead.
+
+    A program is a layout for each message, and for each how many messages are expected ahead of it when it is taken.
+
+    Args:
+        in_step: each message is sent once it is expected, so that its header comes after its receives are posted.
+    """
+    pipeline_links._MOST_ABANDONED = most_abandoned
+    results = []
+    for number, (layouts, ahead) in enumerate(programs):
+        watch = Watch(rank, 2, f"links {number}", patience=120.0, describe=lambda: "")
+        links = Links(rank, torch.device("cpu"), watch)
+        end = links.connect(0, 1, "test")
+        chosen = [(*LAYOUTS, WORDY)[index] for index in layouts]
+        if isinstance(end, Outbox):
+            for index, layout in enumerate(chosen):
+                there = tensors(layout, index)
+                if in_step:
+                    dist.barrier()
+                flags = tuple(tensor is not None and index % 2 == 0 for tensor in there)
+                end.put(Message(number, index, len(chosen), there, flags, f"of {len(there)}"))
+            end.flush()
+            results.append({})
+        elif isinstance(end, Inbox):
+            results.append(_receive(end, chosen, ahead, in_step=in_step))
+        links.close(120.0)
+        watch.end()
+    return results
+
+
+def _receive(inbox: Inbox, layouts: Sequence[Any], ahead: Sequence[int], *, in_step: bool) -> dict[str, Any]:
+    expected = 0
+    wrong = []
+    for index, layout in enumerate(layouts):
+        while expected < min(index + 1 + ahead[index], len(layouts)):
+            inbox.expect()
+            expected += 1
+        if in_step:
+            dist.barrier()
+        message = inbox.take()
+        wanted = tensors(layout, index)
+        if len(message.tensors) != len(wanted) or message.microbatch != index:
+            wrong.append(f"message {index} is {message}")
+            continue
+        for got, want in zip(message.tensors, wanted, strict=True):
+            if (got is None) != (want is None):
+                wrong.append(f"message {index}: {got} for {want}")
+            elif got is not None and want is not None:
+                same = got.dtype == want.dtype and got.stride() == want.stride() and torch.equal(got, want)
+                same = same and (not want.numel() or got.data_ptr() % 64 == want.data_ptr() % 64)
+                if not same:
+                    wrong.append(f"message {index}: {got} for {want}")
+        if message.requires_grad != tuple(want is not None and index % 2 == 0 for want in wanted):
+            wrong.append(f"message {index}: requires_grad {message.requires_grad}")
+        if message.structure != f"of {len(wanted)}":
+            wrong.append(f"message {index}: structure {message.structure}")
+    counts = {"ahead": inbox.received_ahead, "abandoned": inbox.abandoned, "bytes": inbox.received_bytes}
+    return {"wrong": wrong, **counts}

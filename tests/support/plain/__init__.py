@@ -1,0 +1,1 @@
+"""Plain models trained by pipelines of several processes."""

@@ -1,0 +1,37 @@
+"""A pipeline of several processes over a model that replaces its buffer in every forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.errors import StateError
+from hydra_ext.pipeline import Pipeline
+from support.pipeline.pipelines import sgd
+from support.split.split_models_own import text, text_loss
+from support.split.split_models_state import AssignsAtTheEnd
+
+BATCHES = [text(torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
+
+
+def model() -> AssignsAtTheEnd:
+    torch.manual_seed(0)
+    return AssignsAtTheEnd()
+
+
+def state_after_a_step(_rank: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The rank's part of it, and the errors that the model's own has while the pipeline is open, and afterwards."""
+    cut = model()
+    with Pipeline(cut, sgd, schedule="1f1b", microbatches=len(BATCHES)) as pipe:
+        pipe.step(BATCHES, lambda batch: text_loss(cut, batch))
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        errors = [_error_of_state_dict(cut)]
+    return state, [*errors, _error_of_state_dict(cut)]
+
+
+def _error_of_state_dict(cut: nn.Module) -> str:
+    try:
+        cut.state_dict()
+    except StateError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,1 @@
+"""Offloaded runs beside plain ones, on device, host and disk."""

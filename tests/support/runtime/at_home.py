@@ -1,0 +1,113 @@
+"""A model whose blocks are all at home on the device, beside its plain twin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hydra_ext
+from hydra_ext import Checks, Run, SimulatedDevice, optim
+from support.benches import Outcome, assert_same
+from support.runtime.native import BATCHES, LAYERS, stack, state, train
+
+ROOMY = 2**20
+Made = tuple[nn.Sequential, torch.optim.Optimizer]
+Work = Callable[[nn.Sequential, torch.optim.Optimizer], Outcome]
+
+
+class Shrinking(nn.Linear):
+    """Writes its weight in every forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.99)
+        return super().forward(x)
+
+
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> Made:
+    model = stack(dtype)
+    return model, optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def offloaded(made: Made, **device: Any) -> hydra_ext.offload:
+    model, optimizer = made
+    return hydra_ext.offload(
+        model,
+        optimizer,
+        budget=ROOMY,
+        blocks=list(model.children()),
+        device=SimulatedDevice(**device),
+        checks=Checks(poison_hosts=False),
+    )
+
+
+@contextmanager
+def at_home(made: Made, **device: Any) -> Iterator[Run]:
+    """After five steps all blocks are at home on the device."""
+    with offloaded(made, **device) as run:
+        train(*made)
+        assert len(run.report().homes) == LAYERS
+        yield run
+
+
+def compare(work: Work, *, make: Callable[[], Made] = make, returned: bool | None = True) -> None:
+    """What ``work`` sees, and leaves, is the plain loop's; and some block came back to the host, or none did (None:
+    whether it did is not asked)."""
+    plain, ours = make(), make()
+    train(*plain)
+    expected = work(*plain)
+    with at_home(ours) as run:
+        assert_same(expected, work(*ours))
+        assert returned is None or (run.core.home_statistics.returned > 0) is returned
+    assert_same(state(*plain), state(*ours))
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], Any] = lambda: None) -> Outcome:
+    """Two microbatches a step; ``between`` comes before the step."""
+    seen: Outcome = []
+    for batch in BATCHES:
+        for microbatch in batch.to(next(model.parameters()).dtype).split(4):
+            loss = model(microbatch).pow(2).mean()
+            loss.backward()
+            seen.append(loss.detach().clone())
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def in_another_thread(read: Callable[[], Any]) -> None:
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            read()
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not failed
+
+
+class Reading(TorchDispatchMode):
+    """Lets another thread read a tensor before every operation, or before those given."""
+
+    def __init__(self, tensor: torch.Tensor, *, before: tuple[Any, ...] | None = None) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._before = before
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._before is None or func in self._before:
+            self.reads += 1
+            in_another_thread(lambda: self._tensor.detach().sum())
+        return func(*args, **(kwargs or {}))

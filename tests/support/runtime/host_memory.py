@@ -1,0 +1,165 @@
+"""Trains a bf16 model under a small budget and prints, as JSON, what the process holds of host memory meanwhile.
+
+Run as ``python -m support.runtime.host_memory LAYERS ROUND_SIZE`` by observe(), in a process of its own. With the malloc hook
+preloaded it counts blocks; resident memory is measured without it, since the hook's own tables are memory too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+WIDTH = 1024
+STEPS = 6
+MICROBATCHES = 3
+HEAP, ALIGNED, PAGE_ALIGNED, MAPPED = range(4)  # as the hook numbers them
+
+
+@dataclass(frozen=True)
+class StepHeld:
+    """After one step and its update.
+
+    Attributes:
+        resident: of the process, once the C library has given free pages back.
+        arena: mapped for parameters and gradients.
+        slots: what the simulated device holds, which is host memory.
+        live: blocks, by the hook's kinds; all zero without the hook.
+        peak: the most of them since the step before.
+        device_peak: the most that the run's budget saw in the step.
+    """
+
+    resident: int
+    arena: int
+    slots: int
+    live: list[int]
+    peak: list[int]
+    device_peak: int
+
+
+@dataclass
+class HostMemory:
+    """Attributes:
+    parameters: elements.
+    resident_before: what the process held before there was a model.
+    arena_before: mapped before the first gradient.
+    state: bytes of the optimizer's state by its own tensors.
+    updates: how many ran behind the next forward.
+    """
+
+    parameters: int = 0
+    resident_before: int = 0
+    arena_before: int = 0
+    state: int = 0
+    updates: int = 0
+    steps: list[StepHeld] = field(default_factory=list)
+
+
+def observe(layers: int, hook: Path | None = None, round_size: int = MICROBATCHES) -> HostMemory:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONMALLOC": "malloc"}
+    if hook is not None:
+        environment["LD_PRELOAD"] = str(hook)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.runtime.host_memory", str(layers), str(round_size)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    seen = json.loads(done.stdout.splitlines()[-1])
+    return HostMemory(**{**seen, "steps": [StepHeld(**step) for step in seen["steps"]]})
+
+
+class _Hook:
+    """The preloaded hook's counts; zeros where there is none."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None)
+        self._library: Any = library if hasattr(library, "hook_begin") else None
+        if self._library is not None:
+            for name in ("hook_live", "hook_peak"):
+                getattr(self._library, name).restype = ctypes.c_long
+            self._library.hook_begin()
+
+    def counts(self, name: str) -> list[int]:
+        return [getattr(self._library, name)(kind) if self._library is not None else 0 for kind in range(4)]
+
+    def reset_peaks(self) -> None:
+        if self._library is not None:
+            self._library.hook_reset_peaks()
+
+
+def _resident() -> int:
+    ctypes.CDLL(None).malloc_trim(0)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+def _make(layers: int, width: int) -> nn.Sequential:
+    import torch
+    from torch import nn
+
+    bf16: Any = {"dtype": torch.bfloat16}
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width, **bf16), nn.LayerNorm(width, **bf16)) for _ in range(layers)]
+    )
+
+
+def _train(layers: int, width: int, round_size: int) -> HostMemory:
+    import torch
+
+    import hydra_ext
+    from hydra_ext.optim import AdamW
+
+    hook, seen = _Hook(), HostMemory(resident_before=_resident())
+    model = _make(layers, width)
+    optimizer = AdamW(model.parameters())
+    seen.parameters = sum(parameter.numel() for parameter in model.parameters())
+    budget = 5 * 2 * width * width + 2**20
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = model(inputs).float().square().mean()
+        return value
+
+    with hydra_ext.offload(model, optimizer, budget=budget) as run:
+        core = run.core
+        seen.arena_before = core.arena_bytes
+        for _ in range(STEPS):
+            hook.reset_peaks()
+            core.ledger.reset_peak()
+            batches = [torch.ones(2, width, dtype=torch.bfloat16) for _ in range(MICROBATCHES)]
+            run.step(batches, loss, max_norm=1.0, round_size=round_size, recompute=False)
+            run.sync()
+            del batches
+            live, peak = hook.counts("hook_live"), hook.counts("hook_peak")
+            seen.steps.append(
+                StepHeld(_resident(), core.arena_bytes, core.slot_bytes_held, live, peak, core.ledger.peak)
+            )
+        seen.updates = run.report().deferred_updates
+    tensors = [value for state in optimizer.state.values() for value in state.values()]
+    seen.state = sum(value.nbytes for value in tensors)
+    return seen
+
+
+def _main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    layers, round_size = (int(argument) for argument in sys.argv[1:])
+    _train(2, 64, round_size)  # what libraries and we allocate once
+    gc.collect()
+    gc.freeze()  # what they have left is not to be freed in the middle of a step
+    print(json.dumps(asdict(_train(layers, WIDTH, round_size))))
+
+
+if __name__ == "__main__":
+    _main()

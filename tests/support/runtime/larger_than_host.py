@@ -1,0 +1,197 @@
+"""Trains a model of several times the host's budget from the disk, or plainly, and prints what came of it, as JSON.
+
+Run as ``python -m support.runtime.larger_than_host [FOLDER]`` by observe(), in a process of its own. It ends before the
+context does, which would bring all of the model to the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from support.checkpoint.checkpoint_memory import growth, status
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+DEPTH, WIDTH, STEPS, ROWS = 48, 768, 3, 8
+WEIGHT = 4 * WIDTH * WIDTH  # of one layer, in bytes
+WEIGHTS_ON_DISK = WEIGHT + 4096  # with its bias
+WHOLE = DEPTH * 4 * (WEIGHT + 4 * WIDTH)  # weights, gradients, two moments
+HOST_BUDGET = 43_000_000  # less would not do for the layers' working memory
+DEVICE_BUDGET = 2**24  # whose memory is the host's, too
+CONSTANT = 10 * 2**20  # 7 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces
+
+THREADS = 8  # of the run and of autograd
+_STACK = 2**20  # of a thread, all of which its address space is counted with
+
+
+@dataclass
+class Outcome:
+    """Attributes:
+    losses: each to its last bit.
+    sums: of each weight, and of its moments, after the last step.
+    peak: bytes of host memory that the process had at most beyond what it had before there was a model.
+    read, spared, written: bytes, of the disk, until the last update was done.
+    loads: of blocks to the device.
+    on_disk: bytes; of them weights.
+    """
+
+    losses: list[str]
+    sums: list[str]
+    peak: int = 0
+    read: int = 0
+    spared: int = 0
+    written: int = 0
+    loads: int = 0
+    on_disk: int = 0
+    weights: int = 0
+
+
+def observe(folder: Path | None) -> Outcome:
+    """Trains in a folder, with just so much of address space as the budgets allow; or plainly."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.runtime.larger_than_host", *([str(folder)] if folder else [])],
+        # Else malloc keeps some of what is freed, and how much depends on what went before; or maps room for threads.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "MALLOC_MMAP_THRESHOLD_": "65536",
+            "MALLOC_ARENA_MAX": "1",
+        },
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (_STACK, resource.RLIM_INFINITY)),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return Outcome(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _build(width: int, depth: int) -> nn.Sequential:
+    from torch import nn
+    from torch.nn import functional
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * functional.gelu(super().forward(x))
+
+    return nn.Sequential(*[Layer(width, width) for _ in range(depth)])
+
+
+def _train(model: nn.Module, optimizer: Any, width: int) -> list[str]:
+    import torch
+
+    from hydra_ext import optim
+
+    losses = []
+    for step in range(STEPS):
+        batch = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(step))
+        loss = model(batch).square().mean()
+        loss.backward()
+        optim.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()).hex())
+    return losses
+
+
+def _sums(model: nn.Module, optimizer: Any, read: Callable[[Tensor], Tensor | None]) -> list[str]:
+    """One tensor after the other."""
+    found = []
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            there = read(tensor)
+            found.append(hashlib.sha256((tensor if there is None else there).detach().numpy()).hexdigest())
+            del there
+    return found
+
+
+def _plainly() -> Outcome:
+    import torch
+
+    from hydra_ext.optim import AdamW
+
+    torch.manual_seed(0)
+    model = _build(WIDTH, DEPTH)
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    return Outcome(_train(model, optimizer, WIDTH), _sums(model, optimizer, lambda _: None))
+
+
+def _enter(folder: Path, width: int, depth: int, *, budget: int, host_budget: int) -> tuple[Any, Any, Any]:
+    """A model that never was whole in memory, its optimizer, and the context."""
+    import torch
+
+    import hydra_ext
+    from hydra_ext.optim import AdamW
+
+    torch.manual_seed(0)
+    model: Any = hydra_ext.materialize(lambda: _build(width, depth))
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    context = hydra_ext.offload(
+        model,
+        optimizer,
+        budget=budget,
+        host_budget=host_budget,
+        spill_dir=folder,
+        blocks=list(model.children()),
+        device="simulated",
+    )
+    return model, optimizer, context
+
+
+def _from_disk(folder: Path) -> Outcome:
+    """The context stays open."""
+    model, optimizer, context = _enter(folder, WIDTH, DEPTH, budget=DEVICE_BUDGET, host_budget=HOST_BUDGET)
+    run = context.__enter__()
+    _open.append(context)
+    losses = _train(model, optimizer, WIDTH)
+    run.core.finish_update()
+    disk = run.core.disk_statistics
+    seen = Outcome(losses, _sums(model, optimizer, run.core.read_from_disk))  # which waits for what is being written
+    report = run.report()
+    seen.read, seen.spared = disk.read_bytes, disk.spared_bytes
+    seen.written, seen.loads = report.disk_written_bytes, report.loads
+    seen.on_disk, seen.weights = report.disk_bytes, report.disk_weight_bytes
+    return seen
+
+
+_open: list[Any] = []
+
+
+def _warm_up(folder: Path) -> None:
+    """What libraries and we allocate once."""
+    model, optimizer, context = _enter(folder, 256, 8, budget=2**20, host_budget=2**23)
+    with context:
+        _train(model, optimizer, 256)
+
+
+def _main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if len(sys.argv) == 1:
+        print(json.dumps(asdict(_plainly())))
+        return
+    folder = Path(sys.argv[1])
+    _warm_up(folder)
+    gc.collect()
+    room = HOST_BUDGET + DEVICE_BUDGET + CONSTANT + THREADS * _STACK
+    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + room, resource.RLIM_INFINITY))
+    found: list[Outcome] = []
+    peak = growth(lambda: found.append(_from_disk(folder)))
+    print(json.dumps({**asdict(found[0]), "peak": peak}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()

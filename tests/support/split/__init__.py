@@ -1,0 +1,1 @@
+"""Models to cut into stages, and stages of them in one process."""

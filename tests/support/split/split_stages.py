@@ -1,0 +1,196 @@
+"""Stages of a plain model in one process: copies of it, run one after another, each without what it does not hold."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.split import (
+    Rehearsal,
+    SplitPass,
+    SplitStage,
+    buffer_owners,
+    keep_own_part,
+    rehearse,
+    shared_parameters,
+)
+from hydra_ext.split.rehearsal.record import Key
+from hydra_ext.split.stage_program import Crossing
+from support.pipeline.pipeline_links import through_a_link
+from support.summation import Summands, assert_sums_alike
+
+Fn = Callable[[nn.Module, Any], Any]
+SEED = 7
+
+
+@dataclass
+class Outcome:
+    """Of one or several microbatches.
+
+    Attributes:
+        losses: what each gave.
+        gradients: of all parameters that got one; those of shared ones added up, the last stage's first.
+        buffers: each as the stage has it that writes it.
+        metrics: of the last microbatch.
+        summands: of the gradients.
+    """
+
+    losses: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    metrics: Any = None
+    summands: Summands = field(default_factory=Summands)
+
+
+@dataclass
+class Stages:
+    """A model cut into stages.
+
+    Attributes:
+        kept: names of the parameters of each stage.
+        summands: of the gradients of all stages.
+    """
+
+    fn: Fn
+    rehearsal: Rehearsal
+    borders: list[int]
+    models: list[nn.Module] = field(default_factory=list)
+    programs: list[SplitStage] = field(default_factory=list)
+    kept: list[frozenset[str]] = field(default_factory=list)
+    summands: Summands = field(default_factory=Summands)
+
+    def forward(self, batch: Any, *, seed: int = SEED, divisor: int = 1, copies: bool = True) -> list[SplitPass]:
+        """``copies``: what crosses gets other memory on the way, as between processes."""
+        passes: list[SplitPass] = []
+        crossing: Crossing | None = None
+        for model, program in zip(self.models, self.programs, strict=True):
+            passes.append(program.forward(bound(self.fn, model), batch, crossing, seed=seed, divisor=divisor))
+            crossing = sent(passes[-1].leaving) if copies else passes[-1].leaving
+        return passes
+
+    def backward(self, passes: Sequence[SplitPass]) -> None:
+        gradients: tuple[Tensor | None, ...] = ()
+        for model, run in zip(reversed(self.models), reversed(passes), strict=True):
+            self.summands.watch(run._roots or [], dict(model.named_parameters()))
+            gradients = run.backward(gradients)
+            gradients = tuple(None if gradient is None else through_a_link(gradient) for gradient in gradients)
+
+    def outcome(self, runs: Sequence[Sequence[SplitPass]]) -> Outcome:
+        gradients: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for stage, model in reversed(list(enumerate(self.models))):
+            for name, parameter in model.named_parameters():
+                if name in self.kept[stage] and parameter.grad is not None:
+                    known = gradients.get(name)
+                    gradients[name] = parameter.grad if known is None else known + parameter.grad
+            owners = buffer_owners(self.rehearsal, self.borders[1:-1], model)
+            buffers |= {name: buffer for name, buffer in model.named_buffers() if owners[name] == stage}
+        return Outcome([run[-1].loss for run in runs], gradients, buffers, runs[-1][-1].metrics, self.summands)
+
+
+def bound(fn: Fn, model: nn.Module) -> Callable[[Any], Any]:
+    return lambda batch: fn(model, batch)
+
+
+def sent(crossing: Crossing | None) -> Crossing | None:
+    """As after a way between processes: in other memory."""
+    if crossing is None:
+        return None
+    return Crossing(tuple(map(through_a_link, crossing.tensors)), crossing.requires_grad, crossing.structure)
+
+
+def rehearsed(model: nn.Module, fn: Fn, batch: Any, *, blocks: Sequence[str] | None = None) -> Rehearsal:
+    return rehearse(model, bound(fn, model), batch, seed=SEED, blocks=blocks)
+
+
+def cut(model: nn.Module, fn: Fn, rehearsal: Rehearsal, cuts: Sequence[int]) -> Stages:
+    """Copies of the model, in each of which only the stage's own part is left."""
+    stages = Stages(fn, rehearsal, [0, *cuts, len(rehearsal.events)])
+    for lo, hi in zip(stages.borders[:-1], stages.borders[1:], strict=True):
+        part = copy.deepcopy(model)
+        stages.kept.append(keep_own_part(part, rehearsal, [(lo, hi)]))
+        stages.models.append(part)
+        stages.programs.append(SplitStage(part, rehearsal, lo, hi))
+    return stages
+
+
+def run(model: nn.Module, fn: Fn, batches: Sequence[Any], cuts: Sequence[int], rehearsal: Rehearsal) -> Outcome:
+    """Forwards and backwards in turn."""
+    stages = cut(model, fn, rehearsal, cuts)
+    runs = []
+    for number, batch in enumerate(batches):
+        runs.append(stages.forward(batch, seed=SEED + number))
+        stages.backward(runs[-1])
+    return stages.outcome(runs)
+
+
+def run_plainly(model: nn.Module, fn: Fn, batches: Sequence[Any]) -> Outcome:
+    """The model itself, as a loop over batches runs it."""
+    model = copy.deepcopy(model)
+    summands = Summands()
+    losses = []
+    for batch in copy.deepcopy(list(batches)):
+        output = fn(model, batch)
+        loss = output[0] if isinstance(output, tuple) else output
+        summands.watch([loss], dict(model.named_parameters()))
+        loss.backward()
+        losses.append(loss.detach())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(losses, gradients, dict(model.named_buffers()), summands=summands)
+
+
+def even_cuts(rehearsal: Rehearsal, stages: int) -> list[int]:
+    """About as many events in each."""
+    possible = rehearsal.possible_cuts
+    wanted = [round(i * len(rehearsal.events) / stages) for i in range(1, stages)]
+    found = sorted({min(possible, key=lambda cut: (abs(cut - place), cut)) for place in wanted})
+    if len(found) != stages - 1:
+        raise ValueError(f"no {stages} stages: cuts are possible at {possible}")
+    return found
+
+
+def assert_same(
+    found: Outcome,
+    expected: Outcome,
+    shared: frozenset[str] | set[str] = frozenset(),
+    *,
+    tolerance: float | None = None,
+) -> None:
+    """Equal to the bit, but for gradients of parameters that several stages hold.
+
+    Those lie within what another order of the summands makes, or within ``tolerance`` of their largest element.
+    """
+    for one, other in zip(found.losses, expected.losses, strict=True):
+        assert torch.equal(one, other), f"loss {one.item()!r}, expected {other.item()!r}"
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, gradient in found.gradients.items():
+        other = expected.gradients[name]
+        if name not in shared:
+            assert torch.equal(gradient, other), name
+        elif tolerance is None:
+            assert_sums_alike(gradient, other, expected.summands.bound(name), name)
+        else:
+            scale = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny)
+            assert ((gradient - other).abs().max() / scale).item() <= tolerance, name
+    assert found.buffers.keys() == expected.buffers.keys()
+    for name, buffer in found.buffers.items():
+        assert torch.equal(buffer, expected.buffers[name]), name
+
+
+def shared(model: nn.Module, rehearsal: Rehearsal, cuts: Sequence[int]) -> set[str]:
+    """Names of the parameters that several stages hold."""
+    return set(shared_parameters(rehearsal, cuts, model))
+
+
+def without(rehearsal: Rehearsal, boundary: int, key: Key) -> Rehearsal:
+    """As if the rehearsal had overlooked that the value is used after the boundary."""
+    boundaries = list(rehearsal.boundaries)
+    values = tuple(other for other in boundaries[boundary].values if other != key)
+    boundaries[boundary] = dataclasses.replace(boundaries[boundary], values=values)
+    return dataclasses.replace(rehearsal, boundaries=tuple(boundaries))

@@ -1,0 +1,1 @@
+"""Losses and gradients with and without a stash."""

@@ -1,0 +1,1 @@
+"""What users do around forward and backward, one function each."""
