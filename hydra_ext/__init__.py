@@ -13,7 +13,7 @@ if (_problem := _guard.load_extension()) is not None:
 
     sys.exit(main.run(sys.argv[1:]))
 
-from hydra_ext import _build_info, optim
+from hydra_ext import _build_info, errors, optim
 from hydra_ext.offload import offload
 from hydra_ext.policy import Checks, Compress, Keep, Offload, Recompute, SimulatedDevice
 from hydra_ext.runtime.reporting.report import Report
@@ -21,35 +21,38 @@ from hydra_ext.runtime.run import Run
 from hydra_ext.stash import stash
 
 if TYPE_CHECKING:
-    from hydra_ext import codec as codec
-    from hydra_ext import schedule
-    from hydra_ext import tiled as tiled
-    from hydra_ext.checkpoint.loading import Loaded as Loaded
-    from hydra_ext.checkpoint.loading import load_model as load_model
+    from hydra_ext import codec, schedule, tiled
+    from hydra_ext.checkpoint.loading import Loaded, load_model
     from hydra_ext.construction import materialize
-    from hydra_ext.pipeline import Pipeline
-    from hydra_ext.pipeline import PipelineOutput as PipelineOutput
-    from hydra_ext.pipeline import PipelineReport as PipelineReport
-    from hydra_ext.runtime.reporting.figures import StepFigures as StepFigures
-    from hydra_ext.runtime.rounds.step import StepOutput as StepOutput
+    from hydra_ext.pipeline import Pipeline, PipelineOutput, PipelineReport
+    from hydra_ext.runtime.reporting.figures import StepFigures
+    from hydra_ext.runtime.rounds.step import StepOutput
 
-# ---- public names: re-exports only, at most 15 -----------------------------------------------------------------------
 __all__ = [
     "Checks",
     "Compress",
     "Keep",
+    "Loaded",
     "Offload",
     "Pipeline",
+    "PipelineOutput",
+    "PipelineReport",
     "Recompute",
     "Report",
     "Run",
     "SimulatedDevice",
+    "StepFigures",
+    "StepOutput",
     "__version__",
+    "codec",
+    "errors",
+    "load_model",
     "materialize",
     "offload",
     "optim",
     "schedule",
     "stash",
+    "tiled",
 ]
 
 __version__ = _build_info.VERSION

@@ -56,10 +56,9 @@ PYTHON_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 # ---- the limits -----------------------------------------------------------------------------------------------------
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_BINDINGS_LINES = 150
 MAX_FUNCTION_LINES = 60
-MAX_PUBLIC_NAMES = 15
 
 # Model families and libraries on top of torch. The engine knows modules only; integrations/ knows libraries.
 FOREIGN_NAMES = re.compile(
@@ -236,18 +235,6 @@ def test_python_has_no_assert_print_pickle_or_torch_load() -> None:
                 modules = {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
                 faults += [f"{shown(path, node.lineno)}: {module}" for module in modules & PICKLES]
     assert not faults
-
-
-def test_the_public_names_are_few() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    values = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
-    ]
-    assert len(values) == 1
-    names = ast.literal_eval(values[0])
-    assert len(set(names)) == len(names) <= MAX_PUBLIC_NAMES
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------

@@ -197,10 +197,14 @@ def test_the_site_has_its_pages() -> None:
 def test_the_map_of_folders_names_each_of_them_once() -> None:
     rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "develop" / "layout.md").read_text(), re.MULTILINE)
     named = [name.rstrip("/") for row in rows for name in re.findall(r"`([\w./]+)`", row)]
-    folders = [path.name for place in ("csrc", "hydra_ext") for path in (ROOT / place).iterdir() if path.is_dir()]
+    folders = [
+        path.relative_to(ROOT / place).as_posix()
+        for place in ("csrc", "hydra_ext")
+        for path in (ROOT / place).rglob("*")
+        if path.is_dir() and path.name != "__pycache__"
+    ]
     modules = [path.name for path in (ROOT / "hydra_ext").glob("*.py")]
-    unnamed = ("__pycache__", "__init__.py", "__main__.py", "_build_info.py")
-    there = [name for name in (*folders, *modules) if name not in unnamed]
+    there = [name for name in (*folders, *modules) if name not in ("__init__.py", "__main__.py", "_build_info.py")]
     counts = {name: (there.count(name), named.count(name)) for name in there}
     assert not {name: both for name, both in counts.items() if len(set(both)) > 1}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TOKENS = re.compile(
     r"""
@@ -83,3 +83,113 @@ def bodies(text: str) -> list[Body]:
 def _opens_scope(head: str) -> bool:
     """`struct X {` but not `struct X make(struct Y y) {`: a type's head has no parentheses but these."""
     return bool(_SCOPE.search(head)) and "(" not in _NO_CALL.sub("", head)
+
+
+@dataclass
+class ClassShape:
+    """What a class or struct shows, and holds.
+
+    Attributes:
+        methods: names of public member functions, without constructors, destructors and operators.
+        fields: names of data members that are not static.
+        parameters: of the constructor that has the most.
+    """
+
+    name: str
+    line: int
+    methods: set[str] = field(default_factory=set)
+    fields: set[str] = field(default_factory=set)
+    parameters: int = 0
+
+
+def classes(text: str) -> list[ClassShape]:
+    """Of a header, nested ones included."""
+    clean = strip(text)
+    found: list[ClassShape] = []
+    _read_scope(clean, 0, None, public=True, found=found)
+    return found
+
+
+_TYPE = re.compile(r"\b(?P<kind>class|struct)\s+(?P<name>\w+)(?:\s+final)?\s*(?::(?!:)|$)")
+_ACCESS = re.compile(r"\b(public|protected|private)\s*:(?!:)")
+_NO_MEMBER = re.compile(r"^(?:using|typedef|friend|static_assert|enum|class|struct|union|namespace|extern|template)\b")
+
+
+def _read_scope(clean: str, start: int, shape: ClassShape | None, *, public: bool, found: list[ClassShape]) -> int:
+    """From behind an opening brace to behind the one that closes it, or to the end."""
+    begin = index = start
+    while index < len(clean):
+        character = clean[index]
+        if character == "}":
+            return index + 1
+        access = _ACCESS.match(clean, index) if shape is not None and character in "p" else None
+        if access and not clean[begin:index].strip():
+            public = access[1] == "public"
+            begin = index = access.end()
+        elif character == ";":
+            _read_member(clean[begin:index], shape, public=public)
+            begin = index = index + 1
+        elif character == "{":
+            head = " ".join(clean[begin:index].split())
+            kind = _TYPE.search(_without_arguments(head))
+            if kind and "(" not in _without_arguments(head) and not re.search(r"\benum\b", head):
+                inner = ClassShape(kind["name"], clean.count("\n", 0, index) + 1)
+                found.append(inner)
+                begin = index = _read_scope(clean, index + 1, inner, public=kind["kind"] == "struct", found=found)
+            elif shape is None and re.search(r"\b(?:namespace|extern)\b", head):
+                begin = index = _read_scope(clean, index + 1, None, public=True, found=found)
+            else:
+                index = _behind_block(clean, index)
+                if "(" in _without_arguments(head):  # a function's body: no semicolon need follow
+                    _read_member(head, shape, public=public)
+                    begin = index
+        else:
+            index += 1
+    return index
+
+
+def _behind_block(clean: str, index: int) -> int:
+    depth = 0
+    while index < len(clean):
+        depth += {"{": 1, "}": -1}.get(clean[index], 0)
+        index += 1
+        if depth == 0:
+            break
+    return index
+
+
+def _without_arguments(head: str) -> str:
+    """Without what stands in angle brackets, which may have parentheses and commas."""
+    while (shorter := re.sub(r"<[^<>]*>", "", head)) != head:
+        head = shorter
+    return head
+
+
+def _read_member(statement: str, shape: ClassShape | None, *, public: bool) -> None:
+    text = _without_arguments(" ".join(statement.split()))
+    text = re.sub(r"^(?:\[\[[^\]]*\]\]|template|explicit|virtual|inline|constexpr|mutable)\s*", "", text)
+    if shape is None or not text or _NO_MEMBER.match(text):
+        return
+    value = re.search(r"[={]", text)
+    function = re.search(r"(?P<name>~?\w+)\s*\(", text)
+    if function and "operator" not in text and (value is None or function.start() < value.start()):
+        name = function["name"]
+        if name == shape.name:
+            arguments = _flat_arguments(text[function.end() :])
+            shape.parameters = max(shape.parameters, arguments.count(",") + 1 if arguments else 0)
+        elif public and not name.startswith("~"):
+            shape.methods.add(name)
+    elif not function and "operator" not in text and not text.startswith("static "):
+        declared = re.sub(r"\{[^{}]*\}|=[^,]*", "", text)
+        shape.fields |= {name.split()[-1].strip("*&") for name in declared.split(",") if name.split()}
+
+
+def _flat_arguments(text: str) -> str:
+    """Up to the parenthesis that closes them, without what is in further ones."""
+    depth, kept = 0, ""
+    for character in text:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if depth < 0:
+            break
+        kept += character if depth == 0 else ""
+    return kept.strip()
