@@ -66,7 +66,8 @@ def api() -> Iterator[str]:
             full = f"{module.__name__}.{name}"
             if isinstance(value, type):
                 bases = [base.__name__ for base in value.__bases__ if base is not object]
-                yield f"{full}{signature(value)}" + (f" of {', '.join(bases)}" if module is hydra_ext.errors else "")
+                shown = "" if issubclass(value, enum.Enum) else signature(value)
+                yield f"{full}{shown}" + (f" of {', '.join(bases)}" if module is hydra_ext.errors else "")
                 yield from members(full, value)
             else:
                 yield f"{full}{signature(value) if callable(value) else ''}"
