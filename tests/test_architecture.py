@@ -136,7 +136,7 @@ def test_every_header_opens_with_a_comment() -> None:
 
 
 def test_cpp_functions_are_short() -> None:
-    files = [*cpp_files(), *sorted((ROOT / "tests" / "cpp").glob("*"))]
+    files = [*cpp_files(), *sorted(path for path in (ROOT / "tests" / "cpp").rglob("*") if path.is_file())]
     faults = [
         f"{shown(path, body.first_line)}: {body.lines} lines: {body.head[-60:]}"
         for path in files

@@ -1,7 +1,7 @@
 """Trains beside disks that are too small, and prints what came of it, as JSON.
 
-Run as ``python -m support.checkpoint.small_disks CASE FOLDER`` by observe(), in a process with mounts of its own, which end with
-it.
+Run as ``python -m support.checkpoint.small_disks CASE FOLDER`` by observe(), in a process with mounts of its own,
+which end with it.
 """
 
 from __future__ import annotations

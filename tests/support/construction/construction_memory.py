@@ -1,6 +1,7 @@
 """Builds models of some hundred MiB in parts and prints, as JSON, what the process held of tensors meanwhile.
 
-Run as ``python -m support.construction.construction_memory`` by observe(), in a process of its own with the malloc hook preloaded.
+Run as ``python -m support.construction.construction_memory`` by observe(), in a process of its
+own with the malloc hook preloaded.
 """
 
 from __future__ import annotations

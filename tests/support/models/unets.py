@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gigapixel_unet.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "gigapixel_unet.py"
 
 
 def _load() -> ModuleType:

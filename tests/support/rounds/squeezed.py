@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from support.rounds.rounds import squeezed_convolutions as convolutions
+from support.rounds import squeezed_convolutions as convolutions
 
 VOCABULARY = 256
 

@@ -73,7 +73,7 @@ class HookedRun:
 def build_hook(folder: Path) -> Path:
     """Compiles the shim."""
     library = folder / "malloc_hook.so"
-    source = Path(__file__).with_name("malloc_hook.c")
+    source = Path(__file__).parents[1] / "malloc_hook.c"
     subprocess.run(
         ["cc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source)], check=True
     )
