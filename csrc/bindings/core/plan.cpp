@@ -17,7 +17,7 @@ using EventValues = std::tuple<double, double, Bytes, Bytes>;
 using BoundaryValues = std::tuple<Bytes, bool>;
 using SharedValues = std::tuple<Bytes, std::vector<int>>;
 
-void translate(std::exception_ptr error) {
+void translate_plan_error(std::exception_ptr error) {
   try {
     if (error) {
       std::rethrow_exception(error);
@@ -50,7 +50,7 @@ Chain make_chain(const std::vector<EventValues>& events, const std::vector<Bound
 }  // namespace
 
 void bind_plan(py::module_& module) {
-  py::register_exception_translator(&translate);
+  py::register_exception_translator(&translate_plan_error);
   py::class_<PlannedStage>(module, "PlannedStage")
       .def_readonly("begin", &PlannedStage::begin)
       .def_readonly("end", &PlannedStage::end)

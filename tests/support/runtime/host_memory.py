@@ -1,7 +1,7 @@
 """Trains a bf16 model under a small budget and prints, as JSON, what the process holds of host memory meanwhile.
 
 Run as ``python -m support.runtime.host_memory LAYERS ROUND_SIZE`` by observe(), in a process of its own. With the
-malloc hook preloaded it counts blocks; resident memory is measured without it, since the hook's own tables are memory too.
+malloc hook preloaded it counts blocks. Resident memory is measured without it: the hook's own tables are memory too.
 """
 
 from __future__ import annotations
