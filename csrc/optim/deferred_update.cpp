@@ -4,12 +4,10 @@
 #include <chrono>
 #include <utility>
 
+#include "csrc/base/clock.h"
+
 namespace hydra {
 namespace {
-
-using Clock = ActivityLog::Clock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 bool is_of(const DeferredUpdate::Part& part, std::int32_t block) {
   return std::find(part.blocks.begin(), part.blocks.end(), block) != part.blocks.end();

@@ -1,21 +1,14 @@
 #include "csrc/transfer/disk_lane.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 #include <system_error>
 #include <utility>
 
+#include "csrc/base/clock.h"
 #include "csrc/base/errors.h"
 
 namespace hydra {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-}  // namespace
 
 DiskLane::DiskLane(SpillFile& file, int threads) : file_(file), several_(threads > 1) {
   try {

@@ -9,10 +9,10 @@
 #include <mutex>
 #include <utility>
 
+#include "csrc/base/clock.h"
+
 namespace hydra {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 /// Rounded up, so that nothing ends before its time.
 Clock::duration ticks(double seconds) {
@@ -62,7 +62,7 @@ double SimulatedLane::move(const Segment& piece) {
     const std::shared_lock lock(memory_.content);
     std::memcpy(piece.destination, piece.source, static_cast<std::size_t>(piece.bytes));
   }
-  double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  double seconds = seconds_since(begin);
   if (link_.bytes_per_second > 0.0) {
     seconds = std::max(seconds, static_cast<double>(piece.bytes) / link_.bytes_per_second);
   }

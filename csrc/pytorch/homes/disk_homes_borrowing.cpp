@@ -1,19 +1,13 @@
 // What an update borrows, and what a fill reads: working memory, and how it is filled and emptied.
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
+#include "csrc/base/clock.h"
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/homes/disk_homes.h"
 
 namespace hydra {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 TicketPtr DiskHomes::read_weights(std::int32_t block, const ArenaRegionPtr& memory) {
   const std::lock_guard lock(mutex_);
@@ -66,7 +60,7 @@ void DiskHomes::end_reading(std::int32_t block) {
     throw;
   }
   const std::lock_guard lock(mutex_);
-  wait_seconds_ += std::chrono::duration<double>(Clock::now() - begin).count();
+  wait_seconds_ += seconds_since(begin);
 }
 
 void DiskHomes::drop_memory(std::int32_t block) {

@@ -1,8 +1,9 @@
 #include "csrc/pytorch/homes/weight_loans.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "csrc/base/clock.h"
 
 namespace hydra {
 
@@ -38,7 +39,6 @@ void WeightLoans::read_ahead_locked() noexcept {
 }
 
 const std::byte* WeightLoans::Loan::begin() {
-  using Clock = std::chrono::steady_clock;
   const Clock::time_point start = Clock::now();
   if (update_) {
     update_->wait(block_);
@@ -65,7 +65,7 @@ const std::byte* WeightLoans::Loan::begin() {
     ticket_->wait();
   }
   const std::lock_guard lock(loans.mutex_);
-  loans.wait_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
+  loans.wait_seconds_ += seconds_since(start);
   return updated_ ? updated_.get() : ticket_ ? memory_->data() : nullptr;
 }
 

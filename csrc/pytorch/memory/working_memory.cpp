@@ -1,16 +1,11 @@
 #include "csrc/pytorch/memory/working_memory.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
+#include "csrc/base/clock.h"
+
 namespace hydra {
-
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-}  // namespace
 
 ArenaRegionPtr WorkingMemory::take_idle_locked(Bytes bytes) {
   if (idle_.empty()) {
@@ -43,7 +38,7 @@ ArenaRegionPtr WorkingMemory::take(Bytes bytes, bool wait) {
       }
       const Clock::time_point begin = Clock::now();
       returned_.wait(lock);
-      wait_seconds_ += std::chrono::duration<double>(Clock::now() - begin).count();
+      wait_seconds_ += seconds_since(begin);
     }
     if (!region) {
       ++regions_;

@@ -19,15 +19,6 @@ namespace {
 constexpr double kMostChange = 2.0;
 constexpr double kForgotten = 0.5;
 
-/// Numbers that the device may still be computing.
-struct Sample {
-  at::Tensor nonzero;
-  at::Tensor input;
-  at::Tensor output_gradient;
-  at::Tensor weight_gradient;
-  std::int64_t count = 0;
-};
-
 bool is_measured(std::int64_t forward, std::int64_t every) {
   if (forward < every) {
     return std::has_single_bit(static_cast<std::uint64_t>(forward + 1));
@@ -45,6 +36,15 @@ at::Tensor norm_of(const at::Tensor& tensor) {
 }  // namespace
 
 struct LayerBounds::Layer {
+  /// Numbers that the device may still be computing.
+  struct Sample {
+    at::Tensor nonzero;
+    at::Tensor input;
+    at::Tensor output_gradient;
+    at::Tensor weight_gradient;
+    std::int64_t count = 0;
+  };
+
   mutable std::mutex mutex;
   LayerFigures figures;  // but for the weight
   c10::weak_intrusive_ptr<c10::TensorImpl> weight{c10::intrusive_ptr<c10::TensorImpl>()};
@@ -87,10 +87,10 @@ std::pair<LayerBounds::LayerPtr, std::optional<double>> LayerBounds::enter(const
   }
   if (samples) {
     const c10::AutoGradMode without(false);
-    Sample begun{at::count_nonzero(saved), norm_of(saved), {}, {}, saved.numel()};
+    Layer::Sample begun{at::count_nonzero(saved), norm_of(saved), {}, {}, saved.numel()};
     observe_gradients([layer, begun](const at::Tensor& weight, const at::Tensor& output) {
       const c10::AutoGradMode no_graph(false);
-      Sample sample = begun;
+      Layer::Sample sample = begun;
       sample.output_gradient = norm_of(output);
       sample.weight_gradient = norm_of(weight);
       const std::lock_guard lock(layer->mutex);
@@ -101,12 +101,12 @@ std::pair<LayerBounds::LayerPtr, std::optional<double>> LayerBounds::enter(const
 }
 
 std::optional<double> LayerBounds::update(Layer& layer) {
-  std::vector<Sample> fresh;
+  std::vector<Layer::Sample> fresh;
   {
     const std::lock_guard lock(layer.mutex);
     fresh.swap(layer.fresh);
   }
-  for (const Sample& sample : fresh) {
+  for (const Layer::Sample& sample : fresh) {
     double nonzero = 0;
     double input = 0;
     double output = 0;

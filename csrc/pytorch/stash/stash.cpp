@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <chrono>
 
+#include "csrc/base/clock.h"
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/parameters/fault_key.h"
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/stash/treatment.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace hydra {
 
@@ -20,10 +20,7 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Lock = StashBooks::Lock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 /// First byte and the one after the last, in the storage.
 std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
@@ -36,7 +33,7 @@ std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * itemsize};
 }
 
-bool is_parameter(const at::Tensor& tensor) {
+bool is_of_leaf(const at::Tensor& tensor) {
   const autograd::DifferentiableViewMeta* view = autograd::impl::get_view_autograd_meta(tensor);
   const bool is_view = view != nullptr && view->has_bw_view();
   const at::Tensor& base = is_view ? view->get_backward_view().base_ : tensor;
@@ -91,7 +88,7 @@ Stash::~Stash() {
 
 bool Stash::can_move(const at::Tensor& tensor) const {
   if (!is_plain(tensor) || tensor.device() != device_ || static_cast<Bytes>(tensor.nbytes()) < kLeastBytes ||
-      is_parameter(tensor)) {
+      is_of_leaf(tensor)) {
     return false;
   }
   const Lock lock(books_->mutex());

@@ -1,21 +1,18 @@
 // The half of a stash that backward asks.
 #include <ATen/ops/empty.h>
 
-#include <chrono>
 #include <utility>
 
+#include "csrc/base/clock.h"
+#include "csrc/pytorch/stash/stash.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
-#include "csrc/pytorch/stash/stash.h"
 
 namespace hydra {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
 using Lock = StashBooks::Lock;
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
