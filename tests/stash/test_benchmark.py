@@ -25,7 +25,7 @@ COUNTED = re.compile(r"\(bytes\) (.+?), (.+): ([0-9.]+) MiB, ([0-9.]+)% of keep"
 def run(program: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])}
     command = [sys.executable, "-W", "ignore", "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
 
 
 @pytest.fixture(scope="module")
