@@ -39,7 +39,7 @@ def run(example: str, changes: Sequence[tuple[str, str]], folder: Path, processe
     count = ["--nproc-per-node", str(processes)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *count, *apart, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as torchrun gives several processes: one order of sums
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, check=False, env=environment)
     errors = "\n".join(path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
     assert done.returncode == 0, done.stderr + errors
     outputs = {int(path.parent.name): path.read_text() for path in (folder / "logs").rglob("stdout.log")}

@@ -93,7 +93,7 @@ __import__('os')._exit(0)
     script.write_text(lines + ending)
     apart = ["--redirects", "3", "--log-dir", str(tmp_path / "logs")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *apart]
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stderr
     outputs = [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))]
     lines_of = [output.splitlines() for output in outputs]

@@ -7,8 +7,8 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/bindings/bindings.h"
-#include "csrc/pytorch/stash/coder.h"
 #include "csrc/pytorch/memory/number_format.h"
+#include "csrc/pytorch/stash/coder.h"
 #include "csrc/transfer/cuda/cuda_error.h"
 
 namespace py = pybind11;

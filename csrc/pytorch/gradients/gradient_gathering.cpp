@@ -9,8 +9,6 @@ namespace hydra {
 
 namespace {
 
-at::Tensor& gradient_of(HostParameter& parameter) { return parameter.face.unsafeGetTensorImpl()->mutable_grad(); }
-
 /// Whether what the host's gradient will be is the sum that forms on the device, and nothing sees it form.
 bool host_can_wait(const HostParameter& parameter) {
   return !parameter.host.unsafeGetTensorImpl()->grad().defined() &&
@@ -18,7 +16,7 @@ bool host_can_wait(const HostParameter& parameter) {
 }
 
 bool may_stay(HostParameter& parameter) {
-  const at::Tensor& gradient = gradient_of(parameter);
+  const at::Tensor& gradient = gradient_of(parameter.face);
   const bool plain = gradient.layout() == at::kStrided && gradient.is_non_overlapping_and_dense();
   return plain && !gradient.requires_grad() && gradient.scalar_type() == parameter.host_dtype &&
          host_can_wait(parameter);
@@ -77,7 +75,7 @@ at::Tensor GradientGathering::take(HostParameter& parameter) {
     kept_.push_back(&parameter);  // it is added to that, on the host
     return {};
   }
-  return std::exchange(gradient_of(parameter), at::Tensor());
+  return std::exchange(gradient_of(parameter.face), at::Tensor());
 }
 
 std::vector<HostParameter*> GradientGathering::take_all() {
@@ -88,7 +86,7 @@ std::vector<HostParameter*> GradientGathering::take_all() {
 
 void GradientGathering::carry() {
   for (HostParameter* parameter : take_all()) {
-    carried_.emplace_back(parameter, std::exchange(gradient_of(*parameter), at::Tensor()));
+    carried_.emplace_back(parameter, std::exchange(gradient_of(parameter->face), at::Tensor()));
   }
 }
 
@@ -101,7 +99,7 @@ Bytes GradientGathering::end(const HandOver& hand_over) {
     hand_over(*parameter, std::move(gradient));
   }
   for (HostParameter* parameter : take_all()) {
-    if (at::Tensor gradient = std::exchange(gradient_of(*parameter), at::Tensor()); gradient.defined()) {
+    if (at::Tensor gradient = std::exchange(gradient_of(parameter->face), at::Tensor()); gradient.defined()) {
       bytes += static_cast<Bytes>(gradient.nbytes());
       hand_over(*parameter, std::move(gradient));
     }
@@ -111,7 +109,7 @@ Bytes GradientGathering::end(const HandOver& hand_over) {
 
 void GradientGathering::discard() noexcept {
   for (HostParameter* parameter : take_all()) {
-    gradient_of(*parameter) = at::Tensor();
+    gradient_of(parameter->face) = at::Tensor();
   }
 }
 

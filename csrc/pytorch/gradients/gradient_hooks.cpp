@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "csrc/base/errors.h"
+#include "csrc/pytorch/gradients/gradient_gathering.h"
 #include "csrc/pytorch/homes/device_homes.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
-#include "csrc/pytorch/gradients/gradient_gathering.h"
 
 namespace hydra {
 

@@ -10,8 +10,8 @@
 #include <chrono>
 
 #include "csrc/pytorch/memory/counting_allocator.h"
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/parameters/withheld.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace hydra {
 

@@ -13,10 +13,10 @@
 #include <memory>
 #include <mutex>
 
-#include "csrc/pytorch/memory/account.h"
-#include "csrc/pytorch/parameters/host_parameter.h"
-#include "csrc/pytorch/memory/landing_ring.h"
 #include "csrc/pytorch/gradients/leaving_norm.h"
+#include "csrc/pytorch/memory/account.h"
+#include "csrc/pytorch/memory/landing_ring.h"
+#include "csrc/pytorch/parameters/host_parameter.h"
 #include "csrc/transfer/device_backend.h"
 
 namespace hydra {

@@ -10,8 +10,6 @@ namespace hydra {
 
 namespace {
 
-at::Tensor& gradient_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->mutable_grad(); }
-
 /// The storage's own bytes on the host.
 std::byte* withheld_memory(const WithheldTensor& withheld) {
   return static_cast<std::byte*>(withheld_of(withheld.storage)->memory.get());

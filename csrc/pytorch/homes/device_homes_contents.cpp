@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/pytorch/homes/device_homes.h"
 #include "csrc/pytorch/memory/acquired_block.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
-#include "csrc/pytorch/homes/device_homes.h"
 
 namespace hydra {
 
@@ -22,8 +22,6 @@ class QuietScope {
   const c10::impl::ExcludeDispatchKeyGuard no_python_{
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
-
-at::Tensor& gradient_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->mutable_grad(); }
 
 /// Whether a part of a gradient can be summed on the device to what plain accumulation would leave on the host.
 bool can_stay(const HostParameter& parameter, const at::Tensor& part) {

@@ -24,10 +24,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "csrc/pytorch/memory/working_memory.h"
 #include "csrc/pytorch/parameters/block_backing.h"
 #include "csrc/pytorch/parameters/tensor_plan.h"
 #include "csrc/pytorch/parameters/withheld.h"
-#include "csrc/pytorch/memory/working_memory.h"
 #include "csrc/transfer/disk_lane.h"
 
 namespace hydra {

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/homes/disk_homes.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
 
 namespace hydra {
 

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/parameters/derived_page.h"
-#include "csrc/pytorch/threads/error_bridge.h"
-#include "csrc/pytorch/parameters/fault_key.h"
-#include "csrc/pytorch/threads/gil.h"
-#include "csrc/pytorch/parameters/page.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/derived_page.h"
+#include "csrc/pytorch/parameters/fault_key.h"
+#include "csrc/pytorch/parameters/page.h"
 #include "csrc/pytorch/parameters/withheld.h"
+#include "csrc/pytorch/threads/error_bridge.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace hydra {
 

@@ -8,9 +8,9 @@
 #include <unordered_set>
 
 #include "csrc/base/errors.h"
+#include "csrc/pytorch/model/paged_model.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
-#include "csrc/pytorch/model/paged_model.h"
 
 namespace hydra {
 

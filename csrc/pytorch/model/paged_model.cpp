@@ -2,12 +2,12 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/memory/limited_resource.h"
-#include "csrc/pytorch/memory/counting_allocator.h"
-#include "csrc/pytorch/threads/error_bridge.h"
-#include "csrc/pytorch/model/fault_path.h"
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/gradients/gradient_hooks.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
+#include "csrc/pytorch/model/fault_path.h"
 #include "csrc/pytorch/parameters/overlapping_memory.h"
+#include "csrc/pytorch/threads/error_bridge.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace py = pybind11;
 

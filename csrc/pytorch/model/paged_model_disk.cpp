@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace hydra {
 

@@ -3,8 +3,8 @@
 #include <iterator>
 #include <utility>
 
-#include "csrc/pytorch/parameters/overlapping_memory.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/parameters/overlapping_memory.h"
 
 namespace hydra {
 

@@ -1,9 +1,9 @@
 // Visits of sites: blocks are pinned, noted and let go. Backward's arrivals, too.
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
+#include "csrc/pytorch/model/paged_model.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
-#include "csrc/pytorch/model/paged_model.h"
 
 namespace py = pybind11;
 

@@ -3,10 +3,10 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "csrc/base/errors.h"
-#include "csrc/pytorch/memory/counting_allocator.h"
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/gradients/gradient_hooks.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace py = pybind11;
 

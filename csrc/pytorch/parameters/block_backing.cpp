@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/homes/weight_loans.h"
+#include "csrc/pytorch/memory/counting_allocator.h"
 #include "csrc/pytorch/parameters/withheld.h"
 
 namespace hydra {

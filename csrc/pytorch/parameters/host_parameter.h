@@ -104,6 +104,9 @@ struct HostParameter {
   at::Tensor gradient_buffer(const at::Tensor& gradient, const std::shared_ptr<HostArena>& arena);
 };
 
+/// Its `.grad` itself, to be looked at, exchanged or set.
+inline at::Tensor& gradient_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->mutable_grad(); }
+
 /// Whether the parameter can be paged; empty if so, else the reason.
 std::string why_not_pageable(const at::Tensor& host);
 

@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "csrc/pytorch/threads/gil.h"
 #include "csrc/pytorch/stash/stash.h"
+#include "csrc/pytorch/threads/gil.h"
 
 namespace hydra {
 
