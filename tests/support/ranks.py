@@ -28,7 +28,7 @@ def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int
     below ``folder``: ranks that met the addresses of an earlier group would wait for it."""
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext"])
+    context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext.pipeline"])
     processes = [
         context.Process(target=_run, args=(body, arguments, rank, size, folder), daemon=True) for rank in range(size)
     ]
