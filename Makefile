@@ -43,7 +43,8 @@ PARALLEL := -n $(WORKERS) --dist worksteal
 FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
             checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py optim/test_rules.py \
             parity/test_hook.py pipeline/test_plain_refusals.py plan pytorch/test_saved_digest.py rounds/test_norms.py \
-            runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py stash/test_parts.py state tiled/test_formats.py
+            runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py split/test_kinds.py stash/test_parts.py state \
+            tiled/test_formats.py
 # Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 NVCC     := $(shell command -v nvcc)
