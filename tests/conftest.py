@@ -1,5 +1,6 @@
 """Options of the test run, and what all of it shares."""
 
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,13 @@ from support.checkpoint import small_disks
 def _one_thread() -> None:
     """The order of sums is part of what is compared."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_interrupts() -> None:
+    """Shells start what runs in the background with SIGINT ignored: a test that waits for it would wait for ever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
