@@ -99,12 +99,12 @@ x = 2
 ```python
 with open("file", "w") as file:
     file.write("3")
-print(x, 1.5)
+print(x, 1.5, "of", "1, 2, 3;")
 ```
 
 <!-- numbers differ -->
 ```output
-7 1,000
+7 1,000 of 4;
 ```
 
 ```console

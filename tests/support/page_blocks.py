@@ -35,7 +35,9 @@ SECONDS = 300  # for a command; one that hangs fails
 
 COMMENT = re.compile(r"<!--\s*(setup|numbers differ|ranks:\s*(\d+))[ \t]*(?:\n(.*?))?\s*-->\s*", re.DOTALL)
 NOT_RUN = re.compile(r"\*Not run by the tests: (.+?)\.?\*")
-NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_NUMBER = r"\d+(?:,\d+)*(?:\.\d+)?(?:e[+-]?\d+)?"
+# A list counts as one: how many blocks a rank holds depends on times, as a number does.
+NUMBER = re.compile(rf"{_NUMBER}(?:, {_NUMBER})*")
 # Commands that are not run, by their first word, and why.
 ELSEWHERE = {
     "apt-get": "it changes the machine",
