@@ -19,10 +19,11 @@ from torch import nn
 
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
+from hydra_ext.pipeline.assembly import TO_END, MakeOptimizer, assemble
 from hydra_ext.pipeline.batches import as_microbatches
 from hydra_ext.pipeline.checkpoint.pipeline_checkpoint import PipelineCheckpoint
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
-from hydra_ext.pipeline.engine import TO_END, Engine, MakeOptimizer, common_seed
+from hydra_ext.pipeline.engine import Engine, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.ranks.together import Together
@@ -381,7 +382,7 @@ class Pipeline:
         """
         if self._engine is None:
             raise StateError("the optimizers are made by the first step: call pipe.prepare(microbatch, fn) before")
-        return [stage.optimizer for stage in self._engine.stages if stage.optimizer is not None]
+        return [stage.optimizer for stage in self._engine.assembly.stages if stage.optimizer is not None]
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -427,18 +428,18 @@ class Pipeline:
         return self._engine, self._announcements
 
     def _begin(self, parts: Parts) -> tuple[Engine, Announcements]:
-        engine = Engine(
+        assembly = assemble(
             parts,
             self._make_optimizer,
             self.schedule,
             self._topology,
             self._watch,
             self._device,
-            seed=self._seed,
             recompute=self._recompute,
-            tier=self._tier,
+            budget=self._tier,
         )
-        announcements = Announcements(engine.announcements, engine.announcers, engine.executor.tally)
+        engine = Engine(assembly, self.schedule, self._topology, self._watch, self._device, seed=self._seed)
+        announcements = Announcements(assembly.losses, assembly.loss_listeners, engine.executor.tally)
         self._engine, self._announcements = engine, announcements
         return engine, announcements
 

@@ -108,7 +108,7 @@ class Restored:
         self._engine = engine
         self._holdings = holdings
         self._reader = reader
-        trains = any(stage.optimizer is not None for stage in engine.stages)
+        trains = any(stage.optimizer is not None for stage in engine.assembly.stages)
         given: list[Stateful | None] = [*schedules] or [None] * trains
         with decoded(reader):
             self._saved = SavedState(reader, holdings.named, {"schedule": given, "scaler": [None]})
@@ -124,7 +124,9 @@ class Restored:
     def _stage_states(self) -> list[StageState]:
         names, saved = self._holdings.name_of, self._saved.content.get("optimizer")
         read = partial(self._reader.read, "optimizer")
-        return [StageState(s.optimizer, names, saved, read) for s in self._engine.stages if s.optimizer is not None]
+        return [
+            StageState(s.optimizer, names, saved, read) for s in self._engine.assembly.stages if s.optimizer is not None
+        ]
 
     def _differences(self) -> list[str]:
         manifest, holdings, saved = self._reader.manifest, self._holdings, self._saved.content.get("optimizer")
@@ -136,7 +138,7 @@ class Restored:
         for name in sorted((saved or {"state": {}})["state"].keys() & holdings.own.keys() - trained):
             lines.append(f"{name!r} was trained, and is in no optimizer now")
         lines += self._saved.helper_differences()
-        for stage in self._engine.stages:
+        for stage in self._engine.assembly.stages:
             lines += self._differing_versions(stage)
         return lines
 
@@ -214,12 +216,12 @@ class Restored:
         Raises:
             CheckpointError: a file has changed since it was looked at; the training is partly loaded.
         """
-        parameters = [parameter for part in self._engine.parts.own for _, parameter in part.parameters]
+        parameters = [parameter for part in self._engine.assembly.parts.own for _, parameter in part.parameters]
         self._saved.put(self._put_optimizers, parameters, self._engine.device)
         self._engine.resume(self._progress)
 
     def _put_optimizers(self) -> None:
-        for stage in self._engine.stages:
+        for stage in self._engine.assembly.stages:
             self._put_versions(stage)
         for state in self._optimizers:
             state.restore()
