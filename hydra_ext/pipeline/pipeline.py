@@ -10,18 +10,20 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
+from hydra_ext.pipeline.assembly import TO_END, MakeOptimizer, assemble
 from hydra_ext.pipeline.batches import as_microbatches
-from hydra_ext.pipeline.checkpoint.resumable import Resumable
+from hydra_ext.pipeline.checkpoint.pipeline_checkpoint import PipelineCheckpoint
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
-from hydra_ext.pipeline.engine import TO_END, Engine, MakeOptimizer, common_seed
+from hydra_ext.pipeline.engine import Engine, common_seed
 from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.ranks.together import Together
@@ -36,13 +38,17 @@ from hydra_ext.schedule import Schedule, make
 from hydra_ext.schedule.meaning import norm_comes_in_time
 from hydra_ext.schedule.sharing import refuse_late_sums
 
+if TYPE_CHECKING:
+    from hydra_ext.checkpoint.helper_state import Stateful
+    from hydra_ext.checkpoint.loading import Loaded
+
 logger = logging.getLogger(__name__)
 
 _LAST_MESSAGES = 20.0  # seconds that links have to end, when everything has been delivered
 _names = itertools.count()
 
 
-class Pipeline(Resumable):
+class Pipeline:
     """Trains one model on several ranks, each of which holds some of its blocks.
 
     torch.distributed has to be initialised, as after ``torchrun``; without it this process is the only rank. Every
@@ -118,7 +124,7 @@ class Pipeline(Resumable):
         self._closed = False
         world, name = self._topology.world, f"pipeline {next(_names)}"
         self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
-        self._together = Together(self._watch)
+        self._checkpoint = PipelineCheckpoint(Together(self._watch))
         with self._guarded():
             self._seed = common_seed(seed, self._watch)
             if modules:
@@ -232,6 +238,81 @@ class Pipeline(Resumable):
             if self._engine is not None:
                 self._engine.refresh()
 
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        schedule: Stateful | Sequence[Stateful] | None = None,
+        keep: int = 2,
+    ) -> Path:
+        """Saves all that the next step depends on, as ``folder/step-00001234``; drains first, and is safe when it
+        returns. All ranks have to call it, with the same folder.
+
+        Parameters and buffers by the model's own names, as :meth:`state_dict` has them; the optimizers' state by
+        parameter, as one optimizer for the whole model would have it; the versions of the weights that steps to come
+        use; random states, and the number of steps. So it can be loaded by a pipeline of any number of stages and
+        replicas, by :func:`hydra_ext.load_model`, by Hugging Face's ``from_pretrained``, and by ``run.load`` of an
+        offloaded run with the same optimizer where no step to come uses older weights.
+
+        Every rank of the first replica writes what it holds, tensor by tensor, into files of its own; the folder has to
+        be one that all ranks see. A crash at any moment, of a process or of a machine, leaves the checkpoint before or
+        this one whole, and nothing that is whole is ever written over. If a rank fails all of them raise, the
+        checkpoints that were there stay, and the pipeline can go on.
+
+        Args:
+            folder: of checkpoints; made if it is not there.
+            extra: what else is to be kept: None, numbers, texts, and lists and dicts of them. The first rank's counts.
+            schedule: of learning rates, for this rank's optimizer; a list for several. All have to be in one state.
+            keep: how many checkpoints stay in the folder, this one included; older ones are removed afterwards.
+
+        Returns:
+            The checkpoint's own folder.
+
+        Raises:
+            StateError: a step is under way, the model is not cut yet, or a parameter has a gradient that no step has
+                used.
+            InvalidArgument: ``extra`` or ``keep`` is none.
+            UnsupportedState: something of the state can be put into no checkpoint.
+            SaveFailed: it could not be written.
+            RankFailed: another rank has failed.
+        """
+        engine = self._at_rest("pipe.save")
+        return self._checkpoint.save(engine, Path(folder), schedule, extra=extra, keep=keep)
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        schedule: Stateful | Sequence[Stateful] | None = None,
+    ) -> Loaded | None:
+        """Goes on from the newest checkpoint in a folder: the next step has the bits that it would have had. All ranks
+        have to call it, and see the same folder; a plain model has to be cut before, by :meth:`prepare`.
+
+        Every rank reads what it holds, of a checkpoint of any number of stages and replicas, or of ``run.save``. Before
+        anything is changed all have agreed on one checkpoint, and each has checked every byte that it will read. The
+        pipeline's ``seed`` becomes that of the checkpoint. Gradients are dropped.
+
+        Args:
+            folder: of checkpoints, into which another process may be saving, or one checkpoint.
+            strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
+            schedule: what :meth:`save` was given.
+
+        Returns:
+            What was loaded; None if there is no checkpoint, or no such folder: the training begins.
+
+        Raises:
+            CheckpointError: it is damaged, or was removed before it could be read; on all ranks, with the first
+                file and tensor that is damaged.
+            CheckpointMismatch: it is of another model or optimizer, or of a schedule whose steps use older weights than
+                this one's, or newer ones; the error lists all differences.
+            StateError: a step is under way, or the model is not cut yet.
+            UnsupportedState: no checkpoint can hold the state of this model or optimizer.
+            RankFailed: another rank has failed.
+        """
+        return self._checkpoint.load(self._at_rest("pipe.load"), Path(folder), schedule, strict=strict)
+
     def report(self) -> PipelineReport:
         """What this rank holds and has done so far; at any time, and of this rank alone."""
         return make_report(self.schedule, self._topology, self._engine)
@@ -301,7 +382,7 @@ class Pipeline(Resumable):
         """
         if self._engine is None:
             raise StateError("the optimizers are made by the first step: call pipe.prepare(microbatch, fn) before")
-        return [stage.optimizer for stage in self._engine.stages if stage.optimizer is not None]
+        return [stage.optimizer for stage in self._engine.assembly.stages if stage.optimizer is not None]
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -319,6 +400,13 @@ class Pipeline(Resumable):
             self._watch.told = True
             self._watch.fail_with(error)
             raise
+
+    def _at_rest(self, asked: str) -> Engine:
+        if self._engine is None:
+            raise StateError(f"{asked}: the model is not cut yet: call pipe.prepare(microbatch, fn) before")
+        self._engine.executor.check_between_steps(asked)
+        self.drain()
+        return self._engine
 
     def _begun(self, microbatch: Any, fn: Callable[..., Any]) -> tuple[Engine, Announcements]:
         if self._engine is None or self._announcements is None:
@@ -340,18 +428,18 @@ class Pipeline(Resumable):
         return self._engine, self._announcements
 
     def _begin(self, parts: Parts) -> tuple[Engine, Announcements]:
-        engine = Engine(
+        assembly = assemble(
             parts,
             self._make_optimizer,
             self.schedule,
             self._topology,
             self._watch,
             self._device,
-            seed=self._seed,
             recompute=self._recompute,
-            tier=self._tier,
+            budget=self._tier,
         )
-        announcements = Announcements(engine.announcements, engine.announcers, engine.executor.tally)
+        engine = Engine(assembly, self.schedule, self._topology, self._watch, self._device, seed=self._seed)
+        announcements = Announcements(assembly.losses, assembly.loss_listeners, engine.executor.tally)
         self._engine, self._announcements = engine, announcements
         return engine, announcements
 

@@ -134,7 +134,7 @@ class PipelineReport:
 
 def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -> PipelineReport:
     """Of a rank whose engine there may not be yet."""
-    own = [] if engine is None else engine.stages
+    own = [] if engine is None else engine.assembly.stages
     tally = Tally(()) if engine is None else engine.executor.tally
     waited = tally.waited_seconds
     return PipelineReport(
@@ -146,7 +146,7 @@ def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -
         replicas=topology.replicas,
         schedule=schedule.kind,
         delay=delay_of(schedule),
-        stages=() if engine is None else _stages(own, engine.parts, tally),
+        stages=() if engine is None else _stages(own, engine.assembly.parts, tally),
         steps=0 if engine is None else engine.batches,
         updates=tally.updates,
         updates_behind=tally.updates_behind,
@@ -161,7 +161,7 @@ def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -
         waited_for_reductions_seconds=waited["reductions"],
         waited_for_losses_seconds=waited["losses"],
         bubble=tally.bubble,
-        device=None if engine is None or engine.tier is None else engine.tier.report(),
+        device=None if engine is None or engine.assembly.tier is None else engine.assembly.tier.report(),
     )
 
 

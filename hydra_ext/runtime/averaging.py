@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,7 +66,7 @@ class _Share:
 
 
 @dataclass
-class _UnderWay:
+class _BlockReduction:
     """A block whose reductions have begun: first that of the marks, then the shares'."""
 
     block: int
@@ -85,6 +85,170 @@ class _UnderWay:
             self.reductions.append(replicas.start_sum(self.shares[len(self.reductions) - 1].buffer))
 
 
+class _Agreement:
+    """The ranks' word that none has failed, that all are at the same place, and train the same parameters.
+
+    Args:
+        place: :data:`IN_STEP` or :data:`IN_BACKWARD`.
+
+    Attributes:
+        made: every rank has come here, and all agree.
+    """
+
+    def __init__(self, replicas: Replicas, layout: Layout, place: int) -> None:
+        self.made = False
+        self._replicas = replicas
+        self._layout = layout
+        self._place = place
+        self._answers: Reduction | None = None
+
+    @property
+    def is_asked(self) -> bool:
+        return self._answers is not None
+
+    def ask(self, *, failed: bool) -> None:
+        pattern = bytes(p.requires_grad for block in self._layout.blocks for _, p in block.parameters)
+        same = [self._place, self._replicas.passes, zlib.crc32(pattern)]
+        failure = self._replicas.rank + 1 if failed else 0
+        with _C.Uncharged():
+            self._answers = self._replicas.start_maximum([failure, *same, *(-value for value in same)])
+
+    def conclude(self) -> None:
+        """
+        Raises:
+            RankFailed: a rank has asked because its step has failed.
+            ReplicasDiffer: they do not agree.
+        """
+        if self._answers is None:
+            return
+        failure, *ranges = self._replicas.wait(self._answers).tolist()
+        if failure:
+            raise _failure_of(failure - 1)
+        greatest, least = ranges[: len(ranges) // 2], [-value for value in ranges[len(ranges) // 2 :]]
+        reasons = (
+            "some ranks are in run.step, others in a backward()",
+            "some ranks have made more steps than others: one has failed after its gradients were averaged",
+            "the ranks train different parameters: set requires_grad alike on all of them",
+        )
+        for reason, high, low in zip(reasons, greatest, least, strict=True):
+            if high != low:
+                raise ReplicasDiffer(f"the ranks have gone different ways: {reason}")
+        self.made = True
+
+
+class _Order:
+    """In which order, and how early, blocks are issued: from the last one with trained parameters to the first.
+
+    Attributes:
+        trained: of each block, its trained parameters and their places in it; settled by :meth:`begin`.
+        left: blocks to be issued, the next one last.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.trained: list[list[tuple[int, nn.Parameter]]] = []
+        self.left: list[int] = []
+        self._layout = layout
+        self._last_turns: list[int] = []  # by block, the last turn that adds to its gradients
+        self._seen = 0  # turns that were run when a block was last looked for
+
+    def begin(self) -> None:
+        blocks = self._layout.blocks
+        self.trained = [[(i, p) for i, (_, p) in enumerate(block.parameters) if p.requires_grad] for block in blocks]
+        self.left = [number for number, trained in enumerate(self.trained) if trained]
+
+    def follow(self, staged: _C.StagedBackward, turns: int, faces: Sequence[Tensor]) -> None:
+        hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
+        if staged.nested:  # what backwards inside the backward add to is not known
+            self._last_turns = [turns - 1] * len(self._layout.blocks)
+            return
+        by_leaf = staged.last_turns([*faces, *hosts])
+        by_parameter = iter([max(pair) for pair in zip(by_leaf[: len(hosts)], by_leaf[len(hosts) :], strict=True)])
+        self._last_turns = [max(next(by_parameter) for _ in block.parameters) for block in self._layout.blocks]
+
+    def finished(self, turns: int) -> int | None:
+        """The next block, if nothing more is added to it after so many turns.
+
+        The last one is kept back: until the backward has ended, this rank may have to say that it has failed.
+        """
+        return self.left[-1] if len(self.left) > 1 and self._last_turns[self.left[-1]] < turns else None
+
+    def finished_before(self, block: int) -> bool:
+        """Whether it was finished when blocks were last looked for."""
+        return self._last_turns[block] < self._seen
+
+    def looked(self, turns: int) -> None:
+        """Blocks were looked for after so many turns."""
+        self._seen = turns
+
+
+class _Reductions:
+    """Blocks whose reductions have begun, in order, and what the ranks have said in their marks.
+
+    Attributes:
+        failed: the rank that has.
+    """
+
+    def __init__(self, replicas: Replicas, layout: Layout) -> None:
+        self.failed: int | None = None
+        self._again = False  # a rank makes the step again
+        self._unfit: list[str] = []  # names of parameters whose gradients cannot be averaged
+        self._replicas = replicas
+        self._layout = layout
+        self._under_way: list[_BlockReduction] = []
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def begin(self, block: int, shares: list[_Share]) -> None:
+        reduction = _BlockReduction(block, shares)
+        self._under_way.append(reduction)
+        reduction.issue(self._replicas)
+
+    def issue_all(self, mark: int) -> None:
+        """With this mark where none has left yet."""
+        for reduction in self._under_way:
+            if not reduction.reductions:
+                reduction.mark(mark)
+            reduction.issue(self._replicas)
+
+    def wait(self, deliver: Callable[[int, _Share], None] | None = None, *, blocks: int | None = None) -> None:
+        """For the first so many blocks; for all unless given.
+
+        Args:
+            deliver: takes a block and a sum that has arrived.
+        """
+        for _ in range(len(self._under_way) if blocks is None else blocks):
+            reduction = self._under_way[0]
+            marks, *sums = reduction.reductions
+            greatest = self._replicas.wait(marks).tolist()
+            for share, mark, each in zip(reduction.shares, greatest, sums, strict=True):
+                self._replicas.wait(each)
+                if mark >= _FAILED:
+                    self.failed = mark - _FAILED
+                elif mark == _AGAIN:
+                    self._again = True
+                elif mark == _UNFIT:
+                    self._unfit.append(f"'{self._layout.blocks[reduction.block].parameters[share.index][0]}'")
+                elif mark == _ARRIVED and deliver is not None:
+                    deliver(reduction.block, share)
+            self._under_way.pop(0)
+
+    def expect_means(self) -> None:
+        """
+        Raises:
+            RankFailed, StepAgain, StateError: see :meth:`Averaging.complete`.
+        """
+        if self.failed is not None:
+            raise _failure_of(self.failed)
+        if self._again:
+            raise StepAgain
+        if self._unfit:
+            raise StateError(
+                f"the gradient of {', '.join(self._unfit)} is sparse, or has a graph of its own, on some rank, and "
+                "cannot be averaged: make it dense, without create_graph"
+            )
+
+
 class Averaging:
     """The gradients of one step, or of one backward.
 
@@ -101,19 +265,10 @@ class Averaging:
         self._reset()
 
     def _reset(self) -> None:
-        self._agreement: Reduction | None = None
-        self._agreed = False
-        self._trained: list[list[tuple[int, nn.Parameter]]] = []  # by block
-        self._left: list[int] = []  # blocks to be issued, the next one last
+        self._agreement = _Agreement(self._replicas, self._layout, self._place)
+        self._order = _Order(self._layout)
+        self._reductions = _Reductions(self._replicas, self._layout)
         self._settled: dict[int, list[bool]] = {}  # by block: which gradients backward had brought
-        self._under_way: list[_UnderWay] = []
-        self._finished: list[int] = []  # by block, the last turn that adds to its gradients
-        self._seen = 0  # turns that were run when a block was last looked for
-        self._failed: int | None = None
-        self._again = False
-        self._unfit: list[str] = []
-
-    # ---- the agreement ----------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
         """Returns when every rank has come here, on the first call.
@@ -122,63 +277,33 @@ class Averaging:
             RankFailed: one of them came because its step has failed.
             ReplicasDiffer: one is at another place, or trains other parameters.
         """
-        if not self._agreed:
+        if not self._agreement.made:
             self._ask(failed=False)
-            self._conclude()
+            self._agreement.conclude()
 
     def _ask(self, *, failed: bool) -> None:
-        blocks = self._layout.blocks
-        self._trained = [[(i, p) for i, (_, p) in enumerate(block.parameters) if p.requires_grad] for block in blocks]
-        self._left = [number for number, trained in enumerate(self._trained) if trained]
-        pattern = bytes(parameter.requires_grad for block in blocks for _, parameter in block.parameters)
-        same = [self._place, self._replicas.passes, zlib.crc32(pattern)]
-        failure = self._replicas.rank + 1 if failed else 0
-        with _C.Uncharged():
-            self._agreement = self._replicas.start_maximum([failure, *same, *(-value for value in same)])
-
-    def _conclude(self) -> None:
-        if self._agreement is None:
-            return
-        failure, *ranges = self._replicas.wait(self._agreement).tolist()
-        if failure:
-            raise _failure_of(failure - 1)
-        greatest, least = ranges[: len(ranges) // 2], [-value for value in ranges[len(ranges) // 2 :]]
-        reasons = (
-            "some ranks are in run.step, others in a backward()",
-            "some ranks have made more steps than others: one has failed after its gradients were averaged",
-            "the ranks train different parameters: set requires_grad alike on all of them",
-        )
-        for reason, high, low in zip(reasons, greatest, least, strict=True):
-            if high != low:
-                raise ReplicasDiffer(f"the ranks have gone different ways: {reason}")
-        self._agreed = True
+        self._order.begin()
+        self._agreement.ask(failed=failed)
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def follow(self, staged: _C.StagedBackward, turns: int) -> None:
         """This backward is about to run, in so many turns: :meth:`advance` may be called between them."""
-        hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
-        if staged.nested:  # what backwards inside the backward add to is not known
-            self._finished = [turns - 1] * len(self._layout.blocks)
-            return
-        by_leaf = staged.last_turns([*self._core.faces(), *hosts])
-        by_parameter = iter([max(pair) for pair in zip(by_leaf[: len(hosts)], by_leaf[len(hosts) :], strict=True)])
-        self._finished = [max(next(by_parameter) for _ in block.parameters) for block in self._layout.blocks]
+        self._order.follow(staged, turns, self._core.faces())
 
     @torch.no_grad()
     def advance(self, turns: int) -> None:
         """After so many turns of the backward, before what it has gathered leaves: hands over what is averaged by
         now, and issues the blocks that are finished."""
         with _C.Uncharged():
-            self._wait(deliver=True)
-            # The last one is kept back: until the backward has ended, this rank may have to say that it has failed.
-            while len(self._left) > 1 and self._finished[self._left[-1]] < turns:
-                gathered = self._gathered(self._left[-1])
+            self._reductions.wait(self._deliver)
+            while (block := self._order.finished(turns)) is not None:
+                gathered = self._gathered(block)
                 on_its_way = not any(gradient is not None for gradient in gathered)
-                if on_its_way and self._finished[self._left[-1]] >= self._seen:
+                if on_its_way and not self._order.finished_before(block):
                     break  # to the host, which takes as long as the next turns
                 self._issue(gathered)
-        self._seen = turns
+        self._order.looked(turns)
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -197,30 +322,22 @@ class Averaging:
                 "rank's gradients only: step after it, or give process_group=False"
             )
         with _C.Uncharged():
-            while self._left:
-                before = len(self._under_way)
-                self._issue(self._gathered(self._left[-1]))
-                self._wait(deliver=True, blocks=before)
-            self._wait(deliver=True)
-        if self._failed is not None:
-            raise _failure_of(self._failed)
-        if self._again:
-            raise StepAgain
-        if self._unfit:
-            raise StateError(
-                f"the gradient of {', '.join(self._unfit)} is sparse, or has a graph of its own, on some rank, and "
-                "cannot be averaged: make it dense, without create_graph"
-            )
+            while self._order.left:
+                before = len(self._reductions)
+                self._issue(self._gathered(self._order.left[-1]))
+                self._reductions.wait(self._deliver, blocks=before)
+            self._reductions.wait(self._deliver)
+        self._reductions.expect_means()
 
     def abandon(self) -> None:
         """This rank has failed: the others are told, and get what they wait for, zeros. Does nothing after
         :meth:`complete`, nor where the agreement has failed already."""
         try:
             with torch.no_grad(), _C.Uncharged():
-                if self._agreement is None:
+                if not self._agreement.is_asked:
                     self._ask(failed=True)
-                if not self._agreed:
-                    self._conclude()
+                if not self._agreement.made:
+                    self._agreement.conclude()
                 self._answer(_FAILED + self._replicas.rank)
         except (RankFailed, ReplicasDiffer):
             pass  # which the others know as well
@@ -235,14 +352,14 @@ class Averaging:
         Raises:
             RankFailed: another rank has failed meanwhile.
         """
-        if not self._agreed:
+        if not self._agreement.made:
             return True  # none of them has gone on
-        if not self._left:
+        if not self._order.left:
             return False
         with _C.Uncharged():
             self._answer(_AGAIN)
-        if self._failed is not None:
-            raise _failure_of(self._failed)
+        if self._reductions.failed is not None:
+            raise _failure_of(self._reductions.failed)
         return True
 
     def begin_again(self) -> None:
@@ -252,15 +369,12 @@ class Averaging:
 
     def _answer(self, mark: int) -> None:
         """All blocks that have not been reduced, with this mark, and with zeros."""
-        for under_way in self._under_way:
-            if not under_way.reductions:
-                under_way.mark(mark)
-            under_way.issue(self._replicas)
-        self._wait(deliver=False)
-        while self._left:
-            zeros = [_Share(i, p, mark, _zeros_like(p)) for i, p in self._trained[self._left[-1]]]
-            self._begin(_UnderWay(self._left[-1], zeros))
-            self._wait(deliver=False)
+        self._reductions.issue_all(mark)
+        self._reductions.wait()
+        while self._order.left:
+            block = self._order.left[-1]
+            self._begin(block, [_Share(i, p, mark, _zeros_like(p)) for i, p in self._order.trained[block]])
+            self._reductions.wait()
 
     # ---- one block --------------------------------------------------------------------------------------------------
 
@@ -271,35 +385,16 @@ class Averaging:
         return [None] * len(self._layout.blocks[block].parameters)
 
     def _issue(self, gathered: Sequence[Tensor | None]) -> None:
-        block = self._left[-1]
+        block = self._order.left[-1]
         arrived = self._core.settle_gradients(block)
         earlier = self._arrived.get(block, [False] * len(arrived))
         arrived = self._settled[block] = [now or before for now, before in zip(arrived, earlier, strict=True)]
-        shares = [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in self._trained[block]]
-        self._begin(_UnderWay(block, shares))
+        trained = self._order.trained[block]
+        self._begin(block, [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in trained])
 
-    def _begin(self, under_way: _UnderWay) -> None:
-        self._left.pop()
-        self._under_way.append(under_way)
-        under_way.issue(self._replicas)
-
-    def _wait(self, *, deliver: bool, blocks: int | None = None) -> None:
-        """For the first so many of the blocks under way; for all unless given."""
-        for _ in range(len(self._under_way) if blocks is None else blocks):
-            under_way = self._under_way[0]
-            marks, *sums = under_way.reductions
-            greatest = self._replicas.wait(marks).tolist()
-            for share, mark, reduction in zip(under_way.shares, greatest, sums, strict=True):
-                self._replicas.wait(reduction)
-                if mark >= _FAILED:
-                    self._failed = mark - _FAILED
-                elif mark == _AGAIN:
-                    self._again = True
-                elif mark == _UNFIT:
-                    self._unfit.append(f"'{self._layout.blocks[under_way.block].parameters[share.index][0]}'")
-                elif mark == _ARRIVED and deliver:
-                    self._deliver(under_way.block, share)
-            self._under_way.pop(0)
+    def _begin(self, block: int, shares: list[_Share]) -> None:
+        self._order.left.pop()
+        self._reductions.begin(block, shares)
 
     def _deliver(self, block: int, share: _Share) -> None:
         mean = share.buffer.div_(self._replicas.size)

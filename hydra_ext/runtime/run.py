@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,12 +34,16 @@ from hydra_ext.runtime.reporting.trace import Trace
 from hydra_ext.runtime.rounds.choice import Choice
 from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
 from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
-from hydra_ext.runtime.saving.resumable import Resumable
+from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
 from hydra_ext.tracing import not_traced
 
+if TYPE_CHECKING:
+    from hydra_ext.checkpoint.helper_state import Stateful
+    from hydra_ext.checkpoint.loading import Loaded
 
-class Run(Resumable):
+
+class Run:
     """The handle that ``with hydra_ext.offload(...) as run`` gives.
 
     Attributes:
@@ -48,6 +53,14 @@ class Run(Resumable):
         replicas: the ranks that train copies of the model together; None without others.
         version: of the weights that modules show, where each has several; see :class:`hydra_ext.blocks.Site`.
     """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    layout: Layout
+    core: _C.PagedModel
+    replicas: Replicas | None
+    device: torch.device
+    meter: StepMeter
 
     def __init__(
         self,
@@ -69,7 +82,7 @@ class Run(Resumable):
         self._saving = saving
         self._spilling = spilling
         self.model = model
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer = None
         self.layout = layout
         self.core = core
         self.replicas = replicas
@@ -83,7 +96,8 @@ class Run(Resumable):
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
         self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
-        self._closed = False
+        self._checkpoint = RunCheckpoint(self, saving, spilling)
+        self.closed = False
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
@@ -132,7 +146,7 @@ class Run(Resumable):
             UnsupportedModel: a recomputed block has begun to give something else; it is kept from then on.
             RankFailed, ReplicasDiffer: another rank has failed in this step, or gone another way.
         """
-        self._step_begins()
+        self._checkpoint.step_begins()
         given: list[Microbatch] = []
 
         def whole() -> StepOutput:
@@ -169,7 +183,7 @@ class Run(Resumable):
         if self.replicas is None:
             yield None
             return
-        if self._closed:
+        if self.closed:
             raise StateError("the offload context of this model has ended")
         if not self._averages:
             raise StateError("run.step() averages gradients over the ranks: call it outside run.no_sync()")
@@ -225,7 +239,7 @@ class Run(Resumable):
             TraceFileError: there can be no such file.
             StateError: a trace is being recorded already, or the offload context has ended.
         """
-        if self._closed:
+        if self.closed:
             raise StateError("run.trace: the offload context of this model has ended")
         return Trace(self, path)
 
@@ -238,7 +252,111 @@ class Run(Resumable):
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.bring_home(disk=not self._reads_the_disk)
+        self.core.bring_home(disk=not self._checkpoint.reads_the_disk)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps made, those before the checkpoint that was loaded included."""
+        return self.meter.updates
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        schedule: Stateful | None = None,
+        scaler: Stateful | None = None,
+        keep: int = 2,
+    ) -> Path:
+        """Saves all that the next step depends on, as ``folder/step-00001234``; safe when it returns.
+
+        Parameters, buffers, the optimizer's state, random states and ``steps``. A crash at any moment, of the process
+        or of the machine, leaves the checkpoint before or this one whole. Nothing that is whole is ever written over:
+        where ``step-00001234`` is taken, the new one is ``step-00001234-2``; the newest is the one saved last. With
+        several ranks all of them call it, and rank 0 writes.
+
+        Gradients are not saved: those that a step has used are gone after a load, as after ``zero_grad()``.
+
+        Args:
+            folder: of checkpoints; made if it is not there.
+            extra: what else is to be kept: None, numbers, texts, and lists and dicts of them. Rank 0's counts.
+            schedule, scaler: a schedule of learning rates and a ``GradScaler``, whose state is saved, too.
+            keep: how many checkpoints stay in the folder, this one included; older ones are removed afterwards.
+
+        Returns:
+            The checkpoint's own folder. Hugging Face's ``from_pretrained`` reads it.
+
+        Raises:
+            StateError: the model's forward or backward is under way, or gradients wait for a step.
+            InvalidArgument: ``extra`` or ``keep`` is none.
+            UnsupportedState: something of the state can be put into no checkpoint.
+            SaveFailed: it could not be written.
+            RankFailed: another rank has failed.
+        """
+        helpers = {"schedule": schedule, "scaler": scaler}
+        return self._checkpoint.save(Path(folder), helpers, extra=extra, keep=keep)
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        strict: bool = True,
+        schedule: Stateful | None = None,
+        scaler: Stateful | None = None,
+    ) -> Loaded | None:
+        """Goes on from the newest checkpoint in a folder: the next step has the bits that it would have had.
+
+        Every byte is checked before anything is changed. Gradients are dropped. With several ranks all of them call
+        it, and see the same folder.
+
+        Args:
+            folder: of checkpoints, to which another process may be saving, or one checkpoint.
+            strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
+            schedule, scaler: what :meth:`save` was given.
+
+        Returns:
+            What was loaded; None if there is no checkpoint, or no such folder: the training begins.
+
+        Raises:
+            CheckpointError: it is damaged, or was removed before it could be read.
+            CheckpointMismatch: it is of another model or optimizer; the error lists all differences.
+            StateError: the model's forward or backward is under way.
+            UnsupportedState: no checkpoint can hold the state of this model or optimizer.
+            RankFailed: another rank has failed.
+        """
+        return self._checkpoint.load(Path(folder), {"schedule": schedule, "scaler": scaler}, strict=strict)
+
+    def save_on_sigterm(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        extra: Callable[[], Any] | None = None,
+        schedule: Stateful | None = None,
+        scaler: Stateful | None = None,
+        keep: int = 2,
+    ) -> None:
+        """From now on SIGTERM ends the process between two steps, behind a :meth:`save`.
+
+        The step under way is finished. The save comes as the next forward with gradients or ``run.step`` begins, or the
+        context ends, so that whatever follows ``optimizer.step()`` in the loop, evaluation included, belongs to it. Of
+        random states those are saved that ``optimizer.step()`` left: what is drawn behind it is drawn again, as the
+        next batch is. Then the handler that was there before is called; if there was none, ``SystemExit(143)`` is
+        raised. A second SIGTERM goes to that handler at once. A signal to one rank is one to all.
+
+        Args:
+            folder, schedule, scaler, keep: as for :meth:`save`.
+            extra: called as the last step ends; what it returns is saved.
+
+        Raises:
+            StateError: this is not the main thread, it was called before, or the context has ended.
+            UnsupportedState: random states cannot be saved.
+        """
+        path, helpers = Path(folder).absolute(), {"schedule": schedule, "scaler": scaler}  # wherever it is by then
+        self._checkpoint.end_on_sigterm(path, helpers, extra=extra, keep=keep)
+
+    def end_steps(self) -> None:
+        """None follows: a signal that was to be served in the next one is served now."""
+        self._checkpoint.end_steps()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -286,13 +404,12 @@ class Run(Resumable):
 
     def close(self) -> None:
         """Undoes :meth:`open` and ends the core, all of it whatever fails on the way. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         engine.leave(self)
         with ExitStack() as stack:  # the last one first
-            if self._termination is not None:
-                stack.callback(self._termination.close)
+            stack.callback(self._checkpoint.close)
             if self.replicas is not None:
                 stack.callback(self.replicas.leave)
             stack.callback(self._place.close)
@@ -326,11 +443,11 @@ class Run(Resumable):
 
     def _after_optimizer_step(self) -> None:
         self.core.note_optimizer_step()
-        self._gradients_used = True
+        self._checkpoint.gradients_used = True
         before = self.meter.updates
         self.meter.update_ended(deferred=self.updates is not None)
-        if self._termination is not None and self.meter.updates > before:
-            self._termination.step_ended()
+        if self.meter.updates > before:
+            self._checkpoint.step_ended()
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -350,7 +467,7 @@ class Run(Resumable):
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The root's call, inside a window."""
         if torch.is_grad_enabled():
-            self._step_begins()
+            self._checkpoint.step_begins()
         token = _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
@@ -377,7 +494,8 @@ class Run(Resumable):
     def backward_ended(self, *, accumulated: bool) -> None:
         """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""
         self._place.backward_ended()
-        self._gradients_used = self._gradients_used and not accumulated
+        if accumulated:
+            self._checkpoint.gradients_used = False
         if self.replicas is not None and self._averages and accumulated and not self.core.in_backward:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:

@@ -50,7 +50,7 @@ def test_an_attack_is_an_error_with_a_name_and_changes_nothing(attack: str, fold
     subject = Subject()
     before = subject.bits()
     with subject.offloaded() as run:
-        run._files = BoundedFiles()
+        run._checkpoint.files = BoundedFiles()
         if attack in NONE:
             assert run.load(folder) is None
         else:
@@ -155,12 +155,12 @@ def test_what_changes_after_it_was_checked_is_no_part_of_a_tensor(folder: Path) 
     subject = Subject()
     before = subject.weights()
     with subject.offloaded() as run:
-        run._files = ChangingFiles()
+        run._checkpoint.files = ChangingFiles()
         with pytest.raises(CheckpointError, match="partly new and partly old") as caught:
             run.load(folder / "step-00000000")
         assert caught.value.tensor == "1.num_batches_tracked"  # the first that is read
         assert subject.weights() == before
-        run._files = Files()
+        run._checkpoint.files = Files()
         run.load(folder)
 
 

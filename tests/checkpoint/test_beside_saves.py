@@ -54,7 +54,7 @@ class Saver:
         self._small = small
         self._folder = folder
         self._keep = keep
-        small.run._files = CountingFiles()  # syncs nothing
+        small.run._checkpoint.files = CountingFiles()  # syncs nothing
 
     def save(self) -> None:
         self._small.step()
@@ -80,7 +80,7 @@ def test_a_run_is_loaded_whole_whenever_another_saves(strict: bool, tmp_path: Pa
         saving.save()
         for n in itertools.count(1):
             newest = theirs.run.steps
-            files = ours.run._files = InterruptedFiles(n, saving.save)
+            files = ours.run._checkpoint.files = InterruptedFiles(n, saving.save)
             loaded = ours.run.load(tmp_path, strict=strict)
             assert loaded is not None
             assert loaded.step in (newest, theirs.run.steps)
@@ -145,7 +145,7 @@ def test_readers_come_at_every_moment_of_a_save(tmp_path: Path) -> None:
                 pytest.fail("there is a checkpoint, and it was not found")
 
         for _ in range(3):
-            theirs.run._files = InterruptedFiles(None, look)
+            theirs.run._checkpoint.files = InterruptedFiles(None, look)
             saving.save()
         assert {verdict.state for verdict in verify(tmp_path)} == {"whole"}
     assert seen == {"whole", "under way"}
@@ -163,7 +163,7 @@ def test_one_that_was_removed_is_not_taken_for_a_folder_without_any(tmp_path: Pa
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(made, copy / made.name)
 
-            files = ours.run._files = InterruptedFiles(n, partial(discard, copy, made.name))
+            files = ours.run._checkpoint.files = InterruptedFiles(n, partial(discard, copy, made.name))
             try:
                 loaded = ours.run.load(copy / made.name)
             except CheckpointRemoved as error:
@@ -221,7 +221,7 @@ def test_too_many_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.Monkey
         Saver(theirs, tmp_path).save()
         before = ours.state()
         for strict in (True, False):
-            ours.run._files = Few()
+            ours.run._checkpoint.files = Few()
             with pytest.raises(TooManyFiles, match=r"ulimit -Hn"):
                 ours.run.load(tmp_path, strict=strict)
         assert all(map(torch.equal, ours.state(), before))

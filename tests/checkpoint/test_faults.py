@@ -41,7 +41,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
             small.step()
             small.run.save(folder)
         small.step()
-        small.run._files = PowerLossFiles(folder, 60)
+        small.run._checkpoint.files = PowerLossFiles(folder, 60)
         with pytest.raises(PowerLost):
             small.run.save(folder)
     assert (folder / "step-00000003" / "manifest.json.unfinished").exists()
@@ -62,7 +62,7 @@ def after_failure(folder: Path, allowed: tuple[int, ...]) -> None:
     """Something whole is there, and a retry makes step 3 of it, and leaves nothing else."""
     assert [v for v in verify(folder) if v.state == "damaged"] == [] if folder.exists() else True
     with Small() as small:
-        small.run._files = CountingFiles()
+        small.run._checkpoint.files = CountingFiles()
         step = resumed(small, folder)
         assert step in allowed
         while small.run.steps < 3:
@@ -85,7 +85,7 @@ def test_a_save_whose_nth_operation_fails(error: str, lasting: bool, begun: Path
         with Small() as small:
             assert resumed(small, folder) == 2
             small.step()
-            files = small.run._files = FailingFiles(n, ERRORS[error], lasting=lasting)
+            files = small.run._checkpoint.files = FailingFiles(n, ERRORS[error], lasting=lasting)
             saved = False
             try:
                 small.run.save(folder, keep=KEEP)
@@ -94,7 +94,7 @@ def test_a_save_whose_nth_operation_fails(error: str, lasting: bool, begun: Path
                 failures.append((error, failure.path == folder))
             if not files.failed:
                 break
-            small.run._files = Files()
+            small.run._checkpoint.files = Files()
             assert small.run.steps == 3
             assert all(map(torch.equal, small.state(), EXPECTED[3]))  # the run itself is as it was
         # A disk that does nothing any more after the rename cannot take it back: the checkpoint is there, and whole.
@@ -112,7 +112,7 @@ def test_a_first_save_whose_nth_operation_fails(error: str, tmp_path: Path) -> N
         with Small() as small:
             for _ in range(3):
                 small.step()
-            files = small.run._files = FailingFiles(n, ERRORS[error])
+            files = small.run._checkpoint.files = FailingFiles(n, ERRORS[error])
             try:
                 small.run.save(folder)
                 step = 3
@@ -127,7 +127,7 @@ def test_a_first_save_whose_nth_operation_fails(error: str, tmp_path: Path) -> N
 def test_reads_and_writes_that_are_all_cut_short_are_gone_on_with(tmp_path: Path) -> None:
     with Small() as small:
         small.step()
-        files = small.run._files = FailingFiles(1, None, lasting=True)
+        files = small.run._checkpoint.files = FailingFiles(1, None, lasting=True)
         small.run.save(tmp_path)
         assert files.done.count("write") > 1000
         small.step()
@@ -137,11 +137,11 @@ def test_reads_and_writes_that_are_all_cut_short_are_gone_on_with(tmp_path: Path
 
 def test_an_fsync_that_fails_is_not_tried_again(tmp_path: Path) -> None:
     with Small() as small:
-        small.run._files = counted = CountingFiles()
+        small.run._checkpoint.files = counted = CountingFiles()
         small.run.save(tmp_path / "all")
         syncs = [n for n, name in enumerate(counted.done, 1) if name == "sync"]
         for number, n in enumerate(syncs, 1):
-            files = small.run._files = FailingFiles(n, errno.EIO)
+            files = small.run._checkpoint.files = FailingFiles(n, errno.EIO)
             with pytest.raises(SaveFailed):
                 small.run.save(tmp_path / str(n))
             # What is synced afterwards is the removal's, never the checkpoint's.
@@ -156,7 +156,7 @@ def test_a_load_whose_nth_operation_fails(code: int | None, begun: Path) -> None
         with Small() as small:
             for _ in range(4):
                 small.step()
-            files = small.run._files = FailingFiles(n, code)
+            files = small.run._checkpoint.files = FailingFiles(n, code)
             try:
                 assert resumed(small, begun) == 2
             except CheckpointError as failure:
@@ -167,7 +167,7 @@ def test_a_load_whose_nth_operation_fails(code: int | None, begun: Path) -> None
                     assert small.run.steps == 4
             if not files.failed:
                 break
-            small.run._files = Files()
+            small.run._checkpoint.files = Files()
             assert resumed(small, begun) == 2
     assert n > 50
     assert set(failures) == (set() if code is None else {(code, True)})
@@ -182,7 +182,7 @@ def test_power_is_lost_at_the_nth_operation(names: str, begun: Path, tmp_path: P
         with Small() as small:
             assert resumed(small, folder) == 2
             small.step()
-            files = small.run._files = PowerLossFiles(folder, n)
+            files = small.run._checkpoint.files = PowerLossFiles(folder, n)
             saved = False
             try:
                 small.run.save(folder, keep=KEEP)
@@ -206,7 +206,7 @@ def test_power_is_lost_in_the_first_save(tmp_path: Path) -> None:
         with Small() as small:
             for _ in range(3):
                 small.step()
-            files = small.run._files = PowerLossFiles(around, n)
+            files = small.run._checkpoint.files = PowerLossFiles(around, n)
             saved = False
             try:
                 small.run.save(around / "ckpt")

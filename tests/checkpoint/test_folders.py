@@ -36,7 +36,7 @@ def test_a_disk_without_room_is_noticed_before_anything_is_written(run: hydra_ex
             return 100
 
     run.save(tmp_path)
-    run._files = Full()
+    run._checkpoint.files = Full()
     with pytest.raises(SaveFailed, match="100 bytes are free") as caught:
         run.save(tmp_path)
     assert (caught.value.path, caught.value.free_bytes) == (tmp_path, 100)
@@ -66,7 +66,7 @@ def test_the_folder_around_may_be_closed_to_us(run: hydra_ext.Run, tmp_path: Pat
             return super().open_folder(path)
 
     (tmp_path / "ckpt").mkdir()
-    run._files = Closed()
+    run._checkpoint.files = Closed()
     run.save(tmp_path / "ckpt")
     with pytest.raises(SaveFailed, match="closed"):
         run.save(tmp_path / "new")
@@ -84,7 +84,7 @@ def test_two_jobs_cannot_save_into_one_folder_at_once(run: hydra_ext.Run, tmp_pa
 
     other = small()
     with hydra_ext.offload(other, budget="1MiB") as second:
-        second._files = Slow()
+        second._checkpoint.files = Slow()
         with beside(lambda: second.save(tmp_path), until=leave):
             assert entered.wait(60)
             with pytest.raises(CheckpointsInUse, match="another process is saving"):
@@ -150,7 +150,7 @@ def test_a_manifest_that_cannot_be_closed_makes_no_checkpoint(run: hydra_ext.Run
             self.seen.append(new)
             super().rename(old, new, inside=inside)
 
-    run._files = Failing()
+    run._checkpoint.files = Failing()
     with pytest.raises(SaveFailed, match="the disk is gone"):
         run.save(tmp_path)
     assert Failing.seen == []

@@ -240,7 +240,7 @@ def test_a_save_that_fails_says_so(tmp_path: Path) -> None:
 
     made = Job("images", "adamw", "none").make(0)
     with pytest.raises(SaveFailed):
-        train(made, tmp_path, lambda run: [setattr(run, "_files", Full()), terminate(), made.steps(2)])
+        train(made, tmp_path, lambda run: [setattr(run._checkpoint, "files", Full()), terminate(), made.steps(2)])
 
 
 def test_without_a_signal_nothing_happens(tmp_path: Path) -> None:

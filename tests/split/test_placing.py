@@ -59,10 +59,10 @@ def _losses(model: nn.Module, fn: Callable[..., Tensor], rehearsal: Rehearsal) -
 def test_what_is_in_another_place_has_the_same_name() -> None:
     recorder = Recorder()
     host = torch.ones(2)
-    key = recorder.make_value(Key("event", 0, "output 0"), host)
+    key = recorder.values.make(Key("event", 0, "output 0"), host)
     moved = placed_in_rehearsal(recorder, to_device, (host, torch.clone))
     assert moved is not host
-    assert recorder.key_of(moved) == key
+    assert recorder.values.key_of(moved) == key
     assert recorder.notes.get(moved) is recorder.notes.get(host)
 
 

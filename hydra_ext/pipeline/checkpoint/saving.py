@@ -125,7 +125,7 @@ class Save:
 
     def _check(self) -> None:
         self._wanted.check()
-        for part in self._engine.parts.own:
+        for part in self._engine.assembly.parts.own:
             for name, parameter in part.parameters:
                 gradient = parameter.grad
                 if gradient is not None and (gradient.layout != torch.strided or bool(gradient.any())):
@@ -181,7 +181,7 @@ class Save:
 
     def _optimizers(self, holdings: Holdings) -> list[list[Entry]]:
         groups: list[list[Entry]] = []
-        for stage in self._engine.stages:
+        for stage in self._engine.assembly.stages:
             if stage.optimizer is not None:
                 owner = f"stage {stage.index} "
                 state = optimizer_state.capture(stage.optimizer, holdings.name_of, only=holdings.kept, owner=owner)
@@ -194,7 +194,7 @@ class Save:
         None where they are those of the version after."""
         engine, names = self._engine, holdings.name_of
         found: dict[str, Any] = {}
-        for stage in engine.stages:
+        for stage in engine.assembly.stages:
             older = [stage.weights.older(age) for age in range(1, engine.delay_of(stage.index, engine.batches) + 1)]
             for index, (_, parameter) in enumerate(stage.weights.parameters):
                 name = names[id(parameter)]
@@ -228,7 +228,7 @@ class Save:
             "versions": _merged(parts, "versions"),
             "pipeline": Encoder().encode(engine.progress.as_dict(), "pipeline"),
         }
-        texts = {} if engine.parts.model is None else model_state.texts(engine.parts.model)
+        texts = {} if engine.assembly.parts.model is None else model_state.texts(engine.assembly.parts.model)
         return Contents(engine.batches, {}, holdings.ties, content, texts)
 
 
@@ -241,7 +241,7 @@ def agree(engine: Engine, together: Together, what: str) -> Holdings:
     here: list[Any] = []
 
     def said() -> list[list[Any]]:
-        here.append(held_here(engine.parts))
+        here.append(held_here(engine.assembly.parts))
         return [] if engine.topology.replica else [held.as_json() for held in here[0][0]]
 
     everyone = together.do(what, said)

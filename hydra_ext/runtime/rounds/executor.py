@@ -11,15 +11,13 @@ accumulates can be undone until all forwards have ended.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import GraphExecGroup
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
@@ -28,9 +26,11 @@ from hydra_ext.runtime import engine
 from hydra_ext.runtime.averaging import Averaging
 from hydra_ext.runtime.rounds.draws import DrawOrder
 from hydra_ext.runtime.rounds.fibers import Fiber, Result
-from hydra_ext.runtime.rounds.isolation import Attributes, Surroundings, replaced_functions
+from hydra_ext.runtime.rounds.graphs import RoundGraphs, Stay, nested_sums
+from hydra_ext.runtime.rounds.isolation import replaced_functions
 from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.recompute import Recomputation
+from hydra_ext.runtime.rounds.turns import Turns
 from hydra_ext.runtime.rounds.undoing.accesses import Accesses
 from hydra_ext.runtime.rounds.undoing.holders import Holding
 
@@ -73,14 +73,6 @@ class RoundOwner(engine.BackwardParticipant, Protocol):
     def window(self, kind: _C.PassKind) -> _C.Windows: ...
 
 
-@dataclass(frozen=True)
-class Stay(Generic[Result]):
-    """Fibers that ran while these blocks were pinned, and the piece of its graph that each made meanwhile."""
-
-    blocks: list[int]
-    pieces: list[tuple[Fiber[Result], int]]
-
-
 class Round(Generic[Result]):
     """Microbatches that pass each block together.
 
@@ -94,7 +86,6 @@ class Round(Generic[Result]):
         last_piece: made around the backward of each.
 
     Attributes:
-        draws: from the generators that the microbatches share.
         found_more: whether its forward has shown what has to be watched.
     """
 
@@ -110,28 +101,19 @@ class Round(Generic[Result]):
         last_piece: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._owner = owner
-        self._take_root = take_root
         self._recomputation = recomputation
         self._known = known
         self._last_piece = last_piece
         self._order = Order(owner.layout.sites, known.watched if len(works) > 1 else ())
-        self._attributes = Attributes(owner.model, self._order, alone=len(works) == 1)
-        self._caller = Surroundings(owner.device)
-        self._own = [Surroundings(owner.device) for _ in works]
-        for own, seed in zip(self._own, seeds, strict=True):
-            own.seed(seed)
+        self._turns = Turns(owner.device, owner.model, self._order, seeds, known.generators)
         self._context = _C.ThreadContext()
         self._fibers = [
-            Fiber(index, owner, self._context, self._attributes, work, recomputation)
+            Fiber(index, owner, self._context, self._turns.attributes, work, recomputation)
             for index, work in enumerate(works)
         ]
-        self.draws = DrawOrder(known.generators)
         self.found_more = False
         self._stays: list[Stay[Result]] = []
-        self._regions = [GraphExecGroup() for _ in works]
-        self._staged = _C.StagedBackward()
-        self._added = 0  # microbatches whose graphs it has
-        self._others: list[engine.BackwardParticipant] = []  # other models that these graphs run through
+        self._graphs = RoundGraphs(owner, take_root, len(works))
         self._early = len(works) > 1 and (recomputation is None or recomputation.checked)
 
     # ---- forward ----------------------------------------------------------------------------------------------------
@@ -161,19 +143,24 @@ class Round(Generic[Result]):
         found = self._order.unwatched(changed)
         known.watched += found
         self.found_more = bool(found)
-        unnoted = known.accesses.learn(self._attributes.keys().union(*changed))
-        conflict = "" if alone else self._order.conflict or self._attributes.conflict()
+        unnoted = known.accesses.learn(self._turns.attributes.keys().union(*changed))
+        conflict = "" if alone else self._order.conflict or self._turns.attributes.conflict()
         again = not alone and not conflict and (unnoted or bool(found))
         if conflict or again:
-            self._attributes.undo()
+            self._turns.attributes.undo()
         if conflict:
             raise OutOfOrder(conflict)
         return again
 
     @property
+    def draws(self) -> DrawOrder:
+        """From the generators that the microbatches share."""
+        return self._turns.draws
+
+    @property
     def set_late(self) -> bool:
         """Whether a backward has set attributes."""
-        return self._attributes.set_late
+        return self._turns.attributes.set_late
 
     def repeats(self) -> bool:
         """Whether the sites that are to be recomputed were seen to give the same again.
@@ -188,14 +175,10 @@ class Round(Generic[Result]):
             return recomputation.repeat(fiber)
 
         fiber: Fiber[bool] = Fiber(0, self._owner, self._context, _Unheard(), work)
-        own = self._own[0]
-        self._own[0] = Surroundings(self._owner.device)
-        try:
+        with self._turns.repeated():
             self._run_fibers([fiber], _C.PassKind.INFERENCE, repetition=True)
-        finally:
-            self._own[0] = own
         if not fiber.result:
-            self._attributes.undo()
+            self._turns.attributes.undo()
         return bool(fiber.result)
 
     def _run_fibers(
@@ -214,10 +197,10 @@ class Round(Generic[Result]):
             _cancel(fibers)
             if self._recomputation is not None:
                 self._recomputation.forget()
-            self._attributes.undo()
+            self._turns.attributes.undo()
             raise
         finally:
-            self._caller.restore()
+            self._turns.restore_caller()
 
     def _pass_sites(self, fibers: Sequence[Fiber[Any]], kind: _C.PassKind, *, repetition: bool) -> list[Stay[Any]]:
         core = self._owner.core
@@ -228,7 +211,7 @@ class Round(Generic[Result]):
             blocks = frozenset[int]().union(*(fiber.blocks for fiber in group))
             core.stay_in(sorted(blocks), kind)
             for fiber in group:
-                with self._turn_of(fiber, keep=not repetition):
+                with self._turns.turn_of(fiber.index, keep=not repetition):
                     fiber.go_on(blocks)
                 if self.draws.conflict:
                     raise OutOfOrder(f"they draw from {self.draws.conflict} in another order than a loop")
@@ -237,25 +220,12 @@ class Round(Generic[Result]):
                 if self._order.conflict:
                     raise OutOfOrder(self._order.conflict)
                 if fiber.ended and self._early and not repetition:
-                    together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._added
+                    together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._graphs.added
                     self._early = together and self._run_last_piece(fiber)
                     self._note_last_stay(fiber)
                 core.drop_copies()
             stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
         return stays
-
-    @contextmanager
-    def _turn_of(self, fiber: Fiber[Any], *, keep: bool = False, backward: bool = False) -> Iterator[None]:
-        """The process as this microbatch knows it. ``keep``: what it sets on modules counts."""
-        own = self._own[fiber.index]
-        own.restore()
-        self._attributes.begin_turn(fiber.index, backward=backward)
-        try:
-            yield
-        finally:
-            self._attributes.end_turn(fiber.index, keep=keep)
-            self.draws.end_turn(fiber.index)
-            own.note()
 
     # ---- backward ---------------------------------------------------------------------------------------------------
 
@@ -276,42 +246,31 @@ class Round(Generic[Result]):
             try:
                 averaging.agree()
             except BaseException:  # re-raised
-                self._attributes.undo()
+                self._turns.attributes.undo()
                 raise
-        while self._added < len(self._fibers) and not self._staged.refusal:
-            self._add_graph(self._fibers[self._added])
-        nested = self._nested_sums() if self._staged.nested and not self._staged.refusal else ""
-        if self._staged.refusal or nested:
-            self._attributes.undo()
-            raise Refused(nested) if nested else SharesGraph(self._staged.refusal)
-        if any(other.replicas is not None for other in self._others):
+        graphs = self._graphs
+        while graphs.added < len(self._fibers) and not graphs.staged.refusal:
+            graphs.add(self._fibers[graphs.added])
+        check_nested = graphs.staged.nested and not graphs.staged.refusal
+        nested = nested_sums(self._fibers, self._stays) if check_nested else ""
+        if graphs.staged.refusal or nested:
+            self._turns.attributes.undo()
+            raise Refused(nested) if nested else SharesGraph(graphs.staged.refusal)
+        if any(other.replicas is not None for other in graphs.others):
             raise StateError(
                 "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
                 "the loop in place of run.step, or offload that model with process_group=False"
             )
-        note_leaves(self._other_leaves())
+        note_leaves(graphs.other_leaves())
         self._owner.backwards += 1
-        self._staged.plan([(fiber.index, piece) for stay in reversed(self._stays) for fiber, piece in stay.pieces])
+        graphs.plan(self._stays)
         try:
-            with replaced_functions(), engine.windows_of([self._owner, *self._others]):
+            with replaced_functions(), engine.windows_of([self._owner, *graphs.others]):
                 self._run_pieces(averaging)
             self._owner.backward_ended(accumulated=True)
         finally:
-            self._attributes.finish()
-            self._caller.restore()
-
-    def _other_leaves(self) -> list[Tensor]:
-        """Those that are no parameter of the owner's model."""
-        leaves = [leaf for leaf in self._staged.leaves() if not _C.is_face(leaf)]
-        return leaves + [parameter for other in self._others for parameter in other.model.parameters()]
-
-    def _add_graph(self, fiber: Fiber[Result]) -> None:
-        root = self._take_root(fiber.result)  # type: ignore[arg-type]
-        for known in engine.reached_by([root]):  # while the graph is whole
-            if known is not self._owner and known not in self._others:
-                self._others.append(known)
-        self._staged.add(root, fiber.marks)
-        self._added += 1
+            self._turns.attributes.finish()
+            self._turns.restore_caller()
 
     def _note_last_stay(self, fiber: Fiber[Result]) -> None:
         """Where the next round's backward will follow at once if it goes as this one did."""
@@ -320,44 +279,27 @@ class Round(Generic[Result]):
 
     def _run_last_piece(self, fiber: Fiber[Result]) -> bool:
         """Of a fiber that has just ended. False if it cannot be run before the others are there."""
-        self._add_graph(fiber)
-        if self._staged.refusal or self._staged.nested or self._others:
+        self._graphs.add(fiber)
+        if not self._graphs.can_be_early:
             return False
         if fiber.index == 0:
             self._owner.core.begin_early()
-        with self._last_piece(), self._turn_of(fiber, backward=True), self._regions[fiber.index]:
-            self._staged.run_last_piece(self._owner.core)
+        with self._last_piece(), self._turns.turn_of(fiber.index, backward=True):
+            self._graphs.run_last_piece(fiber.index)
         return True
-
-    def _nested_sums(self) -> str:
-        """Why backwards inside the backward would sum in another order than a loop; empty when they would not.
-
-        They accumulate when they come to it, which is known to be in order only where all microbatches do the same.
-        """
-        together = all(len(stay.pieces) == len(self._fibers) for stay in self._stays)
-        for fiber in self._fibers:
-            calls = Counter(block for blocks, _ in fiber.calls for block in blocks)
-            for other in self._fibers:
-                nested = {block for blocks, graph in other.calls if not graph for block in blocks}
-                once = all(calls[block] == 1 for block in nested)
-                alike = not any(graph and blocks & nested for blocks, graph in fiber.calls)
-                if nested and not (together and once and alike):
-                    return "blocks inside a reentrant checkpoint are called elsewhere, too, or not by all microbatches"
-        return ""
 
     def _run_pieces(self, averaging: Averaging | None) -> None:
         core = self._owner.core
         if averaging is not None:
-            averaging.follow(self._staged, sum(len(stay.pieces) for stay in self._stays))
+            averaging.follow(self._graphs.staged, sum(len(stay.pieces) for stay in self._stays))
         turn = 0
         for stay in reversed(self._stays):
             if averaging is not None:
                 averaging.advance(turn)
             core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
             for fiber, _ in stay.pieces:
-                with self._turn_of(fiber, backward=True), self._regions[fiber.index]:
-                    self._staged.run(turn)
-                    core.run_hooks()
+                with self._turns.turn_of(fiber.index, backward=True):
+                    self._graphs.run(fiber.index, turn)
                 core.drop_copies()
                 turn += 1
         if averaging is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,17 +18,14 @@ from hydra_ext.checkpoint import helper_state, loading, model_state, optimizer_s
 from hydra_ext.checkpoint.format import strict_json
 from hydra_ext.checkpoint.format.reader import Reader
 from hydra_ext.checkpoint.format.tensors import Entry, bytes_of, empty
-from hydra_ext.checkpoint.format.values import BadValue, Encoder
+from hydra_ext.checkpoint.format.values import Encoder
 from hydra_ext.checkpoint.helper_state import Stateful
-from hydra_ext.checkpoint.model_state import Named
-from hydra_ext.checkpoint.randomness import BadRandomness, Randomness
 from hydra_ext.checkpoint.randomness import capture as random_states
+from hydra_ext.checkpoint.saved_state import SavedState, decoded
 from hydra_ext.checkpoint.saving import Contents
-from hydra_ext.errors import CheckpointError, InvalidArgument
+from hydra_ext.errors import InvalidArgument
 from hydra_ext.runtime.placement.spilling import Spilling
 from hydra_ext.runtime.replicas import Replicas
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -160,114 +156,54 @@ class Return:
     def __init__(self, training: Training, reader: Reader) -> None:
         self._training = training
         self._reader = reader
-        self._content: Any = reader.manifest.content
-        self._tensors = model_state.named_tensors(training.model)
-        self._names = {id(named.tensor): named.name for named in self._tensors}
-        try:
-            self._check_values()
-            found = model_state.differences(self._tensors, reader.manifest)
+        tensors = model_state.named_tensors(training.model)
+        self._names = {id(named.tensor): named.name for named in tensors}
+        with decoded(reader):
+            self._saved = SavedState(reader, tensors, {name: [helper] for name, helper in training.helpers.items()})
+            found = model_state.differences(tensors, reader.manifest)
             loading.expect_none(reader, [*found, *self._other_differences()])
             self._check_optimizer()
-            self._random = self._own_randomness()
-            self._buffers = self._own_buffers()
-        except (BadValue, BadRandomness) as error:
-            raise CheckpointError(f"{reader.path}: {error}", file=reader.path) from error
+            self._saved.choose(rank=training.rank, replica=training.rank)
         reader.check(("model", "optimizer", "training"))
-
-    def _check_values(self) -> None:
-        """Everything that is to be decoded can be."""
-        if self._content.get("optimizer") is not None:
-            optimizer_state.check(self._content["optimizer"], lambda name: self._stand_in("optimizer", name))
-        for name in self._training.helpers:
-            helper_state.check(self._content.get(name), name, self._training_stand_in)
-        for name in ("ranks", "buffers"):
-            if not isinstance(self._content.get(name), list) or not self._content[name]:
-                raise BadValue(f"{name} is no list of what each rank had")
 
     def _check_optimizer(self) -> None:
         if self._training.optimizer is not None:
             described = partial(self._reader.described, "optimizer")
-            optimizer_values.check(self._training.optimizer, self._names, self._content["optimizer"], described)
-
-    def _stand_in(self, section: str, name: str) -> Tensor:
-        self._reader.manifest.tensors[section][name]  # KeyError where there is none
-        return torch.empty(0, device="cpu")
-
-    def _training_stand_in(self, name: str) -> Tensor:
-        return self._stand_in("training", name)
+            saved = self._saved.content["optimizer"]
+            optimizer_values.check(self._training.optimizer, self._names, saved, described)
 
     def _other_differences(self) -> list[str]:
         lines = []
-        optimizer, saved = self._training.optimizer, self._content.get("optimizer")
+        optimizer, saved = self._training.optimizer, self._saved.content.get("optimizer")
         if (optimizer is None) != (saved is None):
             lines.append(
                 f"there was {'no' if saved is None else 'an'} optimizer, and there is {_article(optimizer)} now"
             )
         elif optimizer is not None:
             lines += optimizer_state.differences(optimizer, self._names, saved)
-        for name, helper in self._training.helpers.items():
-            lines += helper_state.differences(helper, name, self._content.get(name))
-        if self._content.get("versions"):
+        lines += self._saved.helper_differences()
+        if self._saved.content.get("versions"):
             lines.append(
                 "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
                 "hydra_ext.load_model takes alone)"
             )
         return lines
 
-    def _own_randomness(self) -> Randomness | None:
-        ranks = self._content["ranks"]
-        return Randomness.of(ranks[self._training.rank]) if self._training.rank < len(ranks) else None
-
-    def _own_buffers(self) -> list[tuple[Named, str]]:
-        """Those of this rank that differ from rank 0's, and the tensors' names in the checkpoint."""
-        buffers = self._content["buffers"]
-        found = buffers[self._training.rank] if self._training.rank < len(buffers) else {}
-        known = {named.name: named for named in self._tensors}
-        own = []
-        for name, reference in found.items() if isinstance(found, dict) else ():
-            stored = reference.get("name") if isinstance(reference, dict) else None
-            record = self._reader.manifest.tensors.get("training", {}).get(stored or "")
-            if name not in known or record is None or record.span.shape != tuple(known[name].tensor.shape):
-                raise BadValue(f"rank {self._training.rank} has a buffer {name!r:.200} that the model has not")
-            own.append((known[name], str(stored)))
-        return own
-
     def put(self) -> None:
-        """Weights before the optimizer, whose state adds to them; random states last.
-
+        """
         Raises:
             CheckpointError: a file has changed since it was looked at; the training is partly loaded.
         """
-        reader, training = self._reader, self._training
-        with loading.half_done():
-            for name, helper in training.helpers.items():
-                helper_state.restore(helper, self._content.get(name), lambda tensor: reader.read("training", tensor))
-            with _moving_on(training) as put:
-                loading.put_model(reader, self._tensors, put=put)
-            for named, stored in self._buffers:
-                model_state.put(named.tensor, reader.read("training", stored))
-            if training.optimizer is not None:
-                with _moving_on(training) as put:
-                    optimizer_state.restore(
-                        training.optimizer,
-                        self._names,
-                        self._content["optimizer"],
-                        lambda tensor: reader.read("optimizer", tensor),
-                        put=put,
-                    )
-        for parameter in training.model.parameters():
-            parameter.grad = None
-        self._put_randomness()
+        training = self._training
+        with _moving_on(training) as put:
+            parameters = training.model.parameters()
+            self._saved.put(lambda: self._put_optimizer(put), parameters, training.device, put=put)
 
-    def _put_randomness(self) -> None:
-        if self._random is None:
-            logger.warning(
-                "%s has no random states of rank %d, as fewer ranks were there: it keeps its own",
-                self._reader.path,
-                self._training.rank,
-            )
-        elif not self._random.restore(self._training.device):
-            logger.warning("%s has no random state of a GPU: that of this one stays", self._reader.path)
+    def _put_optimizer(self, put: Callable[[Tensor], None]) -> None:
+        optimizer, reader = self._training.optimizer, self._reader
+        if optimizer is not None:
+            saved = self._saved.content["optimizer"]
+            optimizer_state.restore(optimizer, self._names, saved, lambda name: reader.read("optimizer", name), put=put)
 
 
 @contextmanager

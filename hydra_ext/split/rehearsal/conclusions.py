@@ -29,12 +29,12 @@ def concluded(
     return Rehearsal(
         events=events,
         calls=tuple(recorder.calls),
-        values=dict(recorder.values),
+        values=dict(recorder.values.known),
         boundaries=tuple(boundaries),
-        everywhere=_names(recorder.everywhere, "parameter"),
+        everywhere=_names(recorder.everywhere.roots, "parameter"),
         blocks=tuple(blocks),
         signature=signature,
-        rewritten=_names(recorder.rewritten, "buffer") | _names(recorder.rewritten, "parameter"),
+        rewritten=_names(recorder.everywhere.writes, "buffer") | _names(recorder.everywhere.writes, "parameter"),
         lasting=lasting,
         training=training,
     )
@@ -65,15 +65,15 @@ def _names(roots: set[Root], kind: str) -> frozenset[str]:
 def _boundary(recorder: Recorder, events: Sequence[Event], number: int) -> Boundary:
     step = events[number].step
     live = sorted(
-        (value for value in recorder.values.values() if value.made < step <= _needed_until(value, step)),
+        (value for value in recorder.values.known.values() if value.made < step <= _needed_until(value, step)),
         key=lambda value: (value.made, value.key),
     )
-    copied = frozenset(value.key for value in live if recorder.note_of[value.key].foreign)
-    reasons = [refusal.reason for refusal in recorder.refusals if refusal.holds_at(step)]
+    copied = frozenset(value.key for value in live if recorder.values.note_of[value.key].foreign)
+    reasons = [refusal.reason for refusal in recorder.cuts.refusals if refusal.holds_at(step)]
     reasons += _torn_graphs(live)
     reasons += _torn_memory(recorder, live, step)
     reasons += _torn_frames(recorder, step)
-    reasons += _torn_state(events, number, _names(recorder.everywhere, "buffer"))
+    reasons += _torn_state(events, number, _names(recorder.everywhere.roots, "buffer"))
     return Boundary(tuple(value.key for value in live), copied, tuple(reasons))
 
 
@@ -82,7 +82,7 @@ def _needed_until(value: Value, step: int) -> int:
 
 
 def _written_from(recorder: Recorder, key: Key, step: int) -> bool:
-    return any(written >= step for written in recorder.note_of[key].writes)
+    return any(written >= step for written in recorder.values.note_of[key].writes)
 
 
 def _torn_graphs(live: Sequence[Value]) -> list[str]:
@@ -98,18 +98,19 @@ def _torn_graphs(live: Sequence[Value]) -> list[str]:
 
 def _torn_memory(recorder: Recorder, live: Sequence[Value], step: int) -> list[str]:
     """Values that are views of one memory arrive as tensors of their own; so nothing may be written to it then."""
+    note_of = recorder.values.note_of
     sharing: dict[int, list[Value]] = defaultdict(list)
     for value in live:
-        sharing[id(recorder.note_of[value.key])].append(value)
+        sharing[id(note_of[value.key])].append(value)
     return [
         f"{' and '.join(str(value.key) for value in values)} lie in one memory, which is written to after the cut"
         for values in sharing.values()
-        if (len(values) > 1 or recorder.note_of[values[0].key].foreign) and _written_from(recorder, values[0].key, step)
+        if (len(values) > 1 or note_of[values[0].key].foreign) and _written_from(recorder, values[0].key, step)
     ]
 
 
 def _torn_frames(recorder: Recorder, step: int) -> list[str]:
-    if any(min(steps) < step <= max(steps) for steps in recorder.frames.values()):
+    if any(min(steps) < step <= max(steps) for steps in recorder.cuts.frames.values()):
         return ["it lies inside one checkpoint, which runs again as a whole: use a checkpoint for each block"]
     return []
 

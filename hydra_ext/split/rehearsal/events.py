@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from hydra_ext.split.rehearsal.notes import Note
+from hydra_ext.split.rehearsal.operations import VALUE_OPERATIONS, Operation
 from hydra_ext.split.rehearsal.record import (
     PLAIN,
     Argument,
@@ -26,7 +28,7 @@ from hydra_ext.split.rehearsal.record import (
 from hydra_ext.split.rehearsal.recorder import Recorder
 from hydra_ext.split.rehearsal.usage import Running, Usage
 from hydra_ext.split.stages.randomness import EventRandomness
-from hydra_ext.split.stages.tensors import Arrival, tensors_of
+from hydra_ext.split.stages.tensors import Arrival, storage_key, tensors_of
 
 
 @dataclass
@@ -49,6 +51,8 @@ class EventRecorder:
 
     def __init__(self, recorder: Recorder, randomness: EventRandomness) -> None:
         self._recorder = recorder
+        self._notes = recorder.notes
+        self._values = recorder.values
         self._randomness = randomness
         self.events: list[EventDraft] = []
 
@@ -57,7 +61,7 @@ class EventRecorder:
         """The block's forward runs inside and puts what it returns into ``output``, which is changed at the end."""
         recorder = self._recorder
         arguments = tensors_of((args, kwargs))
-        event = EventDraft(len(self.events), name, recorder.next_step(), len(recorder.calls))
+        event = EventDraft(len(self.events), name, recorder.cuts.next_step(), len(recorder.calls))
         self.events.append(event)
         recorder.usages.append(Usage())
         recorder.event_steps.append(event.step)
@@ -71,8 +75,8 @@ class EventRecorder:
         finally:
             hook.remove()
             self._randomness.leave(event.index)
-        recorder.note_written_graphs()
-        event.written = recorder.note_first_writes(running)
+        recorder.values.note_written_graphs()
+        event.written = self._first_writes(running)
         self._note_attributes(event, block, numbers)
         event.output = self._note_output(event, running)
         for note in recorder.notes.contents():
@@ -80,6 +84,49 @@ class EventRecorder:
                 note.event, note.tainted = None, True
         recorder.notes.purge()
         recorder.running = None
+
+    def after(self, event: Running, operation: Operation, results: list[Tensor]) -> None:
+        """An operation of this event has run."""
+        usage = self._recorder.usages[event.index]
+        event.reads_values |= operation.name in VALUE_OPERATIONS
+        given = {storage_key(tensor) for tensor in operation.tensors}
+        for tensor in operation.reads:
+            note = self._notes.get(tensor)
+            if note is None or note.event == event.index:
+                continue
+            usage.roots |= note.roots
+            if note.tainted or note.values or note.event is not None:
+                self._read_in_event(event, tensor, note)
+        for tensor in operation.writes:
+            note = self._notes.get(tensor) or self._notes.put(tensor, Note(event=event.index, foreign=True))
+            if note.event == event.index:
+                continue
+            self._recorder.note_write(note)
+            usage.writes |= note.state
+            if not note.tainted and not note.state:
+                event.written.append(storage_key(tensor))
+        for tensor in results:
+            if self._notes.get(tensor) is None and storage_key(tensor) not in given:
+                self._notes.put(tensor, Note(event=event.index, made=self._recorder.cuts.step))
+
+    def _read_in_event(self, event: Running, tensor: Tensor, note: Note) -> None:
+        if not self._recorder.is_known(tensor, note):
+            return
+        arguments = [
+            t for t in event.arguments if storage_key(t) == storage_key(tensor) and self._values.key_of(t) is not None
+        ]
+        for read in arguments or [tensor]:
+            self._values.use(read)
+
+    def _first_writes(self, event: Running) -> tuple[tuple[int, Key], ...]:
+        """Memory that depends on events since the event which ends now has written to it."""
+        found = self._values.make_written(Key("event", event.index, "argument"), event.arguments, set(event.written))
+        known = {storage_key(event.arguments[position]) for position, _ in found}
+        for memory in set(event.written) - known:
+            note = self._notes.at(memory)
+            if note is not None:
+                note.event = event.index  # what is read there cannot be followed
+        return found
 
     def _refuse_backward_hooks(self, event: EventDraft, block: nn.Module) -> None:
         """They are calls round the block, from before its forward, which a stage that skips it would make otherwise."""
@@ -109,10 +156,10 @@ class EventRecorder:
     def _value(self, event: EventDraft, place: str, leaf: Any) -> Leaf:
         if not isinstance(leaf, Tensor):
             return Constant(leaf)
-        known = self._recorder.key_of(leaf)
+        known = self._values.key_of(leaf)
         if known is not None:
             return Made(known)
-        return Made(self._recorder.make_value(Key("event", event.index, place), leaf))
+        return Made(self._values.make(Key("event", event.index, place), leaf))
 
     def _note_attributes(self, event: EventDraft, block: nn.Module, numbers: dict[tuple[str, str], float]) -> None:
         """Tensors set on modules can be set again where the event is skipped; numbers cannot be told from constants."""
@@ -158,7 +205,7 @@ class EventRecorder:
                 if leaf.grad_fn is not None and isinstance(last, Made):
                     if id(leaf) not in kept:
                         kept[id(leaf)] = Arrival([leaf], [True]).tensors[0]
-                        recorder.same_value(kept[id(leaf)], last.key)
+                        recorder.values.note_same(kept[id(leaf)], last.key)
                     leaves[i] = kept[id(leaf)]
         event.structure = Structure(tuple(found), tree)
         return tree_unflatten(leaves, tree) if kept else event.output

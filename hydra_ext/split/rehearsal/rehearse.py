@@ -18,6 +18,7 @@ from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.split.blocks import blocks_call, find_blocks
 from hydra_ext.split.rehearsal.conclusions import concluded
 from hydra_ext.split.rehearsal.events import EventDraft, EventRecorder
+from hydra_ext.split.rehearsal.glue import GlueRecorder
 from hydra_ext.split.rehearsal.glue_mode import GlueMode
 from hydra_ext.split.rehearsal.notes import Note
 from hydra_ext.split.rehearsal.operations import Operation, call_name
@@ -116,7 +117,7 @@ def _run(
     for name, buffer in (*model.named_buffers(), *attribute_tensors(model)):
         recorder.note_root(buffer, ("buffer", name))
     microbatch = own_copy(microbatch, lambda tensor, name: recorder.note_root(tensor, ("input", name)))
-    events = EventRecorder(recorder, randomness)
+    events, glue = EventRecorder(recorder, randomness), GlueRecorder(recorder)
     buffers = ReplacedBuffers(recorder, model)
 
     def call(
@@ -142,11 +143,11 @@ def _run(
         return output
 
     randomness.begin()
-    with blocks_call(blocks, call), _Operations(recorder), _Calls(recorder) as calls:
+    with blocks_call(blocks, call), _Operations(recorder, events, glue), _Calls(recorder, glue) as calls:
         result = fn(microbatch)
     if not events.events:
         raise SplitError("fn called no block of the model: it must call the model that was given, or parts of it")
-    recorder.finish(result)
+    glue.finish(result)
     buffers.end_glue()
     buffers.refuse_carried()
     state.end_glue()
@@ -154,9 +155,11 @@ def _run(
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, events: EventRecorder, glue: GlueRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
+        self._events = events
+        self._glue = glue
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
@@ -169,15 +172,21 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = Operation.of(func, args, kwargs)
         self._recorder.before(operation)
         result = func(*args, **kwargs)
-        if not self._recorder.placing:
-            self._recorder.after(operation, tensors_of(result))
+        running = self._recorder.running
+        if self._recorder.placing:
+            return result
+        if running is not None:
+            self._events.after(running, operation, tensors_of(result))
+        else:
+            self._glue.after(operation, tensors_of(result))
         return result
 
 
 class _Calls(GlueMode):
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, glue: GlueRecorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._glue = glue
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in PLACING:
@@ -186,4 +195,4 @@ class _Calls(GlueMode):
         name = call_name(func)
         if name is None or self._recorder.running is not None:
             return func(*args, **(kwargs or {}))
-        return self._recorder.glue(name, func, args, kwargs or {})
+        return self._glue.call(name, func, args, kwargs or {})

@@ -33,7 +33,7 @@ class ReplacedBuffers:
         if not recorder.usages:
             return  # before the first event every stage comes here
         for name, tensor in self._changed():
-            if tensor is not None and recorder.depends_on_events(tensor):
+            if tensor is not None and recorder.values.depends_on_events(tensor):
                 recorder.usages[-1].writes.add(("buffer", name))
                 continue
             recorder.usages[-1].sets.add(("buffer", name))
@@ -62,7 +62,7 @@ class ReplacedBuffers:
         """No cut between what reads a buffer and the later glue that sets it for the next microbatch."""
         recorder = self._recorder
         for name, setter in self._set.items():
-            readers = [-1] if ("buffer", name) in recorder.everywhere else []
+            readers = [-1] if ("buffer", name) in recorder.everywhere.roots else []
             readers += [reader for reader, usage in enumerate(recorder.usages) if ("buffer", name) in usage.roots]
             first = min(readers, default=setter)
             if first < setter:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from hydra_ext.split.rehearsal.notes import Root
+from hydra_ext.split.rehearsal.operations import checkpoint_frame
 
 MADE_ONCE = (
     "what is made once and kept (a mask, a table of positions) has to be there before: make it in __init__, or run a "
@@ -75,3 +76,30 @@ class Refusal:
 
     def holds_at(self, step: int) -> bool:
         return self.after < step and (self.until is None or step <= self.until)
+
+
+class Cuts:
+    """Where in the forward there can be no cut.
+
+    Attributes:
+        step: of the forward so far.
+        refusals: all that were made.
+        frames: of checkpoints: the steps inside each.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.refusals: list[Refusal] = []
+        self.frames: dict[int, list[int]] = {}
+
+    def next_step(self) -> int:
+        self.step += 1
+        frame = checkpoint_frame()
+        if frame is not None:
+            self.frames.setdefault(frame, []).append(self.step)
+        return self.step
+
+    def refuse(self, reason: str, *, after: int | None = None, until: int | None = None) -> None:
+        refusal = Refusal(reason, self.step if after is None else after, until)
+        if refusal not in self.refusals:
+            self.refusals.append(refusal)

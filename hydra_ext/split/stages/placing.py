@@ -28,9 +28,9 @@ def placed_in_rehearsal(recorder: Recorder, function: Callable[..., Any], args: 
         for host, moved in zip(tensors_of(args[0]), tensors_of(result), strict=True):
             if moved is not host:
                 recorder.notes.put(moved, recorder.notes.get(host) or recorder.notes.put(host, Note(foreign=True)))
-                key = recorder.key_of(host)
+                key = recorder.values.key_of(host)
                 if key is not None:
-                    recorder.same_value(moved, key)
+                    recorder.values.note_same(moved, key)
     return result
 
 

@@ -25,6 +25,7 @@ from hydra_ext.split.stages.randomness import EventRandomness
 from hydra_ext.split.stages.run import OtherWay, StageDone, StageRun
 from hydra_ext.split.stages.stand_ins import device_of, is_absent
 from hydra_ext.split.stages.tensors import Arrival, StandIns, named_tensors, own_copy
+from hydra_ext.split.stages.values import StageValues
 from hydra_ext.split.stages.watch import StandInWatch
 from hydra_ext.split.state.generators import GeneratorStates
 from hydra_ext.state.copies import sharing
@@ -167,7 +168,8 @@ class SplitStage:
         divisor: int,
     ) -> SplitPass:
         arrival, arrived = self._arrive(rehearsal, arriving)
-        run = StageRun(rehearsal, self._lo, self._hi, arrived, self._stand_ins, randomness, watch, self.own_begins)
+        values = StageValues(rehearsal, self._hi, arrived, self._stand_ins, watch)
+        run = StageRun(rehearsal, self._lo, self._hi, values, randomness, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
         passed.generators = GeneratorStates(rehearsal.lasting.generators)
         if self.shares_microbatch:
@@ -199,9 +201,9 @@ class SplitStage:
                     "use checkpoint(..., use_reentrant=False)"
                 )
         if self._is_last:
-            passed.end(output, divisor, run.watch)
+            passed.end(output, divisor, values.watch)
         else:
-            passed.leave(run.captured, self._hi)
+            passed.leave(values.captured, self._hi)
         return passed
 
     @property

@@ -35,8 +35,8 @@ def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tens
         note = recorder.notes.get(tensor)
         if before.get(name) is tensor or note is None:
             continue
-        key = recorder.key_of(tensor)
-        step = recorder.values[key].made if key is not None else note.made
+        key = recorder.values.key_of(tensor)
+        step = recorder.values.known[key].made if key is not None else note.made
         if step >= recorder.event_steps[0]:
             left["buffer", name] = {_event_at(recorder, step)}
     return left
@@ -86,7 +86,7 @@ def refuse_carried(
             f"{root[1]} is carried from one microbatch to the next, and left there by another stage than reads it; "
             + MADE_ONCE
         )
-        if root in again.everywhere:
+        if root in again.everywhere.roots:
             recorder.refuse(reason, after=0)
         for reader, usage in enumerate(again.usages):
             for writer in writers:

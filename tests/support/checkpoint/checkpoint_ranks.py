@@ -67,21 +67,21 @@ def failures(rank: int, folder: Path) -> list[str]:
     with offloaded(made) as run:
         made.steps(1)
         heard.append(said(lambda: run.load(folder / "none", schedule=made.schedule)))
-        run._files = FailingFiles(30, errno.EIO)
+        run._checkpoint.files = FailingFiles(30, errno.EIO)
         heard.append(said(lambda: run.save(folder, schedule=made.schedule)))
-        run._files = FailingFiles(10**9, errno.EIO)
+        run._checkpoint.files = FailingFiles(10**9, errno.EIO)
         heard.append(said(lambda: run.save(folder, schedule=made.schedule, extra=None if rank == 0 else {1})))
         if rank == 1:
             next(made.model.head.parameters()).grad = made.model.head.weight.detach().clone()
-            run._gradients_used = False
+            run._checkpoint.gradients_used = False
         heard.append(said(lambda: run.save(folder, schedule=made.schedule)))
         made.optimizer.zero_grad()
         heard.append(said(lambda: run.save(folder, schedule=made.schedule)))
         heard.append(said(lambda: run.load(folder, schedule=made.schedule if rank == 0 else None)))
         if rank == 1:
-            run._files = FailingFiles(20, errno.EIO)
+            run._checkpoint.files = FailingFiles(20, errno.EIO)
         heard.append(said(lambda: run.load(folder, schedule=made.schedule)))
-        run._files = FailingFiles(10**9, errno.EIO)
+        run._checkpoint.files = FailingFiles(10**9, errno.EIO)
         heard.append(said(lambda: run.load(folder, schedule=made.schedule)))
         made.steps(1)
     return heard

@@ -100,7 +100,7 @@ def train(folder: Path, tier: str, last: int | None) -> tuple[str, int, set[str]
     moments = Moments(last)
     made: Made = JOB.make(0)
     with _offloaded(made, tier, folder) as run:
-        run._files = MomentousFiles(moments)
+        run._checkpoint.files = MomentousFiles(moments)
         run.load(folder, schedule=made.schedule)
         for module in made.model.modules():
             module.register_forward_hook(moments)

@@ -80,12 +80,12 @@ def rotated_loads(rank: int, folder: Path, stride: int) -> list[list[Any]]:
         for strict, interrupted in itertools.product((True, False), (0, 1)):
             for n in itertools.count(1, stride):
                 work = partial(rotate, checkpoints, spares)
-                pipe._files = files = InterruptedFiles(n if rank == interrupted else NEVER, work)
-                pipe._together.do("to be here", lambda: None)
+                pipe._checkpoint.files = files = InterruptedFiles(n if rank == interrupted else NEVER, work)
+                pipe._checkpoint.together.do("to be here", lambda: None)
                 loaded = pipe.load(checkpoints, strict=strict)
                 whole = loaded is not None and all(map(torch.equal, own(pipe), states[loaded.extra]))
                 heard.append([interrupted, n, loaded is not None and whole and loaded.path.name])
-                if not any(pipe._together.do("to go on", lambda files=files: files.interrupted)):
+                if not any(pipe._checkpoint.together.do("to go on", lambda files=files: files.interrupted)):
                     break
     return heard
 
@@ -104,7 +104,7 @@ def _save_until_told(folder: Path, told: Connection) -> None:
     """Steps stay 0: two names are used by turns."""
     model = numbered(0)
     with hydra_ext.offload(model, budget=2**20) as run:
-        run._files = _Unsynced()
+        run._checkpoint.files = _Unsynced()
         number = 0
         while number < 2 or not told.poll():
             with torch.no_grad():

@@ -64,13 +64,13 @@ def hold(rank: int, stages: int, schedule: str, ahead: int, microbatches: int, r
     )
     engine = pipe._engine
     assert engine is not None
-    assert engine.tier is not None
-    (stage,) = engine.stages
+    assert engine.assembly.tier is not None
+    (stage,) = engine.assembly.stages
     outboxes = [outbox for outbox in (stage.outbox, stage.gradient_outbox) if outbox is not None]
     if isinstance(stage.program, RecomputedStage):
-        inner = stage.program._program = Measured(stage.program._program, engine.tier, outboxes)
+        inner = stage.program._program = Measured(stage.program._program, engine.assembly.tier, outboxes)
     else:
-        inner = stage.program = Measured(stage.program, engine.tier, outboxes)
+        inner = stage.program = Measured(stage.program, engine.assembly.tier, outboxes)
     data = [torch.randn(ROWS, WIDTH) for _ in range(microbatches)]
     for _ in range(5):
         pipe.step(data, lambda output, microbatch: output.square().mean())

@@ -50,13 +50,13 @@ def failing_saves(rank: int, folder: Path, stride: int) -> dict[str, Any]:
         pipe.save(folder)
         step(pipe, 1)
         count = FailingFiles(10**9, errno.EIO)
-        pipe._files = count
+        pipe._checkpoint.files = count
         pipe.save(folder)
-        for failing, operations in enumerate(pipe._together.do("to count", lambda: len(count.done))):
+        for failing, operations in enumerate(pipe._checkpoint.together.do("to count", lambda: len(count.done))):
             for n in range(1, operations + 1, stride):
-                pipe._files = FailingFiles(n, errno.ENOSPC) if rank == failing else CountingFiles()
+                pipe._checkpoint.files = FailingFiles(n, errno.ENOSPC) if rank == failing else CountingFiles()
                 heard.append([failing, n, said(lambda: pipe.save(folder))])
-        pipe._files = Files()
+        pipe._checkpoint.files = Files()
         losses = step(pipe, 2)
         pipe.save(folder)
     return {"heard": heard, "losses": losses}
@@ -82,7 +82,7 @@ def killed_in_a_save(rank: int, victim: int, n: int, folder: Path) -> None:
             pipe.save(folder / "ckpt")
             step(pipe, 1)
             if rank == victim:
-                pipe._files = KillingFiles(n)
+                pipe._checkpoint.files = KillingFiles(n)
             pipe.save(folder / "ckpt")
 
     leave_record(rank, folder, body)
@@ -153,10 +153,10 @@ def refused_loads(rank: int, folder: Path, forged: list[Path]) -> list[list[Any]
 
 
 def _flip_together(rank: int, pipe: Pipeline, checkpoint: Path, file: str, place: int) -> None:
-    pipe._together.do("to be here", lambda: None)
+    pipe._checkpoint.together.do("to be here", lambda: None)
     if rank == 0:
         flip(checkpoint, file, place)
-    pipe._together.do("to flip a bit", lambda: None)
+    pipe._checkpoint.together.do("to flip a bit", lambda: None)
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------

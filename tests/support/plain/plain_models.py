@@ -176,7 +176,7 @@ def train(rank: int, case: Case) -> Rank:
             losses = [torch.stack(output.losses) for output in outputs]
             device = pipe.report().device
     names = {parameter: name for name, parameter in model.named_parameters()}
-    program = pipe._engine.parts.own[0].program
+    program = pipe._engine.assembly.parts.own[0].program
     own = tuple(f"{name}." for name in program.events)
     gc.collect()
     weights = {names[parameter]: parameter.detach().clone() for parameter in held}

@@ -170,7 +170,7 @@ def _apply(change: Change, model: nn.Module, pipe: Pipeline) -> None:
         model.way = change.way  # type: ignore[assignment]
         return
     dropped = int(change.way.split()[1])
-    for part in pipe._engine.parts.own:
+    for part in pipe._engine.assembly.parts.own:
         known: dict[Any, dict[str, Rehearsal]] = part.program._rehearsals
         for signature, rehearsals in known.items():
             changed = [_without(rehearsal, dropped) for rehearsal in rehearsals.values()]

@@ -59,9 +59,9 @@ def follow_blocks(rank: int, job: Job) -> list[dict[str, int]]:
     def reach(_averaging: Averaging, reached: int = AT_THE_END) -> None:
         turns[0] = reached
 
-    def issue(averaging: Averaging, under_way: Any) -> None:
-        block, from_device = under_way.block, all(share.from_device for share in under_way.shares)
-        issued[block] = (averaging._finished[block] + 1, turns[0], from_device)
+    def issue(averaging: Averaging, block: int, shares: list[Any]) -> None:
+        from_device = all(share.from_device for share in shares)
+        issued[block] = (averaging._order._last_turns[block] + 1, turns[0], from_device)
 
     def deliver(_averaging: Averaging, block: int, _share: Any) -> None:
         delivered[block] = turns[0]

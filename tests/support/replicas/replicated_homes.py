@@ -23,9 +23,9 @@ def leave_after(moment: str) -> Any:
     """After this method of Averaging has dealt with a block that is at home, it is on the host."""
     plain = getattr(Averaging, moment)
 
-    def call(self: Averaging, given: Any) -> Any:
-        result = plain(self, given)
-        self._core.bring_home(given if isinstance(given, int) else given.block)
+    def call(self: Averaging, block: int, *shares: Any) -> Any:
+        result = plain(self, block, *shares)
+        self._core.bring_home(block)
         return result
 
     return mock.patch.object(Averaging, moment, call)

@@ -119,7 +119,7 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> list[dict[str, Any
         with Pipeline(model, sgd, schedule=schedule, microbatches=2, cuts=["layers.2"], seed=5) as pipe:
             for batches in data():
                 losses.append(torch.stack(pipe.step(batches, lambda b: text_loss(model, b)).losses))  # noqa: B023
-            held = {n for part in pipe._engine.parts.own for n, _ in part.parameters}
+            held = {n for part in pipe._engine.assembly.parts.own for n, _ in part.parameters}
             pipe.drain()
             gc.collect()  # a module and what refers back to it go with the next collection, whenever that is
             undead = [n for n, reference in memory.items() if n not in held and not reference.expired()]

@@ -268,7 +268,7 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
                     set_back(model)
                 losses.append(torch.stack(pipe.step(batches, lambda b: text_loss(model, b)).losses))  # noqa: B023
             buffers = {name: t.clone() for name, t in pipe.state_dict().items() if "calls" in name}
-            blocks = [block for stage in pipe._engine.parts.own for block in stage.program.events]
+            blocks = [block for stage in pipe._engine.assembly.parts.own for block in stage.program.events]
         results.append(
             {"losses": torch.stack(losses), "shown": remembered(model), "buffers": buffers, "blocks": blocks}
         )

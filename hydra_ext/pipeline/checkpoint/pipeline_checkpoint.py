@@ -1,0 +1,53 @@
+"""Saving a pipeline, and going on from what was saved.
+
+The modules that do it are imported by the first call, which keeps ``import hydra_ext`` fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra_ext.checkpoint.format.files import Files
+from hydra_ext.pipeline.engine import Engine
+from hydra_ext.pipeline.ranks.together import Together
+
+if TYPE_CHECKING:
+    from hydra_ext.checkpoint.helper_state import Stateful
+    from hydra_ext.checkpoint.loading import Loaded
+
+
+class PipelineCheckpoint:
+    """The part of a pipeline that saves and loads; what the calls mean stands at :class:`hydra_ext.Pipeline`'s own.
+
+    Attributes:
+        together: what all ranks do at once.
+        files: all that is done to files goes through it.
+    """
+
+    def __init__(self, together: Together) -> None:
+        self.files = Files()
+        self.together = together
+
+    def save(
+        self, engine: Engine, path: Path, schedule: Stateful | Sequence[Stateful] | None, *, extra: Any, keep: int
+    ) -> Path:
+        from hydra_ext.pipeline.checkpoint.saving import Save, Wanted
+
+        wanted = Wanted(extra, _several(schedule), keep)
+        return Save(engine, self.together, path, wanted, self.files).run()
+
+    def load(
+        self, engine: Engine, path: Path, schedule: Stateful | Sequence[Stateful] | None, *, strict: bool
+    ) -> Loaded | None:
+        from hydra_ext.pipeline.checkpoint import resuming
+
+        schedules = _several(schedule)
+        return resuming.load(engine, self.together, path, strict=strict, schedules=schedules, files=self.files)
+
+
+def _several(schedule: Stateful | Sequence[Stateful] | None) -> Sequence[Stateful]:
+    if schedule is None:
+        return ()
+    return schedule if isinstance(schedule, Sequence) else (schedule,)
