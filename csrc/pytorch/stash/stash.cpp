@@ -131,7 +131,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
       to_be_placed = !resident;
     } else {
       saved->interval_->wishes.add(wishes);
-      if (saved->interval_->resident && !resident) {
+      if (saved->interval_->state == IntervalState::kResident && !resident) {
         books_->end_residence(saved->interval_);
         to_be_placed = true;
       }
@@ -169,21 +169,21 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   Departure departure;
   {
     const Lock lock(books_->mutex());
-    if (interval->begun_to_leave || interval->being_encoded || !interval->held) {
+    if (interval->state != IntervalState::kOnDevice) {
       return;
     }
-    interval->begun_to_leave = true;  // so that its form does not change any more
+    interval->advance(IntervalState::kOnDevice, IntervalState::kLeaving);
     departure = {interval->held, interval->held_begin, interval->bytes, buffer_bytes(*interval)};
   }
   try {
     send(interval, std::move(departure));
   } catch (const OutOfMemory&) {  // it stays where it is, which costs room, and nothing else
     const Lock lock(books_->mutex());
-    interval->stays = true;
+    interval->advance(IntervalState::kLeaving, IntervalState::kStranded);
     ++books_->statistics.stayed;
   } catch (...) {  // re-raised: nothing is to wait for it
     const Lock lock(books_->mutex());
-    interval->stays = true;
+    interval->advance(IntervalState::kLeaving, IntervalState::kStranded);
     throw;
   }
 }
@@ -219,8 +219,8 @@ void Stash::make_room(Bytes bytes, bool in_backward) {
         return;
       }
       leaving = oldest->leaving;
-      if (oldest->host) {
-        gone = books_->let_go(*oldest);
+      if (oldest->is_copied()) {
+        gone = books_->free_copied(*oldest);
       }
     }
     if (gone) {

@@ -47,8 +47,8 @@ std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
       if (storage && !arriving) {
         interval->waiting -= saved.taken_ ? 0 : 1;
         saved.taken_ = true;
-        if (interval->waiting == 0 && interval->host) {
-          gone = books_->let_go(*interval);  // the caller has it
+        if (interval->waiting == 0 && interval->is_copied()) {
+          gone = books_->free_copied(*interval);  // the caller has it
         }
         books_->note_asked_for(*interval);
         return {storage, interval->begin};
@@ -82,7 +82,13 @@ void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
       interval->arriving = nullptr;
       if (error) {
         interval->data = nullptr;
-        gone = books_->let_go(*interval);
+      }
+      if (interval->state == IntervalState::kReturning) {  // otherwise freed since
+        if (error) {
+          gone = books_->free_copied(*interval);
+        } else {
+          interval->advance(IntervalState::kReturning, IntervalState::kCopied);
+        }
       }
     }
   }
@@ -107,7 +113,7 @@ c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority)
     computed = backend_->record();
   }
   const Lock lock(books_->mutex());
-  if (interval->held) {
+  if (interval->state != IntervalState::kAway) {
     return interval->held;  // another thread was faster
   }
   Job job;
@@ -118,11 +124,13 @@ c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority)
     const Lock counting(books->mutex());
     books->statistics.to_device_bytes += bytes;
   };
+  TicketPtr arriving = backend_->to_device().submit(std::move(job));  // if it throws, nothing has changed
   if (!interval->coder) {
     books_->lend(interval, storage, lead);
   }
+  interval->advance(IntervalState::kAway, IntervalState::kReturning);
   books_->hold(interval, storage, lead);
-  interval->arriving = backend_->to_device().submit(std::move(job));
+  interval->arriving = std::move(arriving);
   books_->statistics.prefetched += priority == Priority::kPrefetch ? 1 : 0;
   return storage;
 }

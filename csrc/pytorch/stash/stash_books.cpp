@@ -1,6 +1,9 @@
 #include "csrc/pytorch/stash/stash_books.h"
 
 #include <algorithm>
+#include <string>
+
+#include "csrc/base/errors.h"
 
 namespace hydra {
 
@@ -8,9 +11,65 @@ namespace {
 
 constexpr Bytes kShareOfPass = 8;
 
+bool may_advance(IntervalState from, IntervalState to) noexcept {
+  using enum IntervalState;
+  switch (from) {
+    case kResident:
+    case kMaking:
+      return to == kOnDevice;
+    case kOnDevice:
+      return to == kEncoding || to == kLeaving;
+    case kEncoding:
+      return to == kMaking || to == kOnDevice;
+    case kLeaving:
+      return to == kCopied || to == kStranded;
+    case kCopied:
+      return to == kAway;
+    case kAway:
+      return to == kReturning;
+    case kReturning:
+      return to == kCopied || to == kAway;
+    case kStranded:
+      return false;
+  }
+  return false;
+}
+
 }  // namespace
 
+const char* name_of(IntervalState state) noexcept {
+  using enum IntervalState;
+  switch (state) {
+    case kResident:
+      return "kResident";
+    case kOnDevice:
+      return "kOnDevice";
+    case kEncoding:
+      return "kEncoding";
+    case kMaking:
+      return "kMaking";
+    case kLeaving:
+      return "kLeaving";
+    case kStranded:
+      return "kStranded";
+    case kCopied:
+      return "kCopied";
+    case kAway:
+      return "kAway";
+    case kReturning:
+      return "kReturning";
+  }
+  return "?";
+}
+
 StashedInterval::~StashedInterval() { books->forget(*this); }
+
+void StashedInterval::advance(IntervalState from, IntervalState to) {
+  HYDRA_EXPECT(state == from && may_advance(from, to), StateError,
+               std::string("internal error: a saved tensor in state ") + name_of(state) + " was to go from " +
+                   name_of(from) + " to " + name_of(to));
+  state = to;
+}
 
 StashedIntervalPtr StashBooks::find(const Lock& lock, const c10::Storage& storage, Bytes begin, Bytes end,
                                     VersionMark mark, const Wishes& wishes) const {
@@ -23,7 +82,7 @@ StashedIntervalPtr StashBooks::find(const Lock& lock, const c10::Storage& storag
     // The counter cannot be another one at the same address: the interval's tensors have theirs, as this one has.
     if (interval && interval->saved_at == mark && interval->begin <= begin &&
         end <= interval->begin + interval->raw_bytes && interval->storage == storage.unsafeGetStorageImpl() &&
-        interval->data == storage.data() && (!interval->sealed || interval->wishes.grant(wishes))) {
+        interval->data == storage.data() && (!interval->is_sealed() || interval->wishes.grant(wishes))) {
       return interval;
     }
   }
@@ -32,9 +91,9 @@ StashedIntervalPtr StashBooks::find(const Lock& lock, const c10::Storage& storag
 
 StashedIntervalPtr StashBooks::enter(const c10::Storage& storage, Bytes begin, Bytes bytes, Bytes lead,
                                      VersionMark mark, Wishes wishes, bool resident) {
-  auto interval = std::make_shared<StashedInterval>(shared_from_this(), numbered_++, bytes, lead, mark);
+  auto interval = std::make_shared<StashedInterval>(shared_from_this(), numbered_++, bytes, lead, mark,
+                                                    resident ? IntervalState::kResident : IntervalState::kOnDevice);
   interval->wishes = std::move(wishes);
-  interval->resident = resident;
   saved_[interval->number] = interval;
   ++statistics.intervals;
   statistics.saved_bytes += bytes;
@@ -61,7 +120,7 @@ void StashBooks::plan(StashedInterval& interval) {
 
 void StashBooks::end_residence(const StashedIntervalPtr& interval) {
   c10::Storage held = let_go(*interval);
-  interval->resident = false;
+  interval->advance(IntervalState::kResident, IntervalState::kOnDevice);
   plan(*interval);
   hold(interval, std::move(held), interval->held_begin);
 }
@@ -90,7 +149,7 @@ c10::Storage StashBooks::alive(const StashedInterval& interval) const {
 void StashBooks::hold(const StashedIntervalPtr& interval, c10::Storage storage, Bytes begin) {
   interval->held = std::move(storage);
   interval->held_begin = begin;
-  if (interval->resident) {
+  if (interval->state == IntervalState::kResident) {
     statistics.resident_bytes += interval->bytes;
   } else {
     held_[interval->number] = interval;
@@ -111,7 +170,7 @@ bool StashBooks::may_come_ahead(Bytes bytes) const noexcept {
 }
 
 void StashBooks::note_asked_for(StashedInterval& interval) noexcept {
-  if (interval.held && !interval.resident && !interval.asked_for) {
+  if (interval.held && interval.state != IntervalState::kResident && !interval.asked_for) {
     interval.asked_for = true;
     asked_for_bytes_ += interval.bytes;
   }
@@ -125,7 +184,7 @@ c10::Storage StashBooks::let_go(StashedInterval& interval) {
   if (!interval.held) {
     return {};
   }
-  if (interval.resident) {
+  if (interval.state == IntervalState::kResident) {
     statistics.resident_bytes -= interval.bytes;
   } else {
     held_.erase(interval.number);
@@ -133,6 +192,11 @@ c10::Storage StashBooks::let_go(StashedInterval& interval) {
     asked_for_bytes_ -= std::exchange(interval.asked_for, false) ? interval.bytes : 0;
   }
   return std::exchange(interval.held, c10::Storage());
+}
+
+c10::Storage StashBooks::free_copied(StashedInterval& interval) {
+  interval.advance(interval.state, IntervalState::kAway);  // legal for these alone
+  return let_go(interval);
 }
 
 c10::Storage StashBooks::become_stream(const StashedIntervalPtr& interval, CoderPtr coder, const c10::Storage& stream,
@@ -160,15 +224,17 @@ c10::Storage StashBooks::shorten(const StashedIntervalPtr& interval, const c10::
 StashedIntervalPtr StashBooks::oldest_held(const Lock& lock, bool in_backward) {
   for (const auto& [number, known] : held_) {
     StashedIntervalPtr interval = lock.look_at(known);
-    if (!interval || interval->being_encoded || interval->stays || (in_backward && interval->asked_for)) {
+    if (!interval || interval->state == IntervalState::kEncoding || interval->state == IntervalState::kStranded ||
+        (in_backward && interval->asked_for)) {
       continue;
     }
-    if (!interval->host && interval->leaving && interval->leaving->finished()) {
-      interval->stays = true;  // it has failed
+    if (interval->state != IntervalState::kLeaving) {
+      return interval;
+    }
+    if (interval->leaving && interval->leaving->finished()) {  // it has failed
+      interval->advance(IntervalState::kLeaving, IntervalState::kStranded);
       ++statistics.stayed;
-      continue;
-    }
-    if (interval->host || interval->leaving || !interval->begun_to_leave) {
+    } else if (interval->leaving) {
       return interval;
     }
   }
@@ -179,7 +245,7 @@ StashedIntervalPtr StashBooks::latest_away(const Lock& lock, std::int64_t number
   for (auto at = saved_.lower_bound(number); at != saved_.begin();) {
     --at;
     StashedIntervalPtr interval = lock.look_at(at->second);
-    if (interval && interval->host && !interval->held && interval->lent.use_count() == 0) {
+    if (interval && interval->state == IntervalState::kAway && interval->lent.use_count() == 0) {
       return interval;
     }
   }
@@ -194,8 +260,9 @@ void StashBooks::left(const StashedIntervalPtr& interval, ArenaRegionPtr host, B
     return;
   }
   interval->host = std::move(host);
+  interval->advance(IntervalState::kLeaving, IntervalState::kCopied);
   if (!has_room(0) || !budget_) {
-    gone = let_go(*interval);
+    gone = free_copied(*interval);
   }
 }
 
@@ -203,15 +270,16 @@ void StashBooks::forget(StashedInterval& interval) noexcept {
   c10::Storage gone;
   const Lock lock(mutex_);
   gone = let_go(interval);
-  const bool failed = interval.leaving && interval.leaving->finished() && !interval.host;
-  statistics.stayed += failed && !interval.stays ? 1 : 0;
+  using enum IntervalState;
+  const bool failed = interval.state == kLeaving && interval.leaving && interval.leaving->finished();
+  statistics.stayed += failed ? 1 : 0;
   saved_.erase(interval.number);
   Part& part = parts[interval.part];
   if (interval.coder) {
     part.encoded += interval.raw_bytes;
     part.streams += interval.bytes;
   } else {
-    (interval.begun_to_leave ? part.moved : part.stayed) += interval.raw_bytes;
+    (interval.state == kResident || interval.state == kOnDevice ? part.stayed : part.moved) += interval.raw_bytes;
   }
   if (!interval.coder && !interval.wishes.exact_for.empty()) {
     Exact& counted = exact[interval.wishes.exact_for];

@@ -30,6 +30,32 @@ namespace hydra {
 
 class StashBooks;
 
+/// Where an interval's bytes are, as far as the stash has them. Device memory of its form is held in all but kAway.
+///
+///   kResident  -> kOnDevice                      a tensor that shares it may leave after all
+///   kOnDevice  -> kEncoding, kLeaving
+///   kEncoding  -> kMaking, kOnDevice             as a stream, or as it was: it could not be encoded
+///   kMaking    -> kOnDevice
+///   kLeaving   -> kCopied, kStranded
+///   kCopied    -> kAway
+///   kAway      -> kReturning
+///   kReturning -> kCopied, kAway                 the bytes are there; or there was no room, or the copy failed
+///
+/// An interval may end in each but kEncoding, whose thread keeps it alive.
+enum class IntervalState : std::uint8_t {
+  kResident,   // on the device, where a policy wants it
+  kOnDevice,   // on the device; it may be encoded, unless it is a stream, and may leave
+  kEncoding,   // a thread encodes what is held
+  kMaking,     // a stream of which the device has not told the length yet
+  kLeaving,    // being copied to the host; the form does not change any more
+  kStranded,   // on the device to the end: there was no host memory, or the copy failed
+  kCopied,     // on the device and on the host
+  kAway,       // on the host alone
+  kReturning,  // on the host, and being copied into memory that is held; no compute has been made to wait for it yet
+};
+
+const char* name_of(IntervalState state) noexcept;
+
 struct StashStatistics {
   std::int64_t tensors = 0;    // saved
   std::int64_t kept = 0;       // of them handed back as they were
@@ -69,9 +95,22 @@ struct VersionMark {
 };
 
 struct StashedInterval {
-  StashedInterval(std::shared_ptr<StashBooks> owner, std::int64_t which, Bytes size, Bytes after, VersionMark mark)
-      : books(std::move(owner)), number(which), raw_bytes(size), lead(after), saved_at(mark), bytes(size) {}
+  StashedInterval(std::shared_ptr<StashBooks> owner, std::int64_t which, Bytes size, Bytes after, VersionMark mark,
+                  IntervalState initial)
+      : books(std::move(owner)),
+        number(which),
+        raw_bytes(size),
+        lead(after),
+        saved_at(mark),
+        state(initial),
+        bytes(size) {}
   ~StashedInterval();
+  /// Throws StateError if it is elsewhere, or may not go there.
+  void advance(IntervalState from, IntervalState to);
+  /// Tensors that share it from now on have to do with what the wishes were.
+  bool is_sealed() const noexcept { return state == IntervalState::kEncoding || coder != nullptr; }
+  /// Device memory that is held can be freed at once.
+  bool is_copied() const noexcept { return state == IntervalState::kCopied || state == IntervalState::kReturning; }
   StashedInterval(const StashedInterval&) = delete;
   StashedInterval& operator=(const StashedInterval&) = delete;
 
@@ -80,14 +119,12 @@ struct StashedInterval {
   const Bytes raw_bytes;
   const Bytes lead;  // of its first byte after a multiple of the device's alignment
   const VersionMark saved_at;
+  IntervalState state;
   std::int32_t part = -1;       // of the model
   bool leaves_at_once = false;  // what comes after it in this pass will need all the room, as far as is known
   bool encodes_at_once = false;
 
   Wishes wishes;
-  bool being_encoded = false;  // by a thread, which holds what it reads
-  bool sealed = false;         // those that save it from now on have to do with what the wishes were
-  bool resident = false;
   int waiting = 0;  // tensors that share it and were not asked for yet
 
   // The bytes themselves, where they are alive elsewhere.
@@ -99,7 +136,7 @@ struct StashedInterval {
 
   // Its form.
   CoderPtr coder;                       // of a stream
-  std::optional<Encoded> in_making;     // whose length is not known
+  std::optional<Encoded> in_making;     // in kMaking
   std::optional<c10::Stream> saved_on;  // on a GPU: what computed it, and has to encode it
   FencePtr made;                        // passed once it is
   Bytes bytes;
@@ -108,9 +145,8 @@ struct StashedInterval {
   ArenaRegionPtr host;   // once all bytes are there
   TicketPtr leaving;
   TicketPtr arriving;
-  bool begun_to_leave = false;
-  bool stays = false;
-  bool asked_for = false;  // by one of those that share it, since it has been held; others will want it next
+  bool asked_for =
+      false;  // in any state: by one of those that share it, since it has been held; others will want it next
 };
 
 using StashedIntervalPtr = std::shared_ptr<StashedInterval>;
@@ -175,7 +211,8 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
                            Wishes wishes, bool resident);
   /// Memory with its form.
   void hold(const StashedIntervalPtr& interval, c10::Storage storage, Bytes begin);
-  c10::Storage let_go(StashedInterval& interval);
+  /// One that the host has, too.
+  c10::Storage free_copied(StashedInterval& interval);
   void note_asked_for(StashedInterval& interval) noexcept;
   /// It is one that may leave after all.
   void end_residence(const StashedIntervalPtr& interval);
@@ -199,6 +236,7 @@ class StashBooks final : public std::enable_shared_from_this<StashBooks> {
   void forget(StashedInterval& interval) noexcept;
 
  private:
+  c10::Storage let_go(StashedInterval& interval);
   void plan(StashedInterval& interval);
   Bytes pass_bytes() const noexcept { return last_pass_ ? last_pass_->form_bytes : pass_.form_bytes; }
 

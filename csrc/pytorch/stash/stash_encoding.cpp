@@ -42,7 +42,7 @@ void Stash::decide() {
     bool leaves = false;
     {
       const Lock lock(books_->mutex());
-      leaves = interval->leaves_at_once && (is_made || !interval->in_making);
+      leaves = interval->leaves_at_once && (is_made || interval->state != IntervalState::kMaking);
     }
     if (leaves) {
       begin_leaving(interval);
@@ -57,7 +57,7 @@ std::pair<StashedIntervalPtr, bool> Stash::next_to_decide() {
   const Lock lock(books_->mutex());
   for (; !in_making_.empty(); in_making_.pop_front()) {
     StashedIntervalPtr oldest = lock.look_at(in_making_.front());
-    if (!oldest || !oldest->in_making) {
+    if (!oldest || oldest->state != IntervalState::kMaking) {
       continue;
     }
     if (!oldest->made->reached() && in_making_.size() <= kInMaking) {
@@ -86,7 +86,7 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
   DeviceBytes from;
   {
     const Lock lock(books_->mutex());
-    if (interval->sealed || interval->begun_to_leave || !interval->held || interval->resident) {
+    if (interval->state != IntervalState::kOnDevice || interval->coder) {
       return false;
     }
     coder = interval->wishes.coder(device_, interval->raw_bytes);
@@ -95,7 +95,7 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
     if (!coder || !can_encode(from)) {
       return false;
     }
-    interval->sealed = interval->being_encoded = true;
+    interval->advance(IntervalState::kOnDevice, IntervalState::kEncoding);
   }
   Encoded encoded;
   FencePtr made;
@@ -118,8 +118,8 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
   c10::Storage gone;
   const Lock lock(books_->mutex());
   const Bytes length = made ? encoded.stream.numel() : encoded.length();
-  interval->being_encoded = false;
   gone = books_->become_stream(interval, std::move(coder), encoded.stream.storage(), length);
+  interval->advance(IntervalState::kEncoding, made ? IntervalState::kMaking : IntervalState::kOnDevice);
   if (made) {
     interval->in_making = std::move(encoded);
     interval->made = std::move(made);
@@ -132,7 +132,7 @@ bool Stash::encode(const StashedIntervalPtr& interval) {
 
 void Stash::settle(const StashedIntervalPtr& interval, const char* refusal) {
   const Lock lock(books_->mutex());
-  interval->sealed = interval->being_encoded = false;
+  interval->advance(IntervalState::kEncoding, IntervalState::kOnDevice);
   interval->wishes.encodable = false;
   interval->wishes.exact_for = refusal;
 }
@@ -164,6 +164,7 @@ void Stash::finish(const StashedIntervalPtr& interval) {
   } catch (...) {                           // re-raised, once
     const Lock lock(books_->mutex());
     interval->in_making.reset();
+    interval->advance(IntervalState::kMaking, IntervalState::kOnDevice);
     throw;
   }
   c10::Storage gone;
@@ -172,6 +173,7 @@ void Stash::finish(const StashedIntervalPtr& interval) {
   interval->wishes.count(interval->raw_bytes, length);
   interval->in_making.reset();
   interval->made = nullptr;
+  interval->advance(IntervalState::kMaking, IntervalState::kOnDevice);
 }
 
 }  // namespace hydra
