@@ -75,12 +75,12 @@ void bind_stash(py::module_& module) {
       .def_readonly("saved_bytes", &StashPass::saved_bytes)
       .def_readonly("peak_bytes", &StashPass::peak_bytes);
   bind_treatments(module);
-  py::class_<StashBooks::Part>(module, "StashPart", "What became of what a part of a model saved, in bytes.")
-      .def_readonly("kept", &StashBooks::Part::kept)
-      .def_readonly("stayed", &StashBooks::Part::stayed)
-      .def_readonly("moved", &StashBooks::Part::moved)
-      .def_readonly("encoded", &StashBooks::Part::encoded)
-      .def_readonly("streams", &StashBooks::Part::streams);
+  py::class_<StashPart>(module, "StashPart", "What became of what a part of a model saved, in bytes.")
+      .def_readonly("kept", &StashPart::kept)
+      .def_readonly("stayed", &StashPart::stayed)
+      .def_readonly("moved", &StashPart::moved)
+      .def_readonly("encoded", &StashPart::encoded)
+      .def_readonly("streams", &StashPart::streams);
   py::class_<SavedTensor, SavedTensorPtr>(module, "SavedTensor", "What a stash hands to autograd.");
   py::class_<Stash, std::shared_ptr<Stash>>(module, "Stash", "Saved tensors, off the device until backward.")
       .def(py::init<std::shared_ptr<DeviceBackend>, std::shared_ptr<HostArena>, at::Device, std::optional<Bytes>>(),

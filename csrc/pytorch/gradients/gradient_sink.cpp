@@ -25,8 +25,89 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
+// ---- what is leaving ------------------------------------------------------------------------------------------------
+void LeavingGradients::add(TicketPtr ticket, HostParameter& parameter, bool first) {
+  const std::lock_guard lock(mutex_);
+  bytes_ += ticket->bytes();
+  leaving_.push_back({std::move(ticket), &parameter, first});
+}
+
+void LeavingGradients::count(Bytes bytes, bool synchronous) {
+  const std::lock_guard lock(mutex_);
+  statistics_.bytes += bytes;
+  ++statistics_.gradients;
+  statistics_.synchronous += synchronous ? 1 : 0;
+}
+
+Bytes LeavingGradients::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bytes_;
+}
+
+bool LeavingGradients::has_any_of(const std::vector<HostParameter*>& parameters) const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(leaving_.begin(), leaving_.end(), [&](const Leaving& leaving) {
+    return std::find(parameters.begin(), parameters.end(), leaving.parameter) != parameters.end();
+  });
+}
+
+void LeavingGradients::wait_for(const Leaving& leaving) noexcept {
+  if (!leaving.ticket->finished()) {
+    const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForGradients,
+                              {.block = leaving.parameter->page->block, .part = leaving.parameter->name});
+    leaving.ticket->wait_quietly();
+  }
+}
+
+bool LeavingGradients::wait_for_oldest() {
+  Leaving oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    if (leaving_.empty()) {
+      return false;
+    }
+    oldest = leaving_.front();
+  }
+  const ReleaseGilIfHeld released;
+  const auto start = std::chrono::steady_clock::now();
+  wait_for(oldest);
+  at::Tensor failed;  // ends without the lock, since Python may know it
+  const std::lock_guard lock(mutex_);
+  statistics_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (leaving_.empty() || leaving_.front().ticket != oldest.ticket) {
+    return true;  // another thread waited for it too and has counted it
+  }
+  leaving_.pop_front();
+  bytes_ -= oldest.ticket->bytes();
+  if (std::exception_ptr error = oldest.ticket->error()) {
+    error_ = error_ ? error_ : error;
+    if (oldest.first) {
+      // Never leave bytes that did not arrive where a gradient is expected.
+      failed = std::exchange(oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad(), at::Tensor());
+    }
+  }
+  return true;
+}
+
+void LeavingGradients::throw_error() {
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(mutex_);
+    error = std::exchange(error_, nullptr);
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+GradientStatistics LeavingGradients::statistics() const {
+  const std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+// ---- sums -----------------------------------------------------------------------------------------------------------
 AccumulatingSink::AccumulatingSink(DeviceBackend& backend, std::shared_ptr<HostArena> arena)
-    : backend_(backend), arena_(std::move(arena)), ring_(arena_, backend.to_host().in_flight()) {}
+    : backend_(backend), arena_(std::move(arena)), leaving_(backend), ring_(arena_, backend.to_host().in_flight()) {}
 
 AccumulatingSink::~AccumulatingSink() {
   const ReleaseGilIfHeld released;
@@ -83,18 +164,14 @@ void AccumulatingSink::accept_on_lane(HostParameter& parameter, at::Tensor gradi
   if (first) {
     sum = parameter.gradient_buffer(gradient, arena_);
   }
-  {
-    const std::lock_guard lock(mutex_);
-    statistics_.bytes += bytes;
-    ++statistics_.gradients;
-  }
+  leaving_.count(bytes, /*synchronous=*/false);
   if (direct) {
     copy_home(parameter, gradient, sum, std::move(arrival));
   } else {
     add_home(parameter, gradient, sum, first, std::move(arrival));
   }
   gradient = at::Tensor();
-  while (bound_ > 0 && leaving_bytes() > bound_ && relieve()) {
+  while (bound_ > 0 && leaving_.bytes() > bound_ && relieve()) {
   }
 }
 
@@ -153,14 +230,7 @@ void AccumulatingSink::submit(HostParameter& parameter, Job job, bool first) {
   job.label = {.block = parameter.page->block, .part = parameter.name};
   job.fences = {backend_.record()};
   TicketPtr ticket = backend_.to_host().submit(std::move(job));
-  const std::lock_guard lock(mutex_);
-  leaving_bytes_ += ticket->bytes();
-  leaving_.push_back({std::move(ticket), &parameter, first});
-}
-
-Bytes AccumulatingSink::leaving_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return leaving_bytes_;
+  leaving_.add(std::move(ticket), parameter, first);
 }
 
 void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::Tensor& gradient) {
@@ -181,10 +251,7 @@ void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::
   const Bytes bytes = gradient.layout() == at::kStrided ? static_cast<Bytes>(gradient.nbytes()) : 0;
   backend_.activity().add_since(begin, ActivityRow::kToHost, ActivityKind::kCopy,
                                 {.block = parameter.page->block, .part = parameter.name}, bytes);
-  const std::lock_guard lock(mutex_);
-  statistics_.bytes += bytes;
-  ++statistics_.gradients;
-  ++statistics_.synchronous;
+  leaving_.count(bytes, /*synchronous=*/true);
 }
 
 void AccumulatingSink::note_hooks(HostParameter& parameter, bool hold) {
@@ -229,77 +296,17 @@ void AccumulatingSink::run_hooks(bool failed) {
   }
 }
 
-void AccumulatingSink::wait_for(const Leaving& leaving) noexcept {
-  if (!leaving.ticket->finished()) {
-    const ActivityRange range(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForGradients,
-                              {.block = leaving.parameter->page->block, .part = leaving.parameter->name});
-    leaving.ticket->wait_quietly();
-  }
-}
-
-bool AccumulatingSink::relieve() {
-  Leaving oldest;
-  {
-    const std::lock_guard lock(mutex_);
-    if (leaving_.empty()) {
-      return false;
-    }
-    oldest = leaving_.front();
-  }
-  const ReleaseGilIfHeld released;
-  const auto start = std::chrono::steady_clock::now();
-  wait_for(oldest);
-  at::Tensor failed;  // ends without the lock, since Python may know it
-  const std::lock_guard lock(mutex_);
-  statistics_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (leaving_.empty() || leaving_.front().ticket != oldest.ticket) {
-    return true;  // another thread waited for it too and has counted it
-  }
-  leaving_.pop_front();
-  leaving_bytes_ -= oldest.ticket->bytes();
-  if (std::exception_ptr error = oldest.ticket->error()) {
-    error_ = error_ ? error_ : error;
-    if (oldest.first) {
-      // Never leave bytes that did not arrive where a gradient is expected.
-      failed = std::exchange(oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad(), at::Tensor());
-    }
-  }
-  return true;
-}
-
 void AccumulatingSink::drain() {
   while (relieve()) {
   }
-  throw_error();
+  leaving_.throw_error();
 }
 
 void AccumulatingSink::bring_home(const std::vector<HostParameter*>& parameters) {
-  const auto under_way = [&] {
-    const std::lock_guard lock(mutex_);
-    return std::any_of(leaving_.begin(), leaving_.end(), [&](const Leaving& leaving) {
-      return std::find(parameters.begin(), parameters.end(), leaving.parameter) != parameters.end();
-    });
-  };
-  while (under_way()) {
+  while (leaving_.has_any_of(parameters)) {
     relieve();
   }
-  throw_error();
-}
-
-void AccumulatingSink::throw_error() {
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(mutex_);
-    error = std::exchange(error_, nullptr);
-  }
-  if (error) {
-    std::rethrow_exception(error);
-  }
-}
-
-GradientStatistics AccumulatingSink::statistics() const {
-  const std::lock_guard lock(mutex_);
-  return statistics_;
+  leaving_.throw_error();
 }
 
 }  // namespace hydra

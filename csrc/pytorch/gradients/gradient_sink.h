@@ -9,9 +9,11 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "csrc/pytorch/gradients/leaving_norm.h"
 #include "csrc/pytorch/memory/account.h"
@@ -41,6 +43,40 @@ struct GradientStatistics {
   double wait_seconds = 0.0;
 };
 
+/// Gradients on their way from the device to the host, the oldest first, and what went wrong on that way. Any thread;
+/// one mutex, which nothing waits under.
+class LeavingGradients final {
+ public:
+  explicit LeavingGradients(DeviceBackend& backend) : backend_(backend) {}
+
+  /// One more transfer. Until that of the `first` bytes has ended the parameter's `.grad` has no valid ones.
+  void add(TicketPtr ticket, HostParameter& parameter, bool first);
+  /// A gradient, which is one transfer or several, or none if it is `synchronous`.
+  void count(Bytes bytes, bool synchronous);
+  Bytes bytes() const;
+  bool has_any_of(const std::vector<HostParameter*>& parameters) const;
+  /// Waits for the oldest transfer, and keeps its error. False when there is none.
+  bool wait_for_oldest();
+  /// The first error since the last call.
+  void throw_error();
+  GradientStatistics statistics() const;
+
+ private:
+  struct Leaving {
+    TicketPtr ticket;
+    HostParameter* parameter = nullptr;
+    bool first = false;
+  };
+  void wait_for(const Leaving& leaving) noexcept;
+
+  DeviceBackend& backend_;
+  mutable std::mutex mutex_;
+  std::deque<Leaving> leaving_;
+  Bytes bytes_ = 0;
+  std::exception_ptr error_;
+  GradientStatistics statistics_;
+};
+
 /// Copies to, or adds into, the host parameter's `.grad`.
 class AccumulatingSink final : public GradientSink {
  public:
@@ -59,7 +95,7 @@ class AccumulatingSink final : public GradientSink {
 
   void accept(HostParameter& parameter, at::Tensor gradient) override;
   void accept_from_host(HostParameter& parameter, const at::Tensor& gradient) override;
-  bool relieve() override;
+  bool relieve() override { return leaving_.wait_for_oldest(); }
   void drain() override;
   /// Blocks until the gradients of these parameters are home. Throws the first error, whosever it is.
   void bring_home(const std::vector<HostParameter*>& parameters);
@@ -67,24 +103,17 @@ class AccumulatingSink final : public GradientSink {
   /// them after a backward that failed. Once per backward: a parameter may get its gradient in several parts, from its
   /// face and from a loss on the parameter itself.
   void run_hooks(bool failed);
-  GradientStatistics statistics() const;
+  GradientStatistics statistics() const { return leaving_.statistics(); }
   /// Told of every gradient that comes home.
   LeavingNorm& norm() noexcept { return norm_; }
 
  private:
-  struct Leaving {
-    TicketPtr ticket;
-    HostParameter* parameter = nullptr;
-    bool first = false;  // `.grad` has no valid bytes before the ticket ends
-  };
-
   /// A parameter whose hooks are to run.
   struct Hooked {
     HostParameter* parameter = nullptr;
     std::unique_ptr<torch::autograd::PostAccumulateGradHook> held;  // taken from it, lest autograd runs it too
   };
 
-  void wait_for(const Leaving& leaving) noexcept;
   void fetch(const at::Tensor& sum) const;
   void accept_on_lane(HostParameter& parameter, at::Tensor gradient, LeavingNorm::Arrival arrival);
   void accept_synchronously(HostParameter& parameter, const at::Tensor& gradient);
@@ -95,9 +124,7 @@ class AccumulatingSink final : public GradientSink {
   void add_home(HostParameter& parameter, const at::Tensor& gradient, const at::Tensor& sum, bool first,
                 LeavingNorm::Arrival arrival);
   void submit(HostParameter& parameter, Job job, bool first);
-  Bytes leaving_bytes() const;
   void note_hooks(HostParameter& parameter, bool hold);
-  void throw_error();
 
   DeviceBackend& backend_;
   std::shared_ptr<HostArena> arena_;
@@ -106,12 +133,8 @@ class AccumulatingSink final : public GradientSink {
   std::function<void(const at::Tensor&)> fetch_;
   std::mutex accepting_;  // a parameter's face and the parameter itself may get gradients in two threads
   std::vector<Hooked> hooked_;
-  mutable std::mutex mutex_;
-  std::deque<Leaving> leaving_;
-  Bytes leaving_bytes_ = 0;
-  std::exception_ptr error_;
+  LeavingGradients leaving_;
   LandingRing ring_;
-  GradientStatistics statistics_;
   LeavingNorm norm_;
 };
 

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "csrc/pytorch/stash/stash_books.h"
+#include "csrc/pytorch/stash/stashed_interval.h"
 
 namespace hydra {
 

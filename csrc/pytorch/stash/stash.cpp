@@ -20,7 +20,7 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-using Lock = StashBooks::Lock;
+using Lock = IntervalIndex::Lock;
 
 /// First byte and the one after the last, in the storage.
 std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
@@ -59,13 +59,10 @@ StashIdentity new_identity() {
 }
 
 /// Buffers for streams, whose lengths change a little from step to step, are used again.
-Bytes buffer_bytes(const StashedInterval& interval) {
-  if (!interval.coder) {
-    return interval.bytes;
-  }
+Bytes stream_buffer_bytes(Bytes stream) {
   constexpr Bytes kLeastGranularity = 4096;
-  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(interval.bytes)));
-  return round_up(interval.bytes, std::max(kLeastGranularity, power / 8));
+  const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(stream)));
+  return round_up(stream, std::max(kLeastGranularity, power / 8));
 }
 
 }  // namespace
@@ -76,7 +73,7 @@ Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> 
     : identity_(new_identity()),
       backend_(std::move(backend)),
       buffers_(std::make_shared<HostBuffers>(std::move(arena))),
-      books_(std::make_shared<StashBooks>(budget)),
+      index_(std::make_shared<IntervalIndex>(budget)),
       device_(device) {}
 
 Stash::~Stash() {
@@ -91,7 +88,7 @@ bool Stash::can_move(const at::Tensor& tensor) const {
       is_of_leaf(tensor)) {
     return false;
   }
-  const Lock lock(books_->mutex());
+  const std::scoped_lock lock(protecting_);
   const auto found = protected_.find(tensor.storage().unsafeGetStorageImpl());
   return found == protected_.end() || found->second.expired();
 }
@@ -102,10 +99,11 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   const bool movable = can_move(tensor);
   if (treatment.kind == TreatmentKind::kKeep || !movable) {
     saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
-    const Lock lock(books_->mutex());
-    books_->parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
-    ++books_->statistics.tensors;
-    ++books_->statistics.kept;
+    const Lock lock(*index_);
+    StashFigures& figures = index_->figures(lock);
+    figures.parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
+    ++figures.statistics.tensors;
+    ++figures.statistics.kept;
     return saved;
   }
   const c10::Storage& storage = tensor.storage();
@@ -117,134 +115,79 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   }
   const bool resident = treatment.kind == TreatmentKind::kMoveConvolutionInputs && !use_of(tensor).into_convolution;
   Wishes wishes = treatment.kind == TreatmentKind::kCompress ? Wishes::of(tensor, *treatment.bounds) : Wishes::exact();
-  bool to_be_placed = false;
-  {
-    const Lock lock(books_->mutex());
-    ++books_->statistics.tensors;
-    saved->interval_ = books_->find(lock, storage, begin, end, saved->mark(), wishes);
-    if (saved->interval_ == nullptr) {
-      const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
-      const auto lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_)));
-      saved->interval_ = books_->enter(storage, begin, end - begin, lead, saved->mark(), std::move(wishes), resident);
-      saved->interval_->saved_on = stream_of(device_);
-      saved->interval_->part = current_part(identity_);
-      to_be_placed = !resident;
-    } else {
-      saved->interval_->wishes.add(wishes);
-      if (saved->interval_->resident && !resident) {
-        books_->end_residence(saved->interval_);
-        to_be_placed = true;
-      }
-    }
-    ++saved->interval_->waiting;
-    saved->strides_ = tensor.strides();
-    saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - saved->interval_->begin;
+  const auto address = reinterpret_cast<std::uintptr_t>(storage.data()) + static_cast<std::uintptr_t>(begin);
+  const SavedBytes bytes{.bytes = end - begin,
+                         .lead = static_cast<Bytes>(address % static_cast<std::uintptr_t>(memory_alignment(device_))),
+                         .mark = saved->mark(),
+                         .stream = stream_of(device_),
+                         .part = current_part(identity_)};
+  const IntervalIndex::Entry entry = index_->enter(storage, begin, bytes, std::move(wishes), resident);
+  saved->interval_ = entry.interval;
+  saved->strides_ = tensor.strides();
+  saved->offset_ = tensor.storage_offset() * static_cast<Bytes>(tensor.itemsize()) - entry.begin;
+  if (entry.may_leave) {
+    decide();
   }
-  if (to_be_placed) {
-    place(saved->interval_);
+  if (entry.leaves) {
+    begin_leaving(entry.interval);
   }
   make_room(0, /*in_backward=*/false);
-  const Lock lock(books_->mutex());
-  books_->note_peak();
+  const Lock lock(*index_);
+  index_->room(lock).note_peak();
   return saved;
-}
-
-void Stash::place(const StashedIntervalPtr& interval) {
-  bool waits = false;
-  {
-    const Lock lock(books_->mutex());
-    waits = interval->encodes_at_once && interval->wishes.encodable;
-    if (waits) {
-      undecided_.push_back(interval);
-    }
-  }
-  decide();
-  if (!waits && interval->leaves_at_once) {
-    begin_leaving(interval);
-  }
 }
 
 void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   finish(interval);
-  Departure departure;
-  {
-    const Lock lock(books_->mutex());
-    if (interval->begun_to_leave || interval->being_encoded || !interval->held) {
-      return;
-    }
-    interval->begun_to_leave = true;  // so that its form does not change any more
-    departure = {interval->held, interval->held_begin, interval->bytes, buffer_bytes(*interval)};
+  std::optional<StashedInterval::Departure> departure = interval->begin_leaving();
+  if (!departure) {
+    return;
   }
   try {
-    send(interval, std::move(departure));
+    send(interval, *std::move(departure));
   } catch (const OutOfMemory&) {  // it stays where it is, which costs room, and nothing else
-    const Lock lock(books_->mutex());
-    interval->stays = true;
-    ++books_->statistics.stayed;
+    interval->strand();
+    const Lock lock(*index_);
+    ++index_->figures(lock).statistics.stayed;
   } catch (...) {  // re-raised: nothing is to wait for it
-    const Lock lock(books_->mutex());
-    interval->stays = true;
+    interval->strand();
     throw;
   }
 }
 
-void Stash::send(const StashedIntervalPtr& interval, Departure departure) {
+void Stash::send(const StashedIntervalPtr& interval, StashedInterval::Departure departure) {
   const ReleaseGilIfHeld released;
-  ArenaRegionPtr host = buffers_->take(departure.buffer_bytes);
   const Bytes bytes = departure.bytes;
+  ArenaRegionPtr host = buffers_->take(departure.is_stream ? stream_buffer_bytes(bytes) : bytes);
   Job job;
   job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
   job.fences = {backend_->record()};
   // The copy may end after all that wanted it.
-  job.after = [books = books_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
-    books->left(known.lock(), host, bytes);
+  job.after = [index = index_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
+    index->note_left(known.lock(), host, bytes);
   };
-  TicketPtr leaving = backend_->to_host().submit(std::move(job));
-  const Lock lock(books_->mutex());
-  interval->leaving = std::move(leaving);
+  interval->leave_by(backend_->to_host().submit(std::move(job)));
 }
 
 void Stash::make_room(Bytes bytes, bool in_backward) {
-  for (;;) {
-    c10::Storage gone;
-    StashedIntervalPtr oldest;
-    TicketPtr leaving;
-    {
-      const Lock lock(books_->mutex());
-      if (books_->has_room(bytes)) {
-        return;
+  while (const std::optional<IntervalIndex::RoomStep> step = index_->next_for_room(bytes, in_backward)) {
+    if (step->leaving) {
+      const Clock::time_point start = Clock::now();
+      {
+        const ReleaseGilIfHeld released;
+        step->leaving->wait_quietly();
       }
-      oldest = books_->oldest_held(lock, in_backward);
-      if (!oldest) {
-        return;
-      }
-      leaving = oldest->leaving;
-      if (oldest->host) {
-        gone = books_->let_go(*oldest);
-      }
+      const Lock lock(*index_);
+      index_->figures(lock).statistics.wait_seconds += seconds_since(start);
+    } else if (step->departing && !encode(step->departing)) {
+      begin_leaving(step->departing);
     }
-    if (gone) {
-      continue;
-    }
-    if (!leaving) {
-      if (!encode(oldest)) {
-        begin_leaving(oldest);
-      }
-      continue;
-    }
-    const Clock::time_point start = Clock::now();
-    {
-      const ReleaseGilIfHeld released;
-      leaving->wait_quietly();
-    }
-    const Lock lock(books_->mutex());
-    books_->statistics.wait_seconds += seconds_since(start);
   }
 }
 
 // ---- life -----------------------------------------------------------------------------------------------------------
 void Stash::protect(const std::vector<at::Tensor>& tensors) {
-  const Lock lock(books_->mutex());
+  const std::scoped_lock lock(protecting_);
   std::erase_if(protected_, [](const auto& entry) { return entry.second.expired(); });
   for (const at::Tensor& tensor : tensors) {
     if (tensor.has_storage()) {
@@ -259,18 +202,18 @@ void Stash::close() noexcept {
 }
 
 std::optional<StashPass> Stash::last_pass() const {
-  const Lock lock(books_->mutex());
-  return books_->last_pass();
+  const Lock lock(*index_);
+  return index_->room(lock).last_pass();
 }
 
-std::map<std::int32_t, StashBooks::Part> Stash::parts() const {
-  const Lock lock(books_->mutex());
-  return books_->parts;
+std::map<std::int32_t, StashPart> Stash::parts() const {
+  const Lock lock(*index_);
+  return index_->figures(lock).parts;
 }
 
-std::map<std::string, StashBooks::Exact> Stash::exact() const {
-  const Lock lock(books_->mutex());
-  return books_->exact;
+std::map<std::string, StashExact> Stash::exact() const {
+  const Lock lock(*index_);
+  return index_->figures(lock).exact;
 }
 
 StashStatistics Stash::statistics() const {
@@ -280,8 +223,12 @@ StashStatistics Stash::statistics() const {
     backend_->to_device().drain();
   }
   const Bytes lent = buffers_->lent_bytes();
-  const Lock lock(books_->mutex());
-  StashStatistics now = books_->statistics;
+  const Lock lock(*index_);
+  StashStatistics now = index_->figures(lock).statistics;
+  const DeviceRoom::Usage& usage = index_->room(lock).usage();
+  now.resident_bytes = usage.resident;
+  now.held_bytes = usage.held;
+  now.peak_held_bytes = usage.peak_held;
   now.host_bytes = lent;
   return now;
 }

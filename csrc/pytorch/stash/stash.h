@@ -1,10 +1,10 @@
 // What autograd saves for backward, kept off the device until backward comes for it.
 //
 // pack() and unpack() are the two halves of a hook on saved tensors. Tensors saved from one part of a storage share it
-// (stash_books.h). Such intervals leave on the lane to the host as they are saved, the oldest first, and come back in
-// the reverse order, ahead of a backward that has begun to ask for them. Of what the stash holds on the device it keeps
-// the newest, up to its budget; once a pass has been seen, what will fit to its end does not leave at all. What forward
-// and backward hold themselves comes on top.
+// (stashed_interval.h). Such intervals leave on the lane to the host as they are saved, the oldest first, and come back
+// in the reverse order, ahead of a backward that has begun to ask for them. Of what the stash holds on the device it
+// keeps the newest, up to its budget; once a pass has been seen, what will fit to its end does not leave at all. What
+// forward and backward hold themselves comes on top.
 //
 // What need not come back exactly (treatment.h, wishes.h) is encoded when the next tensor is saved, because another
 // operator that saves the same one, and may need it exactly, usually does so at once. The stream stays on the device
@@ -16,12 +16,11 @@
 //
 // Ownership: a SavedTensor owns its share; with the last one an interval's memory goes, here and on the host, at once
 // or when the transfer under way has ended. Graphs may outlive close().
-// Threads: any. Nothing waits, allocates or frees with the books' mutex held; waits are without the interpreter lock.
+// Threads: any. Nothing waits, allocates or frees with the index's mutex held; waits are without the interpreter lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -32,8 +31,9 @@
 #include <vector>
 
 #include "csrc/pytorch/memory/host_buffers.h"
+#include "csrc/pytorch/stash/interval_index.h"
 #include "csrc/pytorch/stash/saved_tensor.h"
-#include "csrc/pytorch/stash/stash_books.h"
+#include "csrc/pytorch/stash/stashed_interval.h"
 #include "csrc/pytorch/stash/treatment.h"
 #include "csrc/transfer/device_backend.h"
 
@@ -63,57 +63,41 @@ class Stash final {
   /// Once the transfers under way have ended.
   StashStatistics statistics() const;
   std::optional<StashPass> last_pass() const;
-  std::map<std::int32_t, StashBooks::Part> parts() const;
+  std::map<std::int32_t, StashPart> parts() const;
   /// Intervals and bytes that were to be encoded and are kept as they are, by the operator that needs them so, as far
   /// as they are needed no more.
-  std::map<std::string, StashBooks::Exact> exact() const;
+  std::map<std::string, StashExact> exact() const;
 
  private:
   bool can_move(const at::Tensor& tensor) const;
-  /// One that may leave: decides when it does.
-  void place(const StashedIntervalPtr& interval);
   /// Encodes those that others have been saved after, and sends what is to leave.
   void decide();
-  /// One whose turn it is, and whether that is because its stream is made; or null. Destroys nothing with the lock
-  /// held.
-  std::pair<StashedIntervalPtr, bool> next_to_decide();
   /// False where it stays what it is.
   bool encode(const StashedIntervalPtr& interval);
-  /// It is not encoded, and that is why.
-  void settle(const StashedIntervalPtr& interval, const char* refusal);
   /// The length of its stream is known, or waited for.
   void finish(const StashedIntervalPtr& interval);
   void begin_leaving(const StashedIntervalPtr& interval);
-  /// What leaves.
-  struct Departure {
-    c10::Storage storage;
-    Bytes begin = 0;  // in it
-    Bytes bytes = 0;
-    Bytes buffer_bytes = 0;
-  };
-  void send(const StashedIntervalPtr& interval, Departure departure);
-  /// Lets others go, until so many bytes more fit or nothing is left to do.
+  void send(const StashedIntervalPtr& interval, StashedInterval::Departure departure);
+  /// Frees memory of others, until so many bytes more fit or nothing is left to do.
   void make_room(Bytes bytes, bool in_backward);
   /// Device memory of the saved tensor's interval, which is there for compute that is enqueued from now on.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);
   /// Memory that its bytes are in, or on their way to. Throws c10::OutOfMemoryError.
   c10::Storage bring(const StashedIntervalPtr& interval, Priority priority);
   /// Memory with its bytes again. Throws c10::OutOfMemoryError.
-  c10::Storage decode(const StashedIntervalPtr& interval, const c10::Storage& stream);
-  void await(const StashedIntervalPtr& interval, Ticket& arriving);
+  c10::Storage decode(StashedInterval& interval, const StashedInterval::Reading& reading);
+  void await(StashedInterval& interval, Ticket& arriving);
   void prefetch(std::int64_t before);
 
   const StashIdentity identity_;
   const std::shared_ptr<DeviceBackend> backend_;
   const std::shared_ptr<HostBuffers> buffers_;
-  const std::shared_ptr<StashBooks> books_;
+  const std::shared_ptr<IntervalIndex> index_;
   const c10::Device device_;
   CoderRoom room_;
   std::mutex finishing_;
-  // The books' mutex's:
+  mutable std::mutex protecting_;  // what follows
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> protected_;
-  std::deque<std::weak_ptr<StashedInterval>> undecided_;
-  std::deque<std::weak_ptr<StashedInterval>> in_making_;
 };
 
 }  // namespace hydra

@@ -12,7 +12,7 @@ namespace hydra {
 
 namespace {
 
-using Lock = StashBooks::Lock;
+using Lock = IntervalIndex::Lock;
 
 }  // namespace
 
@@ -23,51 +23,32 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
   }
   room_.clear();  // of use in forward alone, and no small part of what there is
   const auto [storage, begin] = fetched(saved);
-  prefetch(saved.interval_->number);
+  prefetch(saved.interval_->number());
   return saved.over(storage, begin);
 }
 
 std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
   const StashedIntervalPtr& interval = saved.interval_;
-  c10::Storage storage;  // from one attempt to the next: what another thread lets go meanwhile stays
+  c10::Storage found;  // from one attempt to the next: what another thread frees meanwhile stays
   for (;;) {
-    c10::Storage before;
-    c10::Storage gone;
-    c10::Storage stream;
-    TicketPtr arriving;
-    {
-      const Lock lock(books_->mutex());
-      before = std::exchange(storage, books_->alive(*interval));
-      if (interval->coder) {
-        stream = storage ? c10::Storage() : interval->held;
-        arriving = stream ? interval->arriving : nullptr;
-      } else {
-        arriving = storage ? interval->arriving : nullptr;
-      }
-      if (storage && !arriving) {
-        interval->waiting -= saved.taken_ ? 0 : 1;
-        saved.taken_ = true;
-        if (interval->waiting == 0 && interval->host) {
-          gone = books_->let_go(*interval);  // the caller has it
-        }
-        books_->note_asked_for(*interval);
-        return {storage, interval->begin};
-      }
+    StashedInterval::Reading reading = interval->read(saved.taken_);
+    if (reading.is_done()) {
+      return {std::move(reading.storage), reading.begin};
     }
-    if (arriving) {
-      await(interval, *arriving);
-    } else if (stream) {
-      storage = decode(interval, stream);
+    found = std::move(reading.storage);
+    if (reading.arriving) {
+      await(*interval, *reading.arriving);
+    } else if (reading.stream) {
+      found = decode(*interval, reading);
     } else {
-      make_room(interval->bytes, /*in_backward=*/true);
-      storage = bring(interval, Priority::kFault);  // or a stream, which serves as well to keep it
+      make_room(interval->landing().bytes, /*in_backward=*/true);
+      found = bring(interval, Priority::kFault);  // or a stream, which serves as well to keep it
     }
   }
 }
 
-void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
+void Stash::await(StashedInterval& interval, Ticket& arriving) {
   const Clock::time_point start = Clock::now();
-  c10::Storage gone;
   std::exception_ptr error;
   try {
     const ReleaseGilIfHeld released;
@@ -76,16 +57,10 @@ void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
     error = std::current_exception();
   }
   {
-    const Lock lock(books_->mutex());
-    books_->statistics.backward_wait_seconds += seconds_since(start);
-    if (interval->arriving.get() == &arriving) {
-      interval->arriving = nullptr;
-      if (error) {
-        interval->data = nullptr;
-        gone = books_->let_go(*interval);
-      }
-    }
+    const Lock lock(*index_);
+    index_->figures(lock).statistics.backward_wait_seconds += seconds_since(start);
   }
+  interval.end_return(arriving, error != nullptr);
   if (error) {
     try {
       std::rethrow_exception(error);
@@ -97,63 +72,39 @@ void Stash::await(const StashedIntervalPtr& interval, Ticket& arriving) {
 }
 
 c10::Storage Stash::bring(const StashedIntervalPtr& interval, Priority priority) {
-  const Bytes lead = interval->coder ? 0 : interval->lead;  // it is on the host, and so does not change
-  const Bytes bytes = interval->bytes;
+  const auto [lead, bytes] = interval->landing();
   const at::Tensor memory = at::empty({lead + bytes}, at::TensorOptions(at::kByte).device(device_));
   const c10::Storage& storage = memory.storage();
-  FencePtr computed;
-  {
-    const ReleaseGilIfHeld released;
-    computed = backend_->record();
-  }
-  const Lock lock(books_->mutex());
-  if (interval->held) {
-    return interval->held;  // another thread was faster
-  }
   Job job;
   job.priority = priority;
-  job.segments = {{static_cast<std::byte*>(storage.mutable_data()) + lead, interval->host->data(), bytes}};
-  job.fences = {std::move(computed)};
-  job.after = [books = books_, storage, host = interval->host, bytes] {
-    const Lock counting(books->mutex());
-    books->statistics.to_device_bytes += bytes;
-  };
-  if (!interval->coder) {
-    books_->lend(interval, storage, lead);
+  {
+    const ReleaseGilIfHeld released;
+    job.fences = {backend_->record()};
   }
-  books_->hold(interval, storage, lead);
-  interval->arriving = backend_->to_device().submit(std::move(job));
-  books_->statistics.prefetched += priority == Priority::kPrefetch ? 1 : 0;
-  return storage;
+  void* const landing = static_cast<std::byte*>(storage.mutable_data()) + lead;
+  return interval->begin_return(storage, priority == Priority::kPrefetch,
+                                [&, size = bytes](const ArenaRegionPtr& host) {
+                                  job.segments = {{landing, host->data(), size}};
+                                  job.after = [index = index_, storage, host, size] {
+                                    const Lock lock(*index);
+                                    index->figures(lock).statistics.to_device_bytes += size;
+                                  };
+                                  return backend_->to_device().submit(std::move(job));
+                                });
 }
 
-c10::Storage Stash::decode(const StashedIntervalPtr& interval, const c10::Storage& stream) {
-  CoderPtr coder;
-  DeviceBytes from;
-  {
-    const Lock lock(books_->mutex());
-    coder = interval->coder;
-    from = {stream.data(), interval->bytes, device_};
-  }
-  const at::Tensor memory =
-      at::empty({interval->lead + interval->raw_bytes}, at::TensorOptions(at::kByte).device(device_));
-  coder->decode(from, static_cast<std::byte*>(memory.mutable_data_ptr()) + interval->lead, room_);
-  const Lock lock(books_->mutex());
-  books_->lend(interval, memory.storage(), interval->lead);
+c10::Storage Stash::decode(StashedInterval& interval, const StashedInterval::Reading& reading) {
+  const Bytes lead = interval.saved().lead;
+  const at::Tensor memory = at::empty({lead + interval.saved().bytes}, at::TensorOptions(at::kByte).device(device_));
+  const DeviceBytes from{reading.stream.data(), reading.stream_bytes, device_};
+  reading.coder->decode(from, static_cast<std::byte*>(memory.mutable_data_ptr()) + lead, room_);
+  interval.note_decoded(memory.storage());
   return memory.storage();
 }
 
 void Stash::prefetch(std::int64_t before) {
-  for (;;) {
-    StashedIntervalPtr next;
-    {
-      const Lock lock(books_->mutex());
-      next = books_->latest_away(lock, before);
-      if (!next || !books_->may_come_ahead(next->bytes)) {
-        return;
-      }
-    }
-    before = next->number;
+  while (const StashedIntervalPtr next = index_->next_to_return(before)) {
+    before = next->number();
     try {
       bring(next, Priority::kPrefetch);
     } catch (const c10::OutOfMemoryError&) {

@@ -1,0 +1,158 @@
+#include "csrc/pytorch/stash/interval_index.h"
+
+#include <utility>
+
+#include "csrc/pytorch/stash/stashed_interval.h"
+
+namespace hydra {
+
+StashedIntervalPtr IntervalIndex::Lock::look_at(const std::weak_ptr<StashedInterval>& known) const {
+  StashedIntervalPtr interval = known.lock();
+  if (interval) {
+    seen_.push_back(interval);
+  }
+  return interval;
+}
+
+IntervalIndex::Entry IntervalIndex::enter(const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
+                                          Wishes wishes, bool is_resident) {
+  Entry entry;
+  const Lock lock(*this);
+  ++figures_.statistics.tensors;
+  entry.interval = find(lock, storage, begin, saved, wishes);
+  if (entry.interval) {
+    entry.may_leave = entry.interval->share(lock, wishes, is_resident);
+  } else {
+    entry.interval =
+        std::make_shared<StashedInterval>(shared_from_this(), numbered_++, saved, std::move(wishes), is_resident);
+    saved_[entry.interval->number()] = entry.interval;
+    ++figures_.statistics.intervals;
+    figures_.statistics.saved_bytes += saved.bytes;
+    room_.note_saved(saved.bytes);
+    entry.interval->start(lock, storage, begin);
+    entry.may_leave = !is_resident;
+  }
+  entry.begin = entry.interval->begin_in_storage(lock);
+  if (entry.may_leave) {
+    if (entry.interval->may_be_encoded_at_once(lock)) {
+      undecided_.push_back(entry.interval);
+    } else {
+      entry.leaves = entry.interval->leaves_at_once(lock);
+    }
+  }
+  return entry;
+}
+
+StashedIntervalPtr IntervalIndex::find(const Lock& lock, const c10::Storage& storage, Bytes begin,
+                                       const SavedBytes& saved, const Wishes& wishes) const {
+  const auto found = by_storage_.find(storage.unsafeGetStorageImpl());
+  if (found == by_storage_.end() || saved.mark.counter == nullptr) {
+    return nullptr;
+  }
+  for (const std::weak_ptr<StashedInterval>& known : found->second) {
+    StashedIntervalPtr interval = lock.look_at(known);
+    if (interval && interval->has(lock, storage, begin, saved, wishes)) {
+      return interval;
+    }
+  }
+  return nullptr;
+}
+
+IntervalIndex::EncodingTurn IntervalIndex::next_to_encode() {
+  constexpr std::size_t kInMaking = 3;
+  const Lock lock(*this);
+  for (; !in_making_.empty(); in_making_.pop_front()) {
+    StashedIntervalPtr oldest = lock.look_at(in_making_.front());
+    if (!oldest || !oldest->is_in_making(lock)) {
+      continue;
+    }
+    if (!oldest->is_made(lock) && in_making_.size() <= kInMaking) {
+      break;
+    }
+    in_making_.pop_front();
+    return {.interval = oldest, .is_made = true, .leaves_at_once = oldest->leaves_at_once(lock)};
+  }
+  for (; !undecided_.empty(); undecided_.pop_front()) {
+    StashedIntervalPtr oldest = lock.look_at(undecided_.front());
+    if (!oldest) {
+      continue;
+    }
+    if (oldest->number() == numbered_ - 1) {
+      break;
+    }
+    undecided_.pop_front();
+    return {.interval = oldest, .is_made = false, .leaves_at_once = oldest->leaves_at_once(lock)};
+  }
+  return {};
+}
+
+std::optional<IntervalIndex::RoomStep> IntervalIndex::next_for_room(Bytes bytes, bool in_backward) {
+  const Lock lock(*this);
+  if (room_.has_room(bytes)) {
+    return std::nullopt;
+  }
+  for (const auto& [number, known] : held_) {
+    const StashedIntervalPtr interval = lock.look_at(known);
+    std::optional<RoomStep> step = interval ? interval->make_room(lock, in_backward) : std::nullopt;
+    if (step) {
+      return step;
+    }
+  }
+  return std::nullopt;
+}
+
+StashedIntervalPtr IntervalIndex::next_to_return(std::int64_t number) const {
+  const Lock lock(*this);
+  for (auto at = saved_.lower_bound(number); at != saved_.begin();) {
+    --at;
+    StashedIntervalPtr interval = lock.look_at(at->second);
+    if (interval && interval->is_on_host_alone(lock)) {
+      return room_.may_come_ahead(interval->form_bytes(lock)) ? interval : nullptr;
+    }
+  }
+  return nullptr;
+}
+
+void IntervalIndex::note_left(const StashedIntervalPtr& interval, ArenaRegionPtr host, Bytes bytes) {
+  c10::Storage freed;
+  const Lock lock(*this);
+  figures_.statistics.to_host_bytes += bytes;
+  if (interval) {
+    freed = interval->note_left(lock, std::move(host));
+  }
+}
+
+void IntervalIndex::note_held(const Lock& /*lock*/, const StashedIntervalPtr& interval) {
+  held_[interval->number()] = interval;
+}
+
+void IntervalIndex::note_freed(const Lock& /*lock*/, const StashedInterval& interval) noexcept {
+  held_.erase(interval.number());
+}
+
+void IntervalIndex::note_storage(const Lock& /*lock*/, c10::StorageImpl* storage, const StashedIntervalPtr& interval) {
+  by_storage_[storage].push_back(interval);
+}
+
+void IntervalIndex::await_length(const Lock& /*lock*/, const StashedIntervalPtr& interval) {
+  in_making_.push_back(interval);
+}
+
+void IntervalIndex::forget(const Lock& /*lock*/, const StashedInterval& interval,
+                           const std::vector<c10::StorageImpl*>& storages) noexcept {
+  saved_.erase(interval.number());
+  for (c10::StorageImpl* storage : storages) {
+    const auto found = by_storage_.find(storage);
+    if (found != by_storage_.end()) {
+      std::erase_if(found->second, [](const auto& other) { return other.expired(); });
+      if (found->second.empty()) {
+        by_storage_.erase(found);
+      }
+    }
+  }
+  if (saved_.empty()) {
+    room_.end_pass();
+  }
+}
+
+}  // namespace hydra
