@@ -23,14 +23,14 @@ namespace hydra {
 enum class ActivityRow : std::uint8_t { kCompute, kToDevice, kToHost, kOptimizer };
 
 enum class ActivityKind : std::uint8_t {
-  kPass,            // a window, from its opening to its close
-  kBlock,           // compute in a block: a call of its module; in backwards and rounds, until the next block
-  kCopy,            // bytes of one job that moved without another job's in between
-  kHostWork,        // a lane ran a job's own functions: waits for an update, casts, sums
-  kUpdate,          // the optimizer's threads updated a block
-  kWaitForWeights,  // compute waited for a block that a hook announced
-  kWaitForFault,    // compute waited for a block that an operation met absent
-  kWaitForRoom,     // a block waited for the fill or write-back of another block, which can be evicted after it
+  kPass,              // a window, from its opening to its close
+  kBlock,             // compute in a block: a call of its module; in backwards and rounds, until the next block
+  kCopy,              // bytes of one job that moved without another job's in between
+  kHostWork,          // a lane ran a job's own functions: waits for an update, casts, sums
+  kUpdate,            // the optimizer's threads updated a block
+  kWaitForWeights,    // compute waited for a block that a hook announced
+  kWaitForFault,      // compute waited for a block that an operation met absent
+  kWaitForRoom,       // a block waited for the fill or write-back of another block, which can be evicted after it
   kWaitForGradients,  // the host waited for gradients to arrive
   kWaitForTransfers,  // the end of a pass waited for transfers under way
   kWaitForUpdate,     // the caller waited for the optimizer's threads
