@@ -9,7 +9,7 @@ namespace hydra {
 
 void ActivityLog::start(std::size_t room) {
   const std::lock_guard lock(mutex_);
-  HYDRA_EXPECT(!recording_, StateError, "a trace of this run is being recorded already; end it before the next one");
+  HYDRA_EXPECT(!recording_, StateError, "this run is already recording a trace; end it before the next one");
   ActivityRecord fresh;
   fresh.activities.reserve(room);
   fresh.memory.reserve(room);
@@ -23,7 +23,7 @@ void ActivityLog::start(std::size_t room) {
 
 ActivityRecord ActivityLog::stop() {
   const std::lock_guard lock(mutex_);
-  HYDRA_EXPECT(recording_, StateError, "no trace of this run is being recorded");
+  HYDRA_EXPECT(recording_, StateError, "this run is not recording a trace");
   recording_ = false;
   record_.end = Clock::now();
   return std::exchange(record_, {});
@@ -47,7 +47,7 @@ void ActivityLog::record(Activity activity, std::thread::id thread) noexcept {
   if (activity.row == ActivityRow::kCompute) {
     activity.thread = thread_locked(thread);
   }
-  activity.begin = std::max(activity.begin, record_.begin);  // it may have begun in an earlier recording
+  activity.begin = std::max(activity.begin, record_.begin);  // the activity may have begun in an earlier recording
   activity.end = std::max(activity.end, activity.begin);
   record_.activities.push_back(activity);
 }
@@ -76,7 +76,7 @@ void ActivityLog::add(const MemoryMoment& moment) noexcept {
 std::int32_t ActivityLog::thread_locked(std::thread::id id) noexcept {
   const auto known = std::find(threads_.begin(), threads_.end(), id);
   if (known == threads_.end() && threads_.size() < kThreads) {
-    threads_.push_back(id);  // start() has made room
+    threads_.push_back(id);  // start() has reserved the room
     return static_cast<std::int32_t>(threads_.size()) - 1;
   }
   return static_cast<std::int32_t>(std::min<std::ptrdiff_t>(known - threads_.begin(), kThreads - 1));

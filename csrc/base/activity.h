@@ -1,9 +1,9 @@
-// What lanes, compute and optimizer threads did, and when: what the trace of a step is written from.
+// Records what lanes, compute threads and optimizer threads did, and when. The trace of a step is written from it.
 //
-// Off until start(), and bounded then: room for the entries is taken at once, and what comes when it is full is only
-// counted. While the log is off an entry costs one relaxed load; recording never throws and never allocates.
-// One clock for all. Names are not copied: their owner keeps them as long as the record may be read.
-// Threads: any; begin_pass() and end_pass() one at a time. A forked child records nothing.
+// The log is off until start(), which allocates room for all entries. Entries beyond that room are only counted.
+// While the log is off, an entry costs one relaxed load. Recording never throws and never allocates.
+// All times are of one steady clock. Names are not copied: their owner keeps them as long as the record may be read.
+// Threads: any. Calls of begin_pass() and end_pass() must not overlap. A forked child records nothing.
 #pragma once
 
 #include <array>
@@ -23,22 +23,22 @@ namespace hydra {
 enum class ActivityRow : std::uint8_t { kCompute, kToDevice, kToHost, kOptimizer };
 
 enum class ActivityKind : std::uint8_t {
-  kPass,            // a window, from its opening to its close
-  kBlock,           // compute in a block: a call of its module, or, in backwards and rounds, until the next is reached
-  kCopy,            // bytes of one job that moved with no other job's in between
-  kHostWork,        // a lane ran a job's own functions: waits for an update, casts, sums
-  kUpdate,          // the optimizer's threads updated a block
-  kWaitForWeights,  // compute waited for a block that a hook announced
-  kWaitForFault,    // compute waited for a block that an operation met absent
-  kWaitForRoom,     // a block waited for a fill, or a write-back, after which another can go
+  kPass,              // a window, from its opening to its close
+  kBlock,             // compute in a block: a call of its module; in backwards and rounds, until the next block
+  kCopy,              // bytes of one job that moved without another job's in between
+  kHostWork,          // a lane ran a job's own functions: waits for an update, casts, sums
+  kUpdate,            // the optimizer's threads updated a block
+  kWaitForWeights,    // compute waited for a block that a hook announced
+  kWaitForFault,      // compute waited for a block that an operation met absent
+  kWaitForRoom,       // a block waited for the fill or write-back of another block, which can be evicted after it
   kWaitForGradients,  // the host waited for gradients to arrive
-  kWaitForTransfers,  // the end of a pass waited for what was under way
-  kWaitForUpdate,     // the optimizer's threads were waited for
+  kWaitForTransfers,  // the end of a pass waited for transfers under way
+  kWaitForUpdate,     // the caller waited for the optimizer's threads
 };
 
-/// What an activity is about: a block, or something of a block that has a name.
+/// The subject of an activity: a block, or a named part of a block.
 struct ActivityLabel {
-  std::int32_t block = -1;  // none
+  std::int32_t block = -1;  // -1: no block
   std::string_view part{};
 };
 
@@ -52,14 +52,14 @@ struct Activity {
 
   ActivityRow row = ActivityRow::kCompute;
   ActivityKind kind = ActivityKind::kBlock;
-  bool continued = false;  // a copy that another job's had interrupted
+  bool continued = false;  // this copy goes on after an interruption by another job's copy
   ActivityLabel label{};
   Bytes bytes = 0;
   Time begin{};
   Time end{};
-  // Set by the log.
+  // The log sets these.
   PassNumber pass{};
-  std::int32_t thread = 0;  // of compute: the how many-th that computed
+  std::int32_t thread = 0;  // index of the compute thread, in the order of their first activity
 };
 
 /// Device bytes in use at one moment, by class.
@@ -81,27 +81,27 @@ class ActivityLog {
  public:
   using Clock = std::chrono::steady_clock;
   using Time = Activity::Time;
-  static constexpr std::size_t kThreads = 64;  // further ones count as the last
+  static constexpr std::size_t kThreads = 64;  // further threads count as the last one
 
   ActivityLog() = default;
   ActivityLog(const ActivityLog&) = delete;
   ActivityLog& operator=(const ActivityLog&) = delete;
 
-  /// Throws StateError if it is on already.
+  /// Turns the log on, with room for `room` activities and as many memory moments. Throws StateError if it is on.
   void start(std::size_t room);
-  /// What was recorded since start(). Throws StateError if it is off.
+  /// Turns the log off and returns the record since start(). Throws StateError if the log is off.
   ActivityRecord stop();
   bool recording() const noexcept { return recording_.load(std::memory_order_relaxed); }
 
-  /// Now, or no time while the log is off.
+  /// Returns the present time, or Time{} while the log is off.
   Time now() const noexcept { return recording() ? Clock::now() : Time{}; }
-  /// Lost if the log is off, or if it began at no time.
+  /// Adds an activity. Does nothing if the log is off, or if the activity began at Time{}.
   void add(const Activity& activity) noexcept;
-  /// From `begin` up to now.
+  /// Adds an activity that lasted from `begin` up to now.
   void add_since(Time begin, ActivityRow row, ActivityKind kind, ActivityLabel label = {}, Bytes bytes = 0) noexcept;
   void add(const MemoryMoment& moment) noexcept;
 
-  /// Activities that are added from now on belong to this pass. It is an activity itself, of the calling thread.
+  /// Activities added from now on belong to this pass. The pass itself is an activity of the calling thread.
   void begin_pass(PassKind kind) noexcept;
   void end_pass() noexcept;
 
@@ -122,7 +122,7 @@ class ActivityLog {
   std::vector<std::thread::id> threads_;
 };
 
-/// An activity of its own lifetime.
+/// Records its own lifetime as an activity.
 class ActivityRange {
  public:
   ActivityRange(ActivityLog& log, ActivityRow row, ActivityKind kind, ActivityLabel label = {}) noexcept

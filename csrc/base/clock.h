@@ -1,4 +1,4 @@
-// The clock of all durations that are measured: steady, in seconds.
+// The clock that measures all durations: steady; durations are seconds.
 #pragma once
 
 #include <chrono>

@@ -1,5 +1,7 @@
-// XXH64 (Collet): 64 bits of a sequence of bytes, which depend on the place of each. Against chance, not against
-// intent. The same number on every machine of the same byte order, however the bytes are cut into calls.
+// XXH64 (Yann Collet): a 64-bit hash of a sequence of bytes. It detects accidents, not attacks.
+//
+// The hash is the same on every machine of the same byte order, and does not depend on how calls divide the bytes.
+// Not thread-safe: one thread uses a Digest at a time.
 #pragma once
 
 #include <array>
@@ -14,14 +16,14 @@ class Digest {
   Digest() noexcept;
   void add(const void* data, Bytes bytes) noexcept;
   void add(std::uint64_t number) noexcept { add(&number, sizeof number); }
-  /// Of all that was added so far.
+  /// Returns the hash of all bytes added so far. More bytes may be added afterwards.
   [[nodiscard]] std::uint64_t value() const noexcept;
 
  private:
   static constexpr std::size_t kStripe = 32;
 
   std::array<std::uint64_t, 4> lanes_;
-  std::array<std::uint8_t, kStripe> rest_{};  // what makes no stripe yet
+  std::array<std::uint8_t, kStripe> rest_{};  // bytes after the last full stripe
   std::uint64_t bytes_ = 0;
 };
 

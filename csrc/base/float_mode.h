@@ -1,5 +1,7 @@
-// While it lives, this thread rounds to nearest and keeps denormal numbers, whatever torch.set_flush_denormal() or a
-// library left behind: threads must not differ.
+// The standard floating-point mode for a scope: the thread rounds to nearest and keeps denormal numbers.
+//
+// torch.set_flush_denormal() and libraries change the mode of single threads; results must not depend on the thread.
+// The destructor restores the former mode, and must run on the thread of the constructor.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,5 +1,6 @@
-// Which instructions the kernels use: chosen when the program runs, never when it is compiled, and without influence
-// on a single bit of any result. NaN is the exception: a NaN result is NaN everywhere, its payload is not defined.
+// The instruction sets of the kernels. They are chosen at run time, not at compile time.
+//
+// The choice changes no bit of any result, except that the payload of a NaN is not defined. Thread-safe.
 #pragma once
 
 #include <vector>
@@ -7,12 +8,12 @@
 namespace hydra {
 
 enum class InstructionSet {
-  kPortable,  // what every machine has
+  kPortable,  // plain C++, for every machine
   kAvx2,      // x86: AVX2 and F16C
   kAvx512,    // x86: AVX-512 F, BW, DQ, VL
 };
 
-/// Those that this machine can run, from slow to fast.
+/// The instruction sets that this machine can run, from slow to fast.
 const std::vector<InstructionSet>& supported_instruction_sets();
 
 inline InstructionSet best_instruction_set() { return supported_instruction_sets().back(); }

@@ -1,4 +1,4 @@
-// How numbers are kept in memory.
+// The formats of numbers in memory, and their sizes in bytes.
 #pragma once
 
 #include <cstdint>

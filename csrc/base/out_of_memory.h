@@ -1,9 +1,9 @@
-// What Python's users read first when a device has no memory left.
+// The first words of the message that Python users read when a device is out of memory.
 #pragma once
 
 namespace hydra {
 
-/// Tools that look for a batch size that fits ask for " out of memory.".
+/// Tools that search for the largest batch size look for " out of memory." in the message.
 inline constexpr const char* kOutOfMemory = "hydra_ext is out of memory. ";
 
 }  // namespace hydra

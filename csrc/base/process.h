@@ -1,4 +1,6 @@
-// What a forked child must leave alone: it has a copy of the engine's memory, but none of its threads.
+// Protection against use in a forked child, which has a copy of the engine's memory but none of its threads.
+//
+// HomeProcess tells whether this process made an object. HomeOnly never destroys its value in a child.
 #pragma once
 
 #include <unistd.h>
@@ -9,7 +11,7 @@
 
 namespace hydra {
 
-/// The process that an object was made in.
+/// The process that made an object.
 class HomeProcess {
  public:
   bool here() const noexcept { return ::getpid() == id_; }
@@ -17,15 +19,16 @@ class HomeProcess {
   void expect_here() const {
     HYDRA_EXPECT(here(), StateError,
                  "this offloaded model belongs to process " + std::to_string(id_) +
-                     " and cannot be used in a forked child, which has none of its threads; offload a model of the "
-                     "child's own, or start the process by spawn");
+                     " and cannot be used in a forked child, which has none of its threads; offload a model in the "
+                     "child, or start the child by spawn");
   }
 
  private:
   pid_t id_ = ::getpid();
 };
 
-/// A thread, or what threads wait for. A forked child never destroys it, which would wait for threads that it lacks.
+/// Owns a thread, or a primitive that threads wait on. In a forked child the destructor leaks the value: destroying it
+/// would wait for threads that the child does not have.
 template <class T>
 class HomeOnly {
  public:

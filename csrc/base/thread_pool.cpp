@@ -55,7 +55,7 @@ class ThreadPool::Workers {
       for (int i = 0; i < count; ++i) {
         threads_.emplace_back([this] { serve(); });
       }
-    } catch (...) {  // re-raised: threads that did start have to end first
+    } catch (...) {  // the threads that did start have to end before the error is thrown on
       stop();
       throw;
     }
@@ -123,7 +123,7 @@ class ThreadPool::Workers {
 };
 
 ThreadPool::ThreadPool(int threads) : threads_(threads) {
-  HYDRA_EXPECT(threads >= 1, StateError, "a pool of " + std::to_string(threads) + " threads: give 1 or more");
+  HYDRA_EXPECT(threads >= 1, StateError, "a pool cannot have " + std::to_string(threads) + " threads: give 1 or more");
 }
 
 ThreadPool::~ThreadPool() {
@@ -139,7 +139,7 @@ ThreadPool::Workers& ThreadPool::workers() {
     return *known;
   }
   auto fresh = std::make_unique<Workers>(threads_ - 1);
-  // The parent's are left as they are: their threads are not there to be joined, their mutexes may be held.
+  // The parent's workers stay as they are: a child cannot join their threads, and their mutexes may be locked.
   return workers_.compare_exchange_strong(known, fresh.get()) ? *fresh.release() : *known;
 }
 

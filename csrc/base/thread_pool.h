@@ -1,8 +1,8 @@
-// A fixed number of threads that share the tasks of one call. There is no pool for the whole process: code with
-// parallel work owns one.
+// A fixed number of threads that share the tasks of one call. There is no process-wide pool: code with parallel work
+// owns its pool.
 //
-// Threads start with the first call that has work for them, and end with the pool. A forked child has none of its
-// parent's threads: the first call there starts its own, and what the parent's left behind is never touched.
+// Threads start with the first call that has work for them, and end with the pool. Thread-safe.
+// A forked child has none of its parent's threads. Its first call starts new ones and leaves the parent's state alone.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@ namespace hydra {
 
 class ThreadPool {
  public:
-  /// `threads` counts the caller of parallel_for(), so a pool of one has no threads of its own. At least 1.
+  /// `threads` is at least 1 and counts the caller of parallel_for(): a pool of one has no threads of its own.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -21,10 +21,10 @@ class ThreadPool {
 
   int threads() const noexcept { return threads_; }
 
-  /// Calls body(0) ... body(tasks - 1), each once, by the caller and the pool's threads together, and returns when
-  /// all have. Which thread takes which task is not defined: results must not depend on it. After a task has thrown
-  /// no new ones begin, and the first exception is thrown here. Calls from several threads are served one after the
-  /// other; a call from inside a body of the same pool is a StateError.
+  /// Calls body(0) ... body(tasks - 1) once each, on the caller and the pool's threads, and returns after the last.
+  /// Results must not depend on which thread takes which task. After a task has thrown, no new task begins, and the
+  /// first exception is thrown here. Calls from several threads run one after the other. A call from inside a body of
+  /// the same pool throws StateError.
   void parallel_for(std::int64_t tasks, const std::function<void(std::int64_t)>& body);
 
  private:
@@ -34,7 +34,7 @@ class ThreadPool {
   Workers& workers();
 
   int threads_;
-  std::atomic<Workers*> workers_{nullptr};  // this process's, or left behind by the parent's
+  std::atomic<Workers*> workers_{nullptr};  // this process's, or still the parent's after a fork
 };
 
 }  // namespace hydra

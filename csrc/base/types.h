@@ -1,4 +1,4 @@
-// The words every layer uses, and the few types that go with them.
+// The words that every layer uses, and their types. All are plain values.
 //
 //   block     a module whose parameters move together
 //   page      one paged storage of a device parameter; a block's pages live in one slot
@@ -10,7 +10,7 @@
 //   version   one copy of a block's weights; plain training knows version 0 only
 //   pass      what one window runs: a forward or a backward
 //
-// Sizes are bytes in `Bytes`, times are seconds in `double`, wherever no other unit is named.
+// Unless another unit is named, sizes are bytes in `Bytes` and times are seconds in `double`.
 #pragma once
 
 #include <compare>
@@ -23,13 +23,13 @@ using Bytes = std::int64_t;
 inline constexpr Bytes kKiB = 1024;
 inline constexpr Bytes kMiB = 1024 * kKiB;
 
-/// Every page starts at a multiple of this, in the slot and in the arena alike: matrix libraries pick
-/// their algorithm by alignment up to 256 bytes, and equal layouts make a block one copy.
+/// Every page starts at a multiple of this, in the slot and in the arena. Matrix libraries choose
+/// their algorithm by alignment up to 256 bytes, and with equal layouts a block is one copy.
 inline constexpr Bytes kPageAlignment = 512;
 
 constexpr Bytes round_up(Bytes value, Bytes multiple) noexcept { return (value + multiple - 1) / multiple * multiple; }
 
-/// Passes with one kind are expected to run the same blocks.
+/// The kind of a pass. The pager expects passes of one kind to run the same blocks.
 enum class PassKind : std::uint8_t { kForward, kBackward, kInference };
 
 /// Names one copy of one block's weights.

@@ -1,4 +1,6 @@
-// One function per folder, or part of one; module.cpp calls them in the order of the layers.
+// The functions that bind the folders of csrc, one for each folder or part of one.
+//
+// module.cpp calls them with the interpreter lock held, in the order of the layers: types are bound before their uses.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,8 +16,8 @@ namespace schedule {
 class Schedule;
 }
 
-/// Of a property whose getter may wait for a mutex, which another thread may hold while it waits for the interpreter
-/// lock.
+/// A property's getter that runs without the interpreter lock. For getters that wait for a mutex, whose holder may wait
+/// for the interpreter lock.
 template <typename Getter>
 pybind11::cpp_function released(Getter getter) {
   return pybind11::cpp_function(std::move(getter), pybind11::call_guard<pybind11::gil_scoped_release>());
@@ -39,6 +41,6 @@ void bind_homes(pybind11::module_& module);
 void bind_stash(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);        // in builds with CUDA
-void bind_cuda_codec(pybind11::module_& module);  // likewise
+void bind_cuda_codec(pybind11::module_& module);  // in builds with CUDA
 
 }  // namespace hydra

@@ -1,22 +1,25 @@
-// Blocks in batches: their quanta and what their tags are chosen by are found first, then all tags at once, then the
-// payloads are written. Each of the three is a loop without long chains; in one loop a block would wait for its own
-// tag. A kernels_*.cpp with vectors includes this file inside its namespace, after it has defined HYDRA_INLINE. No
-// include guard, on purpose.
+// Batches of blocks, for the encoders with vectors.
+//
+// Three loops follow each other: the first finds quanta and block summaries, the second chooses all tags, the third
+// writes payloads. None has a long dependency chain; in a single loop each block would wait for its own tag.
+// A kernels_*.cpp with vectors includes this file inside its namespace, after it has defined HYDRA_INLINE.
+// The file has no include guard on purpose.
 
 constexpr int kBatch = 32;
 
 template <class T>
 using OfEach = std::array<T, kBatch>;
 
-/// What is known of each block.
+/// Summaries and tags of the blocks of one batch.
 struct alignas(64) Batch {
-  // In their lower halves the least quantum with 0x8000 flipped, and with 0x7FFF flipped, which is of the highest.
+  // In their lower halves: the minima of the quanta XOR 0x8000, and of the quanta XOR 0x7FFF. The second gives the
+  // highest quantum.
   OfEach<std::int32_t> least{};
   OfEach<std::int32_t> least_flipped{};
   OfEach<std::uint32_t> nonzero{};
   OfEach<std::uint32_t> negative{};
   OfEach<std::uint32_t> negative_zeros{};
-  OfEach<std::uint32_t> fitting{};  // not all: the block is kept as it is
+  OfEach<std::uint32_t> fitting{};  // a bit for each number; unless all are set, the block is stored raw
   OfEach<std::int32_t> lowest{};
   OfEach<std::int32_t> tags{};
 };

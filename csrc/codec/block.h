@@ -1,18 +1,20 @@
-// A block: 32 numbers, a tag of one byte, and up to 128 bytes of payload, whose length follows from the tag, but for
-// the count of a sparse block's non-zeros, which is in its first word. All words are little-endian; the payloads of
-// blocks follow each other without gaps.
+// The format of a block: 32 numbers, as a tag of one byte and a payload of up to 128 bytes.
+//
+// The tag gives the payload's length, except for sparse blocks, whose first word counts the non-zeros.
+// All words are little-endian. Payloads follow each other without gaps.
 //
 //   tag        bits 6, 7 the mode, bit 5 whether there are signs, bits 0 to 4 the width w
 //   kSigned    [a word of sign bits] w words: bit j of all |q|, from j = 0
 //   kOffset    the lowest q as int16, then w words: bit j of all q - lowest
-//   kSparse    a word of which q are not 0, then of each of these w bits, least significant first: |q| - 1, with signs
-//              2 * (|q| - 1) + sign. Their lowest 8 bits lie side by side, and if w > 8 the others after them; each of
-//              the two parts ends at a byte
-//   kRaw       the 32 numbers as they are; no width, no signs
+//   kSparse    a word that marks the non-zero q, then w bits for each of them, least significant first: |q| - 1, or
+//              with signs 2 * (|q| - 1) + sign. The lowest 8 bits of all values come first, then, if w > 8, their
+//              upper bits; each of the two parts ends at a byte
+//   kRaw       the 32 numbers unchanged; no width, no signs
 //
-// The shortest is taken, kSigned before kOffset before kSparse where they are equal. A sign of a kSigned block is set
-// where q is negative, and where the number was -0.0, which the other two modes have no place for. A block of zeros
-// takes no payload at all, one of equal numbers two bytes.
+// Encoders choose the shortest mode; among equals kSigned goes before kOffset, and kOffset before kSparse. In a
+// kSigned block the sign is set for negative q and for -0.0, which the two other modes cannot represent.
+// A block of zeros has no payload; a block of equal numbers has two bytes.
+// All functions are pure. Sizes are bytes, unless a name says bits.
 #pragma once
 
 #include <bit>
@@ -24,7 +26,7 @@ namespace hydra::codec {
 
 inline constexpr int kBlockNumbers = 32;
 inline constexpr int kMostBlockBytes = 128;
-/// Encoders write, and decoders read, up to so much beyond what they are there for.
+/// Encoders write, and decoders read, up to this many bytes beyond a payload.
 inline constexpr int kSlackBytes = 192;
 
 enum class Mode : std::uint8_t { kSigned, kOffset, kSparse, kRaw };
@@ -42,7 +44,7 @@ struct Tag {
   static constexpr Tag of(std::uint8_t byte) noexcept {
     return {static_cast<Mode>(byte >> 6), (byte & 0x20) != 0, byte & 0x1F};
   }
-  /// Whether an encoder can have made it.
+  /// Whether an encoder can have made this tag.
   constexpr bool valid() const noexcept {
     switch (mode) {
       case Mode::kSigned:
@@ -58,28 +60,28 @@ struct Tag {
   }
 };
 
-/// What the tag is chosen by, of a block that can be quantised.
+/// The properties of a quantised block that decide its tag.
 struct Summary {
   int lowest = 0;
   int highest = 0;
   std::uint32_t nonzero = 0;
   std::uint32_t negative = 0;
-  std::uint32_t negative_zeros = 0;  // of the numbers, not of q
+  std::uint32_t negative_zeros = 0;  // marks numbers that are -0.0; their q is 0
 };
 
-/// Which encodings there are to choose from.
+/// The modes that an encoder chooses from.
 enum class Choice : std::uint8_t {
   kShortest,
-  kSigned,  // fastest
+  kSigned,  // kSigned or kRaw only: the fastest
 };
 
-/// Of a number below 2^24. As a float's exponent, so that a loop over it becomes vectors on every instruction set.
+/// The bit width of a number below 2^24. Computed from a float's exponent, which every instruction set can vectorise.
 constexpr int bits_of(int value) noexcept {
   const int exponent = (std::bit_cast<std::int32_t>(static_cast<float>(value)) >> 23) - 126;
   return exponent > 0 ? exponent : 0;
 }
 
-/// The tag's byte. Without branches, for the same reason; `nonzero` is how many there are.
+/// The byte of the shortest tag. `nonzero` counts the non-zero quanta. Free of branches, so that loops vectorise.
 constexpr int shortest(int lowest, int highest, int nonzero, bool negative, bool negative_zeros) noexcept {
   const int largest = highest > -lowest ? highest : -lowest;
   const int never = negative_zeros ? 1 << 20 : 0;
@@ -109,12 +111,12 @@ constexpr Tag signed_tag(const Summary& block) noexcept {
   return {Mode::kSigned, (block.negative | block.negative_zeros) != 0, bits_of(largest)};
 }
 
-/// Of `count` values of `width` bits side by side.
+/// The bytes of `count` values of `width` bits side by side.
 constexpr int packed_bytes(int count, int width) noexcept {
   return static_cast<int>((static_cast<unsigned>(count * width) + 7U) / 8U);
 }
 
-/// `nonzero` is the number of ones in the first word, and matters to sparse blocks only.
+/// The payload's size. `nonzero` is the number of ones in the first word; only sparse blocks use it.
 constexpr int payload_bytes(Tag tag, int nonzero, NumberFormat format) noexcept {
   const int low = tag.width < 8 ? tag.width : 8;
   switch (tag.mode) {

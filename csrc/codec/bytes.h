@@ -1,4 +1,4 @@
-// Numbers as bytes, wherever they lie.
+// Reads and writes numbers at any address, aligned or not, in the machine's byte order.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace hydra::codec {
 
-/// Returns the place behind it.
+/// Writes `value` and returns the address behind it.
 template <class T>
 inline std::uint8_t* put(std::uint8_t* to, T value) noexcept {
   std::memcpy(to, &value, sizeof value);

@@ -60,7 +60,7 @@ void put_end(std::uint8_t* stream, std::int64_t chunk, std::int64_t end) {
   std::memcpy(stream + kHeaderBytes + 8 * chunk, &end, sizeof end);
 }
 
-/// Several chunks at a time, each to memory of its own, from where they are brought together.
+/// Encodes several chunks at a time into separate scratch memory, then copies them side by side.
 Bytes encode_in_waves(const Encoder& encoder, const Layout& layout, Bytes most, std::uint8_t* to, ThreadPool& threads) {
   const std::int64_t width = std::min<std::int64_t>(4L * threads.threads(), layout.chunks);
   const Bytes room = most + kSlackBytes;
@@ -99,7 +99,7 @@ Bytes encode_in_order(const Encoder& encoder, const Layout& layout, std::uint8_t
 }
 
 [[noreturn]] void damaged(const std::string& what) {
-  throw DamagedStream("not a whole stream of compressed numbers: " + what);
+  throw DamagedStream("not a complete stream of compressed numbers: " + what);
 }
 
 /// One call's work on a stream.
@@ -122,7 +122,7 @@ class Decoder {
     const std::int64_t begin = chunk == 0 ? 0 : end_of(chunk - 1);
     const std::int64_t end = end_of(chunk);
     if (begin < 0 || begin > end || end > header_.payload_bytes) {
-      damaged("part " + std::to_string(chunk) + " ends before it begins");
+      damaged("the end of chunk " + std::to_string(chunk) + " is before its beginning, or behind the payload");
     }
     const std::uint8_t* tags = stream_.data() + layout_.tags + chunk * kChunkBlocks;
     check(tags, layout_.blocks_of(chunk));
@@ -133,13 +133,13 @@ class Decoder {
     const std::uint8_t* stream_end = stream_.data() + stream_.size();
     Decoded done = kernels_.decode(quantizer_, tags, whole, payload + begin, stream_end, numbers_ + first * bytes);
     if (done.payload > payload + end) {
-      damaged("part " + std::to_string(chunk) + " is longer than it says");
+      damaged("chunk " + std::to_string(chunk) + " is longer than its end says");
     }
     decode_end(chunk, tags, done, payload + end);
   }
 
  private:
-  /// What is too near to the stream's end to be read from where it is, and a last block that is not full.
+  /// Decodes from a padded copy the blocks too close to the stream's end to be read in place, and a partial last block.
   void decode_end(std::int64_t chunk, const std::uint8_t* tags, Decoded done, const std::uint8_t* end) const {
     std::array<std::uint8_t, 2 * kSlackBytes + kMostBlockBytes> copy{};
     std::array<std::uint8_t, kMostBlockBytes> block;
@@ -152,7 +152,7 @@ class Decoder {
       const Decoded one =
           kernels_.decode(quantizer_, tags + at, 1, copy.data(), copy.data() + copy.size(), block.data());
       if (one.payload - copy.data() > there) {
-        damaged("part " + std::to_string(chunk) + " is longer than it says");
+        damaged("chunk " + std::to_string(chunk) + " is longer than its end says");
       }
       done.payload += one.payload - copy.data();
       const std::int64_t index = first + at;
@@ -160,7 +160,7 @@ class Decoder {
       std::memcpy(numbers_ + index * bytes, block.data(), static_cast<std::size_t>(count * bytes_of(header_.format)));
     }
     if (done.payload != end) {
-      damaged("part " + std::to_string(chunk) + " is shorter than it says");
+      damaged("chunk " + std::to_string(chunk) + " is shorter than its end says");
     }
   }
 
@@ -170,7 +170,7 @@ class Decoder {
       valid = valid && kValid[tags[block]];
     }
     if (!valid) {
-      damaged("a tag that there is not");
+      damaged("a tag is invalid");
     }
   }
 
@@ -222,22 +222,23 @@ Bytes stream_bytes(const StreamHeader& header) noexcept { return Layout(header.c
 StreamHeader header_of(std::span<const std::uint8_t> begin, Bytes size) {
   StreamHeader header;
   if (begin.size() < sizeof header) {
-    damaged(std::to_string(begin.size()) + " bytes, less than a header's");
+    damaged("it has " + std::to_string(begin.size()) + " bytes, fewer than a header");
   }
   std::memcpy(&header, begin.data(), sizeof header);
   if (header.magic != kMagic) {
-    damaged("it does not begin as one");
+    damaged("it does not begin with the magic bytes");
   }
   if (header.version != kVersion) {
-    damaged("its version is " + std::to_string(header.version) + ", this one reads " + std::to_string(kVersion));
+    damaged("its version is " + std::to_string(header.version) + ", and this build reads version " +
+            std::to_string(kVersion));
   }
-  // Each block has a tag, so that a stream of so many bytes cannot have more numbers.
+  // Each block has a tag, so the stream's size limits its count of numbers.
   if (header.format > NumberFormat::kFloat16 || header.count < 0 || header.count / kBlockNumbers > size ||
       header.payload_bytes < 0 || header.payload_bytes > size) {
-    damaged("its header says what cannot be");
+    damaged("its header has impossible values");
   }
   if (stream_bytes(header) != size) {
-    damaged("it has " + std::to_string(size) + " bytes, its header says " + std::to_string(stream_bytes(header)));
+    damaged("it has " + std::to_string(size) + " bytes, and its header says " + std::to_string(stream_bytes(header)));
   }
   return header;
 }

@@ -1,14 +1,13 @@
-// Whole arrays, compressed within an error bound and back: one stream of bytes, the same from every instruction set,
-// number of threads, and device.
+// Compresses whole arrays within an error bound, and restores them.
 //
-// A stream, little-endian:
+// The stream has the same bytes for every instruction set, number of threads and device. It is little-endian:
 //   header     StreamHeader, 48 bytes
-//   ends       for each chunk of 1024 blocks: where its payload ends, from the payload's beginning, 8 bytes
-//   tags       a byte for each block of 32 numbers (block.h), filled up with zeros to a multiple of 8
-//   payload    of all blocks
-// The last block is filled up with zeros, which are cut off again.
+//   ends       8 bytes for each chunk of 1024 blocks: the end of its payload, counted from the payload's beginning
+//   tags       a byte for each block of 32 numbers (block.h), padded with zeros to a multiple of 8
+//   payload    the payloads of all blocks
+// Zeros pad the last block; the decoder drops them.
 //
-// Reentrant; nothing is kept between calls.
+// Memory is the caller's. Reentrant; no state is kept between calls. Sizes are bytes, counts are numbers.
 #pragma once
 
 #include <array>
@@ -38,26 +37,26 @@ struct StreamHeader {
 };
 static_assert(sizeof(StreamHeader) == 48);
 
-/// What a stream of so many numbers may take at most, what compress() writes to included.
+/// The room that compress() needs for `count` numbers, including the slack that it writes behind the stream.
 Bytes most_bytes(NumberFormat format, std::int64_t count) noexcept;
 
-/// Writes the stream of `count` numbers to `to`, which has most_bytes(), and returns its length. The two may not
-/// overlap.
+/// Writes the stream of `count` numbers to `to`, which has most_bytes(), and returns the stream's length. The two must
+/// not overlap.
 Bytes compress(const Quantizer& quantizer, Choice choice, const void* numbers, std::int64_t count, std::uint8_t* to,
                ThreadPool& threads, InstructionSet instructions);
 
-/// What a stream takes that begins so.
+/// The size of the stream that begins with this header.
 Bytes stream_bytes(const StreamHeader& header) noexcept;
 
-/// Throws DamagedStream for what is no stream, of another version, or cut off. Of a stream of `size` bytes no more is
-/// read than the header.
+/// Reads the header of a stream of `size` bytes, of which `begin` has at least the header. Throws DamagedStream if the
+/// bytes are not a stream, or a stream of another version, or cut off.
 StreamHeader header_of(std::span<const std::uint8_t> begin, Bytes size);
 inline StreamHeader header_of(std::span<const std::uint8_t> stream) {
   return header_of(stream, static_cast<Bytes>(stream.size()));
 }
 
-/// Writes header_of(stream).count numbers. Throws DamagedStream for bytes that no compress() has written; what has been
-/// written to `numbers` then is undefined. Never reads or writes anything else.
+/// Writes header_of(stream).count numbers. Throws DamagedStream for bytes that compress() cannot have written; the
+/// contents of `numbers` are undefined then. Never reads or writes outside the two arrays.
 void decompress(std::span<const std::uint8_t> stream, void* numbers, ThreadPool& threads, InstructionSet instructions);
 
 }  // namespace hydra::codec

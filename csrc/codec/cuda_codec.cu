@@ -1,5 +1,5 @@
-// A warp for each group of 32 blocks; the work on a block is in warp_block.h and warp_group.h. Compiled without fused
-// multiply-adds, so that the bits are the host's.
+// Each warp takes a group of 32 blocks; warp_block.h and warp_group.h have the work on a block. Compiled without fused
+// multiply-adds, so that the bits equal the host's.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -77,7 +77,7 @@ __device__ std::int64_t chunk_bytes(const std::uint32_t* group_bytes, std::int64
   return bytes;
 }
 
-/// One thread block: the ends of all chunks, a thousand at a time; the header, and the zeros behind the tags.
+/// Writes the ends of all chunks, a thousand at a time, the header, and the zeros behind the tags. One thread block.
 __global__ void finish_kernel(StreamHeader header, const Layout layout, const std::uint32_t* group_bytes,
                               std::uint8_t* stream) {
   __shared__ std::int64_t sums[kScanThreads];
@@ -120,7 +120,7 @@ __global__ void write_kernel(const Quantizer quantizer, Choice choice, const Num
   write_group(quantizer, choice, numbers, group, words[threadIdx.x / 32], stream + payload + begin);
 }
 
-/// A thread for each chunk.
+/// Finds the groups of each chunk, with one thread for each chunk.
 __global__ void find_kernel(NumberFormat format, const Layout layout, const std::uint8_t* stream, Bytes payload_bytes,
                             std::uint32_t* begins, std::uint32_t* damaged) {
   const std::int64_t chunk = static_cast<std::int64_t>(blockIdx.x) * kWalkThreads + threadIdx.x;

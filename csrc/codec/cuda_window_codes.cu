@@ -5,7 +5,7 @@ namespace hydra::codec {
 namespace {
 
 constexpr unsigned kThreads = 256;
-constexpr std::int64_t kMostBlocks = 1 << 20;  // each thread takes several bytes of larger streams
+constexpr std::int64_t kMostBlocks = 1 << 20;  // for larger streams each thread takes several bytes
 
 unsigned blocks_of(Bytes bytes) {
   const std::int64_t blocks = (bytes + kThreads - 1) / kThreads;

@@ -1,4 +1,4 @@
-// Where the parts of a stream begin (codec.h says what they are): the same on the host and on a device.
+// Offsets of a stream's parts, in bytes from its beginning; codec.h describes the parts. Used on the host and on GPUs.
 #pragma once
 
 #include "csrc/codec/codec.h"

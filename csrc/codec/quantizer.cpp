@@ -11,10 +11,10 @@ namespace hydra::codec {
 
 namespace {
 
-// Powers of two whose inverse is normal, too.
+// Powers of two whose inverses are normal numbers too.
 constexpr double kLeastStep = 0x1p-126;
 constexpr double kMostStep = 0x1p126;
-constexpr double kMostHalfStep = 0x1p15;  // of fp16
+constexpr double kMostHalfStep = 0x1p15;  // the largest step of fp16
 
 double greatest(NumberFormat format) {
   switch (format) {
@@ -37,7 +37,7 @@ float rounded_down(double bound) {
 
 Quantizer Quantizer::make(NumberFormat format, double bound, bool keep_signs) {
   HYDRA_EXPECT(std::isfinite(bound) && bound >= 0, InvalidBound,
-               "an error bound of " + std::to_string(bound) + ": give a finite number, 0 or more");
+               "the error bound cannot be " + std::to_string(bound) + ": give a finite number, 0 or more");
   Quantizer made{format, keep_signs, rounded_down(bound)};
   double step = std::min((keep_signs ? 1.0 : 2.0) * made.bound, kMostStep);
   if (format != NumberFormat::kFloat32 && step > 0) {
@@ -52,7 +52,7 @@ Quantizer Quantizer::make(NumberFormat format, double bound, bool keep_signs) {
   }
   made.step = static_cast<float>(step);
   made.inverse = static_cast<float>(1.0 / made.step);
-  // The last multiple of the step that is a number, and what is rounded to it.
+  // The last multiple of the step that is finite, and the numbers that round to it.
   const double last = std::floor(greatest(format) / made.step) * made.step;
   const double limit = std::min(kMostQuantum * static_cast<double>(made.step), last + made.step / 2.0);
   made.limit = static_cast<float>(std::min<double>(limit, std::numeric_limits<float>::max()));

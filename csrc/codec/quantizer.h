@@ -1,14 +1,15 @@
-// How numbers become small integers and come back, none further off than a bound.
+// Quantisation: numbers become small integers and come back with an error of at most the bound.
 //
 //   q  = the integer nearest to x * inverse, ties to even          q' = q * step          |x - q'| <= bound
 //
 // The step is twice the bound. For 16-bit formats it is rounded down to a power of two: every q' is then a number of
-// the format, where another step's would be rounded once more and miss the bound. Where signs are kept the step is the
-// bound, and what is not zero does not become zero: x > 0, x == 0 and x < 0 are the same of q' (for x = 0 whatever its
-// sign), which is what the backward of a ReLU looks at.
+// the format. With another step q' would be rounded once more and miss the bound.
+// With keep_signs the step equals the bound, and no non-zero number becomes zero. Then q' and x agree on > 0, == 0 and
+// < 0, which is what the backward of a ReLU reads. Zeros of either sign count as zero.
 //
-// What does not fit, that is NaN, infinities, numbers from `limit` on, and those few of fp32 whose q' misses the bound
-// by the rounding of x * inverse, is the business of the block's encoding: it is then kept as it is. So is -0.0.
+// Some numbers do not fit: NaN, infinities, numbers from `limit` on, and a few fp32 numbers whose q' misses the bound
+// by the rounding of x * inverse. The block's encoding stores such blocks raw. It also preserves -0.0.
+// A plain value; make() is reentrant.
 #pragma once
 
 #include "csrc/base/number_format.h"
@@ -23,12 +24,12 @@ struct Quantizer {
   float inverse = 0;
   float limit = 0;  // of |x|, exclusive
 
-  /// The bound is rounded down to fp32. Throws InvalidBound for one that is negative or not finite. With a bound of 0
-  /// zeros are all that is quantised.
+  /// Rounds the bound down to fp32. Throws InvalidBound if it is negative or not finite. A bound of 0 quantises zeros
+  /// only.
   static Quantizer make(NumberFormat format, double bound, bool keep_signs);
 };
 
-/// |q| is at most that.
+/// The largest |q|.
 inline constexpr int kMostQuantum = 32767;
 
 }  // namespace hydra::codec

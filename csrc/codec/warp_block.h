@@ -1,19 +1,20 @@
-// A block by the 32 lanes of a warp, lane i with the block's number i: the bytes of the host's kernels. The CUDA
-// kernels include this file inside a namespace of their own, after they have defined HYDRA_INLINE and Warp; so do
-// tests, where a warp is a loop over its lanes. No include guard, on purpose.
+// The work of one warp on a block: lane i has the block's number i. The bytes equal those of the host's kernels.
 //
-// Warp has, all static,
-//   Each<T>              a value of each lane: each[lane] is that of one
-//   each(f)              f(lane) in every lane
+// The CUDA kernels include this file inside a namespace of their own, after they have defined HYDRA_INLINE and Warp.
+// Tests do the same, with a warp that loops over its lanes. The file has no include guard on purpose.
+//
+// Warp has these static members:
+//   Each<T>              a value for each lane: each[lane]
+//   each(f)              calls f(lane) in every lane
 //   ballot(f)            a word whose bit i is f(i)
 //   least(each<int>)     the smallest of all lanes' values; greatest() likewise
-//   add_bits(word, bits) word |= bits, whatever other lanes do to the word meanwhile
-//   meet()               what any lane has written before, all lanes read afterwards
-// All lanes make the same calls, with the same arguments but for values in an Each.
+//   add_bits(word, bits) word |= bits, atomically among the lanes
+//   meet()               a barrier: all lanes read afterwards what any lane has written before
+// All lanes make the same calls with the same arguments, except for values in an Each.
 //
-// A block's payload is put together bit by bit in kStagedWords words that the warp's lanes share.
+// The lanes assemble a block's payload bit by bit in kStagedWords words of shared memory.
 
-inline constexpr int kStagedWords = 34;  // and room for what is put behind the last bit
+inline constexpr int kStagedWords = 34;  // 33 for the longest valid payload; bits are read and put across two words
 
 template <class T>
 using Each = typename Warp::template Each<T>;
@@ -35,7 +36,7 @@ HYDRA_INLINE float number_of(NumberFormat format, std::uint32_t pattern) {
   }
 }
 
-/// The pattern of a number that the format has.
+/// The bit pattern of a number that the format can represent exactly.
 HYDRA_INLINE std::uint32_t pattern_of(NumberFormat format, float number) {
   switch (format) {
     case NumberFormat::kBfloat16:
@@ -47,7 +48,7 @@ HYDRA_INLINE std::uint32_t pattern_of(NumberFormat format, float number) {
   }
 }
 
-/// Zeros behind the last number.
+/// The bit pattern of number `index`; zero behind the last number.
 HYDRA_INLINE std::uint32_t pattern_at(NumberFormat format, const void* numbers, std::int64_t index,
                                       std::int64_t count) {
   if (index >= count) {
@@ -57,7 +58,7 @@ HYDRA_INLINE std::uint32_t pattern_at(NumberFormat format, const void* numbers, 
                                           : static_cast<const std::uint16_t*>(numbers)[index];
 }
 
-/// False where the number's block has to be kept as it is.
+/// Returns false if the number's block has to be stored raw.
 HYDRA_INLINE bool quantize(const Quantizer& quantizer, float number, int& quantum) {
   quantum = 0;
   if (!(std::fabs(number) < quantizer.limit)) {
@@ -111,7 +112,7 @@ HYDRA_INLINE std::uint32_t bits_at(const std::uint32_t* words, int bit, int widt
 
 HYDRA_INLINE std::uint32_t mask_below(int lane) { return (1U << lane) - 1U; }
 
-/// Where the parts of a sparse block's values begin, and how wide they are.
+/// The widths of the two parts of a sparse block's values, and the beginning of the second part.
 struct SparseParts {
   int low = 0;
   int high = 0;
@@ -167,7 +168,7 @@ HYDRA_INLINE void put_dense(const WarpBlock& block, std::uint32_t* words) {
   });
 }
 
-/// Writes the block's payload, and nothing behind it.
+/// Writes the block's payload, and no byte behind it.
 HYDRA_INLINE void put_block(const WarpBlock& block, const Each<std::uint32_t>& patterns, NumberFormat format,
                             std::uint32_t* words, std::uint8_t* to) {
   Warp::each([&](int lane) {
@@ -217,7 +218,7 @@ HYDRA_INLINE int dense_quantum(Tag tag, const std::uint32_t* words, int lane) {
   return offset ? static_cast<std::int16_t>(value + static_cast<std::int16_t>(words[0] & 0xFFFFU)) : value;
 }
 
-/// The patterns of the numbers of a block whose payload is the `bytes` at `from`; nothing behind it is read.
+/// The bit patterns of the block whose payload is the `bytes` at `from`. No byte behind the payload is read.
 HYDRA_INLINE Each<std::uint32_t> get_block(NumberFormat format, float step, Tag tag, const std::uint8_t* from,
                                            int bytes, std::uint32_t* words) {
   Warp::each([&](int lane) {

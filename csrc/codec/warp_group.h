@@ -1,23 +1,24 @@
-// A group of 32 blocks by a warp, one block after the other; lane i keeps what is to be known of block i. Included as
-// warp_block.h is, and after it.
+// The work of one warp on a group of 32 blocks, one block after the other. Lane i keeps the tag of block i.
+// Included like warp_block.h, and after it.
 //
-// Two passes compress: the first says how long each group is, from which follows where the next one begins; the second
-// quantises once more and writes. A reader has to find where groups begin: a block's tag says how long it is,
-// but for sparse ones, where it is the block's first word, so that a chunk is walked from its beginning.
+// Two passes compress: the first measures each group, which gives the beginnings of all groups; the second
+// quantises once more and writes. A reader has to find the beginnings of groups: a tag gives the length of its block,
+// except that sparse blocks need their first word too. So a reader walks each chunk from its beginning.
+// Memory is the caller's. Sizes are bytes.
 
 inline constexpr std::int64_t kGroupBlocks = 32;
 inline constexpr std::int64_t kChunkGroups = kChunkBlocks / kGroupBlocks;
 
 constexpr std::int64_t groups_of(std::int64_t blocks) noexcept { return (blocks + kGroupBlocks - 1) / kGroupBlocks; }
 
-/// What is compressed, or written to.
+/// The array of numbers that a kernel compresses, or restores.
 template <class Pointer>
 struct NumberArray {
   Pointer data;
   std::int64_t count;
   std::int64_t blocks;
 
-  /// Of a group.
+  /// The number of blocks in a group; fewer than 32 in the last one.
   HYDRA_INLINE int blocks_of(std::int64_t group) const {
     const std::int64_t left = blocks - group * kGroupBlocks;
     return static_cast<int>(left < kGroupBlocks ? left : kGroupBlocks);
@@ -33,7 +34,7 @@ HYDRA_INLINE Each<std::uint32_t> patterns_of(NumberFormat format, const NumberAr
   return patterns;
 }
 
-/// Writes the tags of a group's blocks to their places among all, and returns the bytes of their payload.
+/// Writes the tags of a group's blocks to their places among all tags, and returns the bytes of their payload.
 HYDRA_INLINE std::uint32_t measure_group(const Quantizer& quantizer, Choice choice,
                                          const NumberArray<const void*>& numbers, std::int64_t group,
                                          std::uint8_t* tags) {
@@ -54,7 +55,7 @@ HYDRA_INLINE std::uint32_t measure_group(const Quantizer& quantizer, Choice choi
   return bytes;
 }
 
-/// The bytes of the groups before this one in its chunk.
+/// The payload bytes of the groups before this one in its chunk.
 HYDRA_INLINE std::uint32_t bytes_before(const std::uint32_t* group_bytes, std::int64_t group) {
   const std::int64_t first = group - group % kChunkGroups;
   Each<std::uint32_t> bytes{};
@@ -74,7 +75,7 @@ HYDRA_INLINE void write_group(const Quantizer& quantizer, Choice choice, const N
 }
 
 // ---- back -----------------------------------------------------------------------------------------------------------
-/// The block's bytes at `from`, of which there are `left`; more than these where it is damaged.
+/// The bytes of the block at `from`, where `left` bytes are readable. A damaged block gives more than `left`.
 HYDRA_INLINE std::int64_t bytes_at(NumberFormat format, Tag tag, const std::uint8_t* from, std::int64_t left) {
   if (!tag.valid()) {
     return left + 1;
@@ -91,8 +92,8 @@ HYDRA_INLINE std::int64_t bytes_at(NumberFormat format, Tag tag, const std::uint
   return payload_bytes(tag, nonzero, format);
 }
 
-/// Where each group of a chunk begins in its payload; by one thread. False if the payload is not as long as its tags
-/// say: read_group() may be called only if it was true.
+/// Finds the beginning of each group in a chunk's payload; one thread runs it. Returns false if the payload's length is
+/// not the one that its tags give. read_group() may be called only after true.
 HYDRA_INLINE bool find_groups(NumberFormat format, const std::uint8_t* tags, std::int64_t blocks,
                               const std::uint8_t* payload, std::int64_t bytes, std::uint32_t* begins) {
   std::int64_t at = 0;

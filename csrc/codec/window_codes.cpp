@@ -7,7 +7,7 @@ namespace hydra::codec {
 
 namespace {
 
-/// Rows that one task takes, so that it is worth one.
+/// The rows of one task: enough to outweigh the task's cost.
 std::int64_t rows_of_a_task(const PoolGeometry& geometry) {
   constexpr std::int64_t kLeast = 16384;
   return std::max<std::int64_t>(1, kLeast / std::max<std::int64_t>(1, geometry.row()));

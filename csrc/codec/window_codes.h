@@ -1,8 +1,9 @@
-// Where in its window a pool found each maximum: a few bits instead of an index of 8 bytes. Exact.
+// Codes for the indices of a max pool: the maximum's position in its window, in a few bits instead of 8 bytes. Exact.
 //
-// An index counts the elements of an input's plane. That of output (y, x) is at most the window's area of values away
-// from where the window begins, and its code says which one of them it is. Codes have 1, 2, 4 or 8 bits; those of a row
-// of outputs follow each other from the lowest bit of a byte on, and each row begins with a new byte.
+// An index counts the elements of an input's plane. The window of output (y, x) has as many elements as its area, and
+// the code says which of them is the maximum. Codes have 1, 2, 4 or 8 bits. The codes of a row of outputs follow each
+// other from the lowest bit of a byte on; each row begins with a new byte.
+// Memory is the caller's. Reentrant. Sizes are bytes.
 #pragma once
 
 #include <array>
@@ -14,7 +15,7 @@
 
 namespace hydra::codec {
 
-/// Of a pool in two dimensions, each array with that of the rows first.
+/// The geometry of a two-dimensional pool. Each array has the value for rows first.
 struct PoolGeometry {
   std::array<std::int64_t, 2> kernel{};
   std::array<std::int64_t, 2> stride{};
@@ -22,8 +23,8 @@ struct PoolGeometry {
   std::array<std::int64_t, 2> dilation{};
   std::int64_t input_width = 0;
   std::array<std::int64_t, 2> outputs{};
-  std::int64_t planes = 0;  // that follow each other in memory
-  std::int64_t inner = 1;   // values of one output that lie side by side: channels, where they come last
+  std::int64_t planes = 0;  // planes that follow each other in memory
+  std::int64_t inner = 1;   // values of one output that lie side by side: the channels, in a channels-last layout
 
   bool operator==(const PoolGeometry&) const = default;
 
@@ -31,14 +32,14 @@ struct PoolGeometry {
   constexpr std::int64_t row() const noexcept { return outputs[1] * inner; }
   constexpr std::int64_t count() const noexcept { return rows() * row(); }
   constexpr std::int64_t area() const noexcept { return kernel[0] * kernel[1]; }
-  /// Of a code; 0 where there are too many.
+  /// The bits of a code; 0 if the window is too large for codes.
   constexpr int bits() const noexcept {
     return area() <= 2 ? 1 : area() <= 4 ? 2 : area() <= 16 ? 4 : area() <= 256 ? 8 : 0;
   }
   constexpr Bytes row_bytes() const noexcept { return (row() * bits() + 7) / 8; }
   constexpr Bytes stream_bytes() const noexcept { return rows() * row_bytes(); }
 
-  /// The index that a window of outputs begins with: that of the row's, and of the output in the row.
+  /// The sum of the two is the index of the first element in an output's window.
   constexpr std::int64_t begin_of_row(std::int64_t row) const noexcept {
     return (row % outputs[0] * stride[0] - padding[0]) * input_width - padding[1];
   }
@@ -61,7 +62,7 @@ struct PoolGeometry {
     return code / width * dilation[0] * input_width + code % width * dilation[1];
   }
 
-  /// A byte of a row's codes from its indices; `wrong` is set where one is in no window.
+  /// Encodes the indices of one byte of a row's codes. Sets `wrong` if an index lies outside its window.
   constexpr std::uint8_t encoded(const std::int64_t* indices, std::int64_t row_number, std::int64_t byte,
                                  bool& wrong) const noexcept {
     const int each = 8 / bits();
@@ -83,13 +84,14 @@ struct PoolGeometry {
     for (int place = 0; place < each && byte * each + place < row(); ++place) {
       const std::int64_t in_row = byte * each + place;
       const unsigned found = static_cast<unsigned>(packed) >> (place * bits()) & mask;
-      const unsigned code = found < area() ? found : 0;  // of bytes that were none: an index in the window all the same
+      const unsigned code = found < area() ? found : 0;  // damaged bytes, too, give an index inside the window
       indices[row_number * row() + in_row] = begin + begin_in_row(in_row) + from_begin(code);
     }
   }
 };
 
-/// Writes stream_bytes() from count() indices. False where one is in no window; what was written is undefined then.
+/// Writes stream_bytes() from count() indices. Returns false if an index lies outside its window; the bytes written are
+/// undefined then.
 bool encode_windows(const PoolGeometry& geometry, const std::int64_t* indices, std::uint8_t* stream,
                     ThreadPool& threads);
 void decode_windows(const PoolGeometry& geometry, const std::uint8_t* stream, std::int64_t* indices,

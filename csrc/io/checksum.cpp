@@ -15,7 +15,7 @@ constexpr std::size_t kWord = 8;
 
 using Table = std::array<std::array<std::uint32_t, 256>, kWord>;
 
-/// tables[k][b]: what a byte b does to the remainder when k more bytes have come after it.
+/// tables[k][b]: the contribution of a byte b to the remainder, k bytes later.
 constexpr Table make_tables() {
   Table tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -54,11 +54,11 @@ std::uint32_t by_tables(const std::uint8_t* data, std::size_t bytes, std::uint32
 
 #if defined(__x86_64__)
 
-// The instruction takes three cycles and can begin one each: three streams at a time, whose remainders are put together
-// by a multiplication with what a stream of zeros does.
+// The instruction has a latency of three cycles and a throughput of one per cycle. So three streams run at a time, and
+// their remainders are combined with the effect of a stream of zeros.
 constexpr std::size_t kStream = 4096;
 
-/// `remainder` after kStream more zero bytes.
+/// Returns the remainder after kStream more zero bytes.
 class AfterZeros {
  public:
   constexpr AfterZeros() {

@@ -1,4 +1,6 @@
-// CRC-32C (Castagnoli), as RFC 3720 has it: of what lies on a disk. The same number from every instruction set.
+// CRC-32C (Castagnoli), as in RFC 3720: the checksum of bytes on a disk. Reentrant.
+//
+// Every instruction set gives the same number.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +9,10 @@
 
 namespace hydra {
 
-/// Of the bytes, after those whose checksum was `before`.
+/// Returns the checksum of the bytes, appended to bytes with the checksum `before`.
 std::uint32_t crc32c(const void* data, Bytes bytes, std::uint32_t before = 0) noexcept;
 
-/// Without special instructions.
+/// Does the same without special instructions.
 std::uint32_t crc32c_portable(const void* data, Bytes bytes, std::uint32_t before = 0) noexcept;
 
 }  // namespace hydra

@@ -15,7 +15,7 @@ Result or_error(Result result) noexcept {
   return result < 0 ? static_cast<Result>(-errno) : result;
 }
 
-/// Where the file system knows no unnamed files: one whose name is gone before anything can learn it.
+/// For file systems without unnamed files: creates a named file and unlinks it at once.
 int open_and_unlink(const char* folder) {
   std::string name = std::string(folder) + "/.hydra_ext-XXXXXX";
   const int descriptor = ::mkostemp(name.data(), O_CLOEXEC);  // 0600, and never an existing one

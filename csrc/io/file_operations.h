@@ -1,7 +1,8 @@
-// What a file is asked to do, and may fail to do: the seam that tests fail.
+// The file operations of a spill file, as an interface, so that tests can script failures.
 //
-// As the system calls, but an error is returned, as -errno. A call that a signal has interrupted is not repeated here,
-// and transfers may be short: the caller goes on. Threads: any.
+// The methods are the system calls, except that they return an error as -errno. A call that a signal interrupts is not
+// repeated here, and transfers may be short: the caller repeats and continues them. Sizes and offsets are bytes.
+// The caller owns descriptors, and closes them. Threads: any.
 #pragma once
 
 #include <sys/types.h>
@@ -17,19 +18,19 @@ class FileOperations {
   FileOperations& operator=(const FileOperations&) = delete;
   virtual ~FileOperations() = default;
 
-  /// A new file in the folder without a name, for its owner alone: nothing is left of it when its last descriptor
-  /// closes, however the process ends.
+  /// Creates an unnamed file in the folder, readable by its owner only, and returns its descriptor. The file disappears
+  /// when the last descriptor closes, however the process ends.
   virtual int open_unnamed(const char* folder) = 0;
-  /// Transfers pass the system's cache by from now on, or not. They need aligned memory, offsets and sizes then.
+  /// Lets transfers bypass the system's cache, or not. Bypassing needs aligned memory, offsets and sizes.
   virtual int bypass_cache(int descriptor, bool bypass) = 0;
-  /// The folder's file system has room for bytes [offset, offset + bytes), and keeps it.
+  /// Reserves room in the file system for bytes [offset, offset + bytes).
   virtual int allocate(int descriptor, Bytes offset, Bytes bytes) = 0;
   virtual ssize_t read(int descriptor, void* data, Bytes bytes, Bytes offset) = 0;
   virtual ssize_t write(int descriptor, const void* data, Bytes bytes, Bytes offset) = 0;
   virtual void close(int descriptor) noexcept = 0;
 };
 
-/// The system's own.
+/// The system calls themselves. The object lives until the process ends.
 FileOperations& system_files() noexcept;
 
 }  // namespace hydra

@@ -17,11 +17,11 @@
 namespace hydra {
 namespace {
 
-constexpr int kMostInterruptions = 1000;  // of one transfer without progress
+constexpr int kMostInterruptions = 1000;  // in a row, without progress of the transfer
 
 constexpr Bytes divide_up(Bytes value, Bytes by) noexcept { return (value + by - 1) / by; }
 
-// Not in linux/magic.h of all kernels.
+// Some kernels' linux/magic.h lack these.
 constexpr unsigned kCifs = 0xff534d42U;
 constexpr unsigned kSmb2 = 0xfe534d42U;
 constexpr unsigned kLustre = 0x0bd00bd0U;
@@ -38,7 +38,7 @@ constexpr std::array kOfOtherMachines = {static_cast<unsigned>(NFS_SUPER_MAGIC),
 
 std::string reason(int error) { return std::string(std::strerror(error)) + " (errno " + std::to_string(error) + ")"; }
 
-/// Empty where it is not known.
+/// Describes the free room in the folder, or returns an empty string if it is unknown.
 std::string room_in(const std::string& folder) {
   struct statvfs found{};
   if (::statvfs(folder.c_str(), &found) != 0) {
@@ -72,7 +72,7 @@ SpillFile::SpillFile(std::string folder, FileOperations& files) : folder_(std::m
                    ": name a folder that this process may write to");
   try {
     try_bypassing_cache();
-  } catch (...) {  // re-raised
+  } catch (...) {
     files_.close(descriptor_);
     throw;
   }
@@ -80,14 +80,15 @@ SpillFile::SpillFile(std::string folder, FileOperations& files) : folder_(std::m
 
 SpillFile::~SpillFile() { files_.close(descriptor_); }
 
-/// Some file systems take the flag, and then refuse each transfer.
+/// Tries one transfer, since some file systems accept the flag and then refuse every transfer.
 void SpillFile::try_bypassing_cache() {
   if (files_.bypass_cache(descriptor_, true) < 0) {
     return;
   }
   const std::unique_ptr<void, decltype(&std::free)> page(std::aligned_alloc(kDiskAlignment, kDiskAlignment),
                                                          &std::free);
-  HYDRA_EXPECT(page, OutOfMemory, "no memory for a page of " + human_bytes(kDiskAlignment));
+  HYDRA_EXPECT(page, OutOfMemory,
+               "the heap could not give a page of " + human_bytes(kDiskAlignment) + "; free host memory");
   std::memset(page.get(), 0, kDiskAlignment);
   const bool writes = files_.write(descriptor_, page.get(), kDiskAlignment, 0) == kDiskAlignment;
   bypasses_cache_ = writes && files_.read(descriptor_, page.get(), kDiskAlignment, 0) == kDiskAlignment;
@@ -102,9 +103,9 @@ std::int32_t SpillFile::reserve(Bytes bytes) {
   const std::lock_guard lock(mutex_);
   const int result = files_.allocate(descriptor_, reserved_, rounded);
   HYDRA_EXPECT(result == 0, SpillError,
-               "no room for " + human_bytes(rounded) + " in spill_dir '" + folder_ + "', after " +
-                   human_bytes(reserved_) + ": " + reason(-result) + room_in(folder_) +
-                   ". Free some, name another folder, or give a larger host_budget=");
+               "no room for " + human_bytes(rounded) + " in spill_dir '" + folder_ + "', which has " +
+                   human_bytes(reserved_) + " already: " + reason(-result) + room_in(folder_) +
+                   ". Free some room, name another folder, or give a larger host_budget=");
   auto extent = std::make_unique<Extent>();
   extent->offset = reserved_;
   extent->bytes = rounded;
@@ -127,7 +128,8 @@ std::int64_t SpillFile::pieces(std::int32_t extent) const {
 
 Bytes SpillFile::piece_bytes(std::int32_t extent, std::int64_t piece) const { return span(extent, piece).bytes; }
 
-/// Of a transfer that may have been short; the next one has to begin where transfers can.
+/// Returns the bytes that a transfer, which may have been short, has completed. Rounds down if the next transfer has to
+/// begin at an aligned offset.
 Bytes SpillFile::progress(ssize_t result, int& interruptions) const noexcept {
   const Bytes whole = bypasses_cache_ ? result / kDiskAlignment * kDiskAlignment : result;
   interruptions = whole > 0 ? 0 : interruptions + 1;

@@ -1,14 +1,15 @@
-// Bytes that the host has no room for: extents of one unnamed file, in a folder that the user names.
+// Keeps bytes that the host has no room for: extents of one unnamed file, in a folder that the user names.
 //
-// An extent has its place on the disk from the moment it is reserved, so that a full disk is noticed then. It is
-// written and read in pieces of at most kPieceBytes, as even as can be: a short one would take nearly as long as a long
-// one where the disk has others to serve. The checksum of each piece is kept in memory: what is read is what was
-// written last, or a SpillError; a write that never reached the disk is noticed like a damaged one. Where the file
-// system allows it transfers pass the system's cache by, which would hold everything a second time.
+// reserve() allocates an extent's room on the disk, so a full disk is noticed there. Extents are written and read in
+// pieces of at most kPieceBytes and nearly equal size. On a busy disk a short piece takes nearly as long as a long one.
+// The checksum of each piece stays in memory. A read returns the bytes of the last write, or throws SpillError: a write
+// that never reached the disk is noticed like a damaged one. Where the file system allows it, transfers bypass the
+// system's cache, which would hold every byte a second time.
 //
-// Owns the file, which ends with it. A piece whose write has failed has no bytes until it is written again; a read that
-// failed may be tried again. Memory has to be a multiple of kDiskAlignment in place and size, that is an extent's bytes
-// rounded up. Threads: any, but never two at one piece at the same time.
+// Owns the file, which ends with this object. A piece whose write has failed has no bytes until it is written again. A
+// read that failed may be tried again. The caller's memory has to be aligned to kDiskAlignment, and to have room for
+// the extent's bytes, which are rounded up to it. Sizes are bytes.
+// Threads: any, but never two at the same piece at the same time. A forked child gets StateError.
 #pragma once
 
 #include <cstdint>
@@ -23,33 +24,36 @@
 
 namespace hydra {
 
-/// Of memory, offsets and sizes of transfers past the cache.
+/// The alignment of memory, offsets and sizes for transfers that bypass the cache.
 inline constexpr Bytes kDiskAlignment = 4096;
-/// What is smaller is not worth a transfer of its own.
+/// Smaller tensors stay on the host: they are not worth a transfer of their own.
 inline constexpr Bytes kLeastDiskBytes = 16 * kKiB;
 
 class SpillFile {
  public:
   static constexpr Bytes kPieceBytes = 4 * kMiB;
 
-  /// Throws SpillError if there can be no such file in the folder, or its file system is another machine's. `files` has
-  /// to outlive it.
+  /// Throws SpillError if the folder cannot have such a file, or is on a network file system. `files` has to outlive
+  /// this object.
   explicit SpillFile(std::string folder, FileOperations& files = system_files());
   ~SpillFile();
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
 
-  /// Room for so many bytes, for good. Throws SpillError if the disk has not got it; then nothing has changed.
+  /// Reserves an extent of `bytes` until this object ends. Throws SpillError if the disk has no room; then nothing has
+  /// changed.
   std::int32_t reserve(Bytes bytes);
-  /// Of an extent, rounded up to kDiskAlignment.
+  /// The size of an extent, rounded up to kDiskAlignment.
   Bytes bytes(std::int32_t extent) const;
   std::int64_t pieces(std::int32_t extent) const;
-  /// Of a piece; the last one may be shorter than the others.
+  /// The size of a piece; the last piece may be shorter than the others.
   Bytes piece_bytes(std::int32_t extent, std::int64_t piece) const;
 
-  /// `data` is where the extent begins in memory, not the piece.
+  /// Writes one piece. `data` is the address of the whole extent in memory, not of the piece. Throws SpillError if the
+  /// disk fails.
   void write_piece(std::int32_t extent, std::int64_t piece, const void* data);
-  /// Throws SpillError if the bytes are not those that were written, StateError if none were.
+  /// Reads one piece; `data` is as for write_piece(). Throws SpillError if the disk fails or the bytes are not those of
+  /// the last write, and StateError if the piece was never written.
   void read_piece(std::int32_t extent, std::int64_t piece, void* data);
 
   const std::string& folder() const noexcept { return folder_; }
@@ -68,16 +72,16 @@ class SpillFile {
     Bytes piece_bytes = 0;
     std::vector<Piece> pieces;
   };
-  /// What is to be moved: from where on in the file.
+  /// The bytes of one transfer, and their places in the extent and in the file.
   struct Span {
     Piece* piece = nullptr;
-    Bytes begin = 0;  // in the extent
-    Bytes offset = 0;
+    Bytes begin = 0;   // in the extent
+    Bytes offset = 0;  // in the file
     Bytes bytes = 0;
   };
 
   Span span(std::int32_t extent, std::int64_t piece) const;
-  /// Until all bytes have moved. `move`: from what is done on, so many that are left.
+  /// Calls `move(bytes done, bytes left)` until all bytes have moved.
   void transfer(const Span& span, const char* doing, const std::function<ssize_t(Bytes, Bytes)>& move) const;
   Bytes progress(ssize_t result, int& interruptions) const noexcept;
   void try_bypassing_cache();
@@ -87,7 +91,7 @@ class SpillFile {
   FileOperations& files_;
   int descriptor_ = -1;
   bool bypasses_cache_ = false;
-  mutable std::mutex mutex_;  // of the list; what it points to stays
+  mutable std::mutex mutex_;  // guards the list; extents stay where they are
   std::vector<std::unique_ptr<Extent>> extents_;
   Bytes reserved_ = 0;
 };

@@ -17,7 +17,7 @@ namespace hydra {
 namespace {
 
 constexpr Bytes kHugePage = 2 * kMiB;
-/// From here on huge pages and threads pay for themselves.
+/// The size from which on huge pages and threads pay off.
 constexpr Bytes kLarge = 4 * kMiB;
 constexpr Bytes kMostTouchers = 4;
 
@@ -28,10 +28,10 @@ Bytes system_page() noexcept {
 
 std::size_t size(Bytes bytes) noexcept { return static_cast<std::size_t>(bytes); }
 
-/// An anonymous mapping, unmapped unless it is handed over with take().
+/// An anonymous mapping. The destructor unmaps it, unless take() has handed it over.
 class Mapping {
  public:
-  /// Address space of `bytes`, a multiple of system_page(). Null on failure, with errno set.
+  /// Maps `bytes`, a multiple of system_page(). On failure begin() is null and errno is set.
   explicit Mapping(Bytes bytes) noexcept : bytes_(bytes) {
     const bool large = bytes >= kLarge;
     const Bytes spare = large ? kHugePage : 0;
@@ -59,7 +59,7 @@ class Mapping {
   void* take() noexcept { return std::exchange(begin_, nullptr); }
 
  private:
-  /// Starts at a multiple of the huge page, since only whole aligned ones are used, and gives back the rest.
+  /// Moves the beginning to a multiple of the huge page, since only aligned huge pages are used, and unmaps the rest.
   void trim(Bytes spare) noexcept {
     const auto address = reinterpret_cast<std::uintptr_t>(begin_);
     const Bytes head = static_cast<Bytes>((size(kHugePage) - address % size(kHugePage)) % size(kHugePage));
@@ -76,7 +76,7 @@ class Mapping {
   Bytes bytes_;
 };
 
-/// Fresh anonymous pages hold zeros, so that writing a zero changes nothing but makes them present.
+/// Makes fresh anonymous pages present. They are zero, so writing a zero changes nothing.
 void touch(char* begin, Bytes bytes) noexcept {
   for (Bytes offset = 0; offset < bytes; offset += system_page()) {
     *static_cast<volatile char*>(begin + offset) = 0;
@@ -89,13 +89,13 @@ void touch_in_parallel(char* begin, Bytes bytes) {
   const Bytes share = round_up(bytes / touchers, kHugePage);
   std::vector<std::jthread> helpers;
   helpers.reserve(size(touchers));
-  Bytes offset = share;  // the first share is this thread's own
+  Bytes offset = share;  // this thread takes the first share
   try {
     for (; offset < bytes; offset += share) {
       helpers.emplace_back(touch, begin + offset, std::min(share, bytes - offset));
     }
   } catch (const std::system_error&) {
-    // No more threads to be had: what is left is touched here.
+    // The system gives no more threads: this thread touches the rest.
     touch(begin + offset, bytes - offset);
   }
   touch(begin, std::min(share, bytes));
@@ -109,16 +109,16 @@ HostArena::~HostArena() { unpin_all(); }
 
 void* HostArena::allocate(Bytes bytes) {
   HYDRA_EXPECT(bytes > 0, StateError, "cannot allocate " + std::to_string(bytes) + " bytes: ask for at least one");
-  HYDRA_EXPECT(
-      !in_forked_child(), StateError,
-      "this host arena belongs to process " + std::to_string(owner_process_) + "; a forked child has to make its own");
+  HYDRA_EXPECT(!in_forked_child(), StateError,
+               "this host arena belongs to process " + std::to_string(owner_process_) +
+                   "; create another one in the forked child");
   constexpr Bytes kMost = std::numeric_limits<Bytes>::max() / 2;
   const Bytes mapped = round_up(std::min(bytes, kMost), system_page());
   Mapping mapping(mapped);
   const int reason = errno;
   HYDRA_EXPECT(mapping.begin() != nullptr, OutOfMemory,
                "host arena: asked for " + human_bytes(bytes) + " with " + human_bytes(mapped_bytes()) +
-                   " mapped already: " + std::generic_category().message(reason) +
+                   " already mapped: " + std::generic_category().message(reason) +
                    "; free host memory, raise the limit on address space (ulimit -v), or keep blocks on disk");
   if (mapped >= kLarge) {
     touch_in_parallel(mapping.begin(), mapped);
@@ -176,7 +176,7 @@ void HostArena::unpin_all() noexcept {
   if (in_forked_child()) {
     return;
   }
-  // Under the lock: a region must not be released, and so unmapped, while it is being un-pinned.
+  // The lock is held, so that no other thread releases and unmaps a region while it is being un-pinned.
   const std::lock_guard lock(mutex_);
   for (auto& [pointer, region] : regions_) {
     if (region.pinned) {

@@ -1,13 +1,15 @@
-// The host tier: regions of exact size from mmap, one per block, pinned if a pinner is given.
+// The host tier: regions of exact size from mmap, one for each block, pinned if the arena has a pinner.
 //
-// A region is rounded up to the system's page size only, never to a power of two. Large regions ask for
-// huge pages and are pre-touched by several threads, since page faults and pinning dominate start-up.
-// Pinned regions are kept out of forked children (MADV_DONTFORK): a child must not touch pinned pages,
-// and a fork must not copy them. In a child allocate() throws StateError and every other call does nothing.
-// When pinning fails the region stays pageable, the arena remembers it (pageable_bytes) and goes on.
-// Thread-safe. Large regions are touched and pinned outside the lock. The pinner has to outlive the arena. Destroying
-// an arena with live regions is an error of the caller: they are un-pinned and left mapped, never freed under
-// a user's tensor. Releasing what the arena does not hold is ignored.
+// A region is rounded up to the system's page size only, not to a power of two. Large regions use huge pages, and
+// several threads touch them first: page faults and pinning dominate start-up.
+// Pinned regions stay out of forked children (MADV_DONTFORK): a child must not touch pinned pages, and a fork must not
+// copy them. In a child allocate() throws StateError, and every other call does nothing.
+// If pinning fails, the region stays pageable and counts in pageable_bytes().
+//
+// Owns its regions. The pinner has to outlive the arena. A caller must release all regions before it destroys the
+// arena; the destructor un-pins the others and leaves them mapped, so that no memory is freed under a user's tensor.
+// release() ignores addresses that are not the arena's. Sizes are bytes.
+// Thread-safe. Large regions are touched and pinned outside the lock.
 #pragma once
 
 #include <map>
@@ -17,7 +19,7 @@
 
 namespace hydra {
 
-/// Page-locks memory for a device. Both calls may be slow; neither throws.
+/// Page-locks memory for a device. Both calls may be slow; neither throws. pin() returns false on failure.
 class Pinner {
  public:
   virtual ~Pinner() = default;
@@ -27,20 +29,20 @@ class Pinner {
 
 class HostArena final : public Resource {
  public:
-  /// `pinner` may be null: then nothing is pinned and nothing counts as a fall-back.
+  /// `pinner` may be null: then no region is pinned, and none counts as pageable.
   explicit HostArena(Pinner* pinner = nullptr) noexcept;
   ~HostArena() override;
 
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
 
-  /// Un-pins every region and lets forked children inherit them again; memory stays where it is.
-  /// For the end of a context whose parameters go on living in the arena.
+  /// Un-pins every region, and lets forked children inherit them again. Memory stays where it is.
+  /// Called at the end of a context whose parameters stay in the arena.
   void unpin_all() noexcept;
 
-  Bytes mapped_bytes() const noexcept;  // as rounded to system pages
+  Bytes mapped_bytes() const noexcept;  // rounded up to system pages
   Bytes pinned_bytes() const noexcept;
-  Bytes pageable_bytes() const noexcept;  // regions a pinner was asked for and refused
+  Bytes pageable_bytes() const noexcept;  // regions that the pinner has refused
 
  private:
   struct Region {

@@ -5,12 +5,12 @@
 namespace hydra {
 namespace {
 
-// Counters guard no other memory, so no order between them is asked for.
+// Counters guard no other memory, so they need no order between them.
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
 constexpr std::size_t index(MemoryClass cls) noexcept { return static_cast<std::size_t>(cls); }
 
-/// True when `value` is a new maximum.
+/// Raises the maximum to `value`. Returns whether `value` is a new maximum.
 bool raise(std::atomic<Bytes>& maximum, Bytes value) noexcept {
   Bytes seen = maximum.load(kRelaxed);
   while (value > seen) {
@@ -39,7 +39,7 @@ bool Ledger::try_charge(MemoryClass cls, Bytes bytes) noexcept {
   }
   Bytes total = total_.load(kRelaxed);
   do {
-    // Written so that neither an unlimited ledger nor a limit below the use overflows.
+    // The subtraction overflows neither in an unlimited ledger nor with a limit below the use.
     if (bytes > limit() - total) {
       return false;
     }

@@ -1,4 +1,6 @@
-// A resource under a budget: charges a ledger before it asks upstream, and gives back what failed.
+// A resource under a budget. It charges a ledger before it asks upstream, and discharges the bytes if upstream fails.
+//
+// Owns neither the ledger nor the upstream, which have to outlive it. Thread-safe if the upstream is.
 #pragma once
 
 #include "csrc/memory/ledger.h"
@@ -8,11 +10,12 @@ namespace hydra {
 
 class LimitedResource final : public Resource {
  public:
-  /// Both references have to outlive the resource.
+  /// Charges and discharges bytes of the class `cls`.
   LimitedResource(Resource& upstream, Ledger& ledger, MemoryClass cls) noexcept
       : upstream_(upstream), ledger_(ledger), class_(cls) {}
 
-  /// Throws OutOfMemory with asked, in use and limit when the ledger refuses; upstream is not asked then.
+  /// Throws OutOfMemory with the bytes asked for, in use, and allowed if the ledger refuses. Upstream is not asked
+  /// then.
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
 

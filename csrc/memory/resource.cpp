@@ -8,13 +8,13 @@ namespace hydra {
 
 void* HeapResource::allocate(Bytes bytes) {
   HYDRA_EXPECT(bytes > 0, StateError, "cannot allocate " + std::to_string(bytes) + " bytes: ask for at least one");
-  // Not aligned_alloc: it wants the size rounded up, which would hide an overrun from the address sanitizer.
+  // aligned_alloc needs a rounded-up size, which would hide an overrun from the address sanitizer.
   void* pointer = nullptr;
   const int failed =
       ::posix_memalign(&pointer, static_cast<std::size_t>(kPageAlignment), static_cast<std::size_t>(bytes));
   HYDRA_EXPECT(failed == 0, OutOfMemory,
                "host memory: asked for " + human_bytes(bytes) +
-                   ", which the heap could not give; free host memory or use smaller blocks");
+                   ", and the heap could not give them; free host memory or use smaller blocks");
   return pointer;
 }
 

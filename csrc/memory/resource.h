@@ -1,7 +1,7 @@
-// Where host memory comes from: two methods, features by wrapping.
+// The interface of sources of host memory. Wrappers add features to other resources.
 //
-// A resource hands out memory aligned to kPageAlignment. Thread-safe. `release` takes the size that
-// was asked for. Wrappers hold their upstream by reference, which has to outlive them.
+// A resource gives memory aligned to kPageAlignment; the caller owns it until release(). release() takes the size that
+// allocate() was asked for, in bytes. A wrapper refers to its upstream, which has to outlive it. Thread-safe.
 #pragma once
 
 #include "csrc/base/types.h"
@@ -15,12 +15,13 @@ class Resource {
   Resource& operator=(const Resource&) = delete;
   virtual ~Resource() = default;
 
-  /// Memory of exactly `bytes` (> 0, else StateError). Throws OutOfMemory; then nothing has changed.
+  /// Returns memory of exactly `bytes`. Throws StateError unless `bytes` > 0. Throws OutOfMemory if there is no such
+  /// memory; then nothing has changed.
   virtual void* allocate(Bytes bytes) = 0;
   virtual void release(void* pointer, Bytes bytes) noexcept = 0;
 };
 
-/// Plain heap memory.
+/// Memory from the heap.
 class HeapResource final : public Resource {
  public:
   void* allocate(Bytes bytes) override;

@@ -1,4 +1,6 @@
-// A resource that counts: live bytes, their peak, and calls. What shows that nothing was kept.
+// A resource that counts live bytes, their peak, and calls. Tests use it to show that all memory was released.
+//
+// The upstream has to outlive it. Thread-safe if the upstream is.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// One thread for each number: the loops of the host's kernels with vectors of one. Compiled without fused
-// multiply-adds, and with divisions and square roots that are rounded rightly, so that the bits are the host's.
+// One thread takes each number: the loops of the host's kernels with vectors of one. Compiled without fused
+// multiply-adds, and with correctly rounded divisions and square roots, so that the bits equal the host's.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -34,7 +34,7 @@ __global__ void update_kernel(const ParameterUpdate update, float scale) {
   }
 }
 
-/// One warp for each chunk, one thread for each lane of the sum.
+/// One warp sums each chunk, with one thread for each lane of the sum.
 __global__ void chunk_sums_kernel(const void* data, NumberFormat format, std::int64_t count, double* chunks) {
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kNormChunk;
   const std::int64_t end = min(begin + kNormChunk, count);

@@ -1,5 +1,6 @@
-// The kernels of DeviceMath on CUDA. Memory is the device's; launches are asynchronous, on `stream` of the current
-// device, and return what the launch came to.
+// The CUDA kernels of DeviceMath. All memory is on the current device and is the caller's.
+//
+// Launches are asynchronous on `stream`, and return the status of the launch.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +12,7 @@
 namespace hydra {
 
 cudaError_t launch_update(const ParameterUpdate& update, float scale, cudaStream_t stream) noexcept;
-/// `chunks` gets the sum of each chunk of the input: norm_chunks(input) numbers.
+/// Writes the sum of each chunk of the input to `chunks`: norm_chunks(input) numbers.
 cudaError_t launch_chunk_sums(const NormInput& input, double* chunks, cudaStream_t stream) noexcept;
 
 constexpr std::int64_t norm_chunks(const NormInput& input) noexcept {

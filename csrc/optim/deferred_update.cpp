@@ -70,7 +70,7 @@ void DeferredUpdate::run() {
     std::int64_t bytes = 0;
     try {
       bytes = update(entry->part);
-    } catch (...) {  // the threads that wait get it
+    } catch (...) {  // waiting threads get the error
       lock.lock();
       entry->state = State::kFailed;
       fail_locked(std::current_exception());

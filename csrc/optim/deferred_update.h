@@ -1,15 +1,15 @@
-// An optimizer step that runs while its model goes on: one thread updates block after block, in the order in which
-// the next forward needs them, and a block that a caller waits for is done next.
+// An optimizer step that runs beside its model. One thread updates block after block, in the order in which the next
+// forward needs them. A block that a caller waits for is updated next.
 //
-// Host memory can be given a speed: a block then takes at least bytes / speed. That is a clock which runs on through
-// the blocks, so that a thread that wakes up late makes no block after it later.
+// Host memory can be given a speed in bytes per second: a block then takes at least bytes / speed. One clock runs
+// through all blocks, so a thread that wakes up late does not delay later blocks.
 //
-// Owns plans, not the memory they point to: weights, gradients and state stay alive and in place until it is finished,
-// or what is borrowed for a block until it is given back. If that fails, so has the update: neither that block nor any
-// that had not begun is updated, and each thread that waits for one of them gets the error.
-// Threads: wait() and finished() from anywhere, without the interpreter lock. A forked child has not the thread, and
-// perhaps memory that the thread was writing: there waiting throws StateError, no block is finished, and nothing is
-// destroyed.
+// Owns its plans, not the memory they point to: weights, gradients and state have to stay alive and in place until the
+// update is finished. Memory borrowed for a block has to stay until it is returned.
+// If a block's update fails, no block that has not begun is updated. Each thread that waits for one of these blocks
+// gets the error.
+// Threads: any, without the interpreter lock. A forked child lacks the thread, and may have memory that the thread was
+// writing. In a child waiting throws StateError, no block is finished, and nothing is destroyed.
 #pragma once
 
 #include <condition_variable>
@@ -26,47 +26,47 @@
 
 namespace hydra {
 
-/// Memory that a block's update has for a while.
+/// Lends memory to a block's update.
 class Lender {
  public:
   virtual ~Lender() = default;
-  /// The block's turn comes, or is the one after: what it needs may be fetched. Perhaps more than once. Must not wait.
+  /// Announces that the block is updated now or next, so that its memory may be fetched. May be called more than once.
+  /// Must not wait.
   virtual void expect() noexcept = 0;
-  /// May wait, and may throw.
+  /// Returns the block's plan, whose memory is borrowed. May wait, and may throw.
   virtual StepPlan borrow() = 0;
-  /// What was borrowed has been written. May throw.
+  /// Returns the borrowed memory, which the update has written. May throw.
   virtual void give_back() = 0;
 };
 
 class DeferredUpdate {
  public:
-  /// The updates of one block, or of several whose weights share memory, in the order in which the optimizer makes
-  /// them.
+  /// The updates of one block, or of several blocks whose weights share memory, in the optimizer's order.
   struct Part {
     std::vector<std::int32_t> blocks;
     StepPlan plan;
-    std::unique_ptr<Lender> lender;  // gives the plan, unless it is null
+    std::unique_ptr<Lender> lender;  // provides the plan; null: `plan` is complete
   };
 
-  /// Begins at once. Gradients are multiplied by `scale`. `bytes_per_second`: of the memory; 0 for as fast as it is.
+  /// Begins at once. Multiplies gradients by `scale`. `bytes_per_second` is the speed of the memory; 0 sets no limit.
   /// `log` may be null, and has to outlive the update.
   DeferredUpdate(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale, double bytes_per_second = 0.0,
                  ActivityLog* log = nullptr);
-  /// As the constructor; left as it is where a forked child would destroy it.
+  /// Does what the constructor does. The pointer never destroys the update in a forked child.
   static std::shared_ptr<DeferredUpdate> begin(std::vector<Part> parts, std::shared_ptr<ThreadPool> pool, float scale,
                                                double bytes_per_second, ActivityLog* log);
-  /// Blocks until all is done.
+  /// Blocks until all blocks are updated, or the update has failed.
   ~DeferredUpdate();
   DeferredUpdate(const DeferredUpdate&) = delete;
   DeferredUpdate& operator=(const DeferredUpdate&) = delete;
 
-  /// Blocks until the block is updated, or never will be, which it throws. Returns at once for a block that has no part
-  /// in it, but in a forked child. Seconds it blocked.
+  /// Blocks until the block is updated, and returns the seconds it blocked. Throws the error if the block's update has
+  /// failed. Returns at once for a block that is not in the update. Throws StateError in a forked child.
   double wait(std::int32_t block);
   double wait_all();
-  /// Whether the block is updated.
+  /// Whether the block is updated; true for a block that is not in the update.
   bool finished(std::int32_t block) const;
-  /// Time spent on updates so far, and bytes that they have read and written; 0 in a forked child.
+  /// Seconds spent on updates so far, and bytes read and written by them; 0 in a forked child.
   double seconds() const;
   std::int64_t bytes() const;
 
@@ -81,7 +81,7 @@ class DeferredUpdate {
     return entry.state == State::kDone || entry.state == State::kFailed;
   }
   void run();
-  /// Bytes that it has read and written.
+  /// Updates one part. Returns the bytes read and written.
   std::int64_t update(Part& part);
   void fail_locked(std::exception_ptr error) noexcept;
   Entry* next_locked();

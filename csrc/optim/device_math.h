@@ -1,5 +1,7 @@
-// The arithmetic of optimizer steps in a device's own memory: what StepPlan and norm.h do on the host, to the same bits
-// (but for the payload of a NaN). Backends whose memory the host cannot compute on bring it.
+// The arithmetic of optimizer steps in a device's own memory.
+//
+// It gives the same bits as StepPlan and norm.h on the host, except for the payload of a NaN. Backends provide it if
+// the host cannot compute on their memory. Memory is the caller's, and has to stay until the device has run the work.
 #pragma once
 
 #include <span>
@@ -12,9 +14,9 @@ namespace hydra {
 class DeviceMath {
  public:
   virtual ~DeviceMath() = default;
-  /// Every parameter of the plan, behind what the calling thread has enqueued; returns when it is enqueued.
+  /// Enqueues the update of every parameter in the plan, behind the work that the calling thread has enqueued.
   virtual void run(const StepPlan& plan, float scale) = 0;
-  /// As the function of this name; blocks until the sums are there.
+  /// Does what the function of the same name does, and blocks until the sums are on the host.
   virtual void sums_of_squares(std::span<const NormInput> inputs, std::span<double> sums) = 0;
 };
 

@@ -20,7 +20,7 @@ NormAccumulator::~NormAccumulator() {
   thread_->join();
 }
 
-// ---- what is told --------------------------------------------------------------------------------------------------
+// ---- the callers' side ---------------------------------------------------------------------------------------------
 
 std::int64_t NormAccumulator::expect(Key key) {
   home_.expect_here();
@@ -144,13 +144,13 @@ void NormAccumulator::run() noexcept {
     bool done = true;
     try {
       summation_(gradients, sums);
-    } catch (const std::exception&) {  // not known, then
+    } catch (const std::exception&) {  // take() omits these sums
       done = false;
     }
     lock.lock();
     working_ = false;
     for (std::size_t i = 0; i < parts.size(); ++i) {
-      Entry* const entry = find_locked(parts[i]);  // there: what is running is neither replaced nor forgotten
+      Entry* const entry = find_locked(parts[i]);  // not null: running entries are neither replaced nor forgotten
       entry->running = false;
       entry->known = done;
       entry->sum.value = sums[i];

@@ -1,17 +1,17 @@
-// Sums of squares of gradients that arrive one after another, made by a thread of its own while others are still on
-// their way: those of norm.h, to the bit.
+// Sums the squares of gradients as they arrive, on a thread of its own while other gradients are still on their way.
+// The sums equal those of norm.h to the bit.
 //
-//   expect    a gradient, or one more part of it, is on its way: what was known under its key is void
-//   arrived   its bytes are there; counts unless something else has been expected under the key since
-//   release   nothing more is to come, as far as is known, for the keys expected so far
-//   take      the sums of all that has arrived
+//   expect    announces a gradient, or one more part of it, and discards the sum under its key
+//   arrived   tells that its bytes have arrived; ignored if the key was expected again since
+//   release   tells that no more parts are known to come for the keys expected so far
+//   take      returns the sums of all gradients that have arrived
 //
-// A sum begins when its gradient has arrived and was released, in either order, so that a gradient which comes in
-// several parts is read once, and arrived() never waits. Between expect() and the arrival of that very
-// part the memory is not read here: it may be written then.
+// A sum begins when its gradient has arrived and was released, in either order. So a gradient that comes in several
+// parts is read once, and arrived() never waits. Between expect() and the arrival of that part the memory is not read
+// here, because it may be written then.
 //
-// Owns no gradient, but holds on to the owner that it is given with one. Threads: any. In a forked child, which lacks
-// the thread, everything but the destructor throws StateError.
+// Owns no gradient, but keeps the owner that arrived() names. Threads: any. A forked child lacks the thread: there all
+// methods but holds() and the destructor throw StateError.
 #pragma once
 
 #include <condition_variable>
@@ -39,28 +39,28 @@ class NormAccumulator {
     Owner owner;
   };
 
-  /// As sums_of_squares(), which it has to equal to the bit.
+  /// Computes what sums_of_squares() computes, to the bit.
   using Summation = std::function<void(std::span<const NormInput>, std::span<double>)>;
 
   explicit NormAccumulator(Summation summation);
-  /// Blocks while a gradient is being read; what was not begun is left out.
+  /// Blocks while a gradient is being read. Sums that have not begun are dropped.
   ~NormAccumulator();
   NormAccumulator(const NormAccumulator&) = delete;
   NormAccumulator& operator=(const NormAccumulator&) = delete;
 
-  /// Blocks while the key's memory is being read. Returns what arrived() is to be called with.
+  /// Blocks while the key's memory is being read. Returns the number that arrived() needs.
   std::int64_t expect(Key key);
-  /// `owner` keeps the memory alive, and comes back with the sum.
+  /// `expected` is the number from expect(). `owner` keeps the memory alive, and is returned with the sum.
   void arrived(Key key, std::int64_t expected, const NormInput& gradient, Owner owner);
   void release();
-  /// Blocks until nothing that has arrived and was released is being read, or is going to be.
+  /// Blocks until every gradient that has arrived and was released is summed.
   void finish();
-  /// Whether an owner is held under the key.
+  /// Whether the key has an owner here.
   bool holds(Key key);
-  /// All is void, and blocks while any memory is being read.
+  /// Discards everything. Blocks while any memory is being read.
   void forget();
-  /// Releases, waits for what is under way, and forgets. Without what has not arrived, and without what the summation
-  /// failed on: a caller that needs such a sum makes it, and meets the error.
+  /// Releases all keys, waits for their sums, returns them, and forgets them. Omits gradients that have not arrived,
+  /// and those whose summation failed: a caller that needs such a sum computes it itself, and meets the error.
   std::unordered_map<Key, Sum> take();
 
  private:
@@ -76,7 +76,7 @@ class NormAccumulator {
   using Part = std::pair<Key, std::int64_t>;
 
   void run() noexcept;
-  /// Those of the parts that are still worth summing; they run from now on.
+  /// Marks the parts that are still expected as running, and returns them. Appends their gradients.
   std::vector<Part> begin_locked(std::vector<Part> parts, std::vector<NormInput>& gradients);
   Entry* find_locked(const Part& part);
   void release_locked();
@@ -86,7 +86,7 @@ class NormAccumulator {
   std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
   std::unordered_map<Key, Entry> entries_;
-  std::vector<Part> held_;   // expected, not released
+  std::vector<Part> held_;   // expected and not released
   std::vector<Part> ready_;  // arrived and released
   std::int64_t expected_ = 0;
   bool working_ = false;

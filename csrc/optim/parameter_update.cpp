@@ -12,7 +12,7 @@ AdamStep AdamStep::make(const Options& options, std::int64_t step) {
   const double correction1 = 1.0 - std::pow(options.beta1, count);
   const double correction2 = 1.0 - std::pow(options.beta2, count);
   AdamStep made{};
-  // Without decay both rules are one; this one leaves infinite weights alone.
+  // Without decay both rules are equal, except that this one preserves infinite weights.
   made.decoupled = options.decoupled || options.weight_decay == 0.0;
   made.decay =
       static_cast<float>(made.decoupled ? 1.0 - options.learning_rate * options.weight_decay : options.weight_decay);
@@ -56,7 +56,7 @@ std::int64_t traffic_bytes(const ParameterUpdate& update) noexcept {
 }
 
 std::uint32_t rounding_seed(std::int64_t step, std::int64_t ordinal) noexcept {
-  // The finaliser of splitmix64 over both: neighbours in either have unrelated seeds.
+  // The finaliser of splitmix64 over both numbers, so that neighbours in either have unrelated seeds.
   auto mixed = (static_cast<std::uint64_t>(step) << 32) ^ static_cast<std::uint64_t>(ordinal);
   mixed += 0x9E3779B97F4A7C15U;
   mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9U;

@@ -1,9 +1,9 @@
-// What one step does to one parameter: which rule, how the numbers lie in memory, and the step's scalars. Plain data.
+// The update of one parameter in one step: its rule, the layout of its numbers, and the step's scalars. Plain data.
 //
-// The rules, in fp32, each operation rounded by itself and in this order (w weight, g gradient, m and v moments;
-// names with a point are members of AdamStep or SgdStep, worked out in fp64 and rounded once):
+// The rules are in fp32. Each operation is rounded by itself, in this order (w weight, g gradient, m and v moments).
+// Names with a point are members of AdamStep or SgdStep; they are computed in fp64 and rounded once.
 //
-//   all        g = g * scale, rounded to the gradient's format: what gradient.mul_(scale) would have left
+//   all        g = g * scale, rounded to the gradient's format, as by gradient.mul_(scale)
 //   AdamW      w = w * .decay                      Adam (L2)   g = g + w * .decay
 //     both     m = m + (g - m) * .rise1
 //              v = v * .beta2 + (g * .rise2) * g
@@ -12,15 +12,16 @@
 //     momentum m = m * .momentum + g * .undamped,  g = m, or with Nesterov g = g + m * .momentum
 //              w = w - g * .learning_rate
 //
-// Where a bf16 weight stands for an fp32 one it is rounded half-up, that is to nearest with ties away from zero, and a
-// NaN keeps its sign and becomes quiet. An fp16 weight is rounded to nearest even. bf16 moments are rounded
-// stochastically: nearest would freeze the second one, whose steps are smaller than half of its last place. The random
-// bits are a hash of the element's index and `seed`.
+// A bf16 weight with an fp32 master is rounded half-up: to nearest, with ties away from zero. A NaN keeps its sign and
+// becomes quiet. An fp16 weight is rounded to nearest even. bf16 moments are rounded stochastically: to-nearest would
+// freeze the second moment, whose changes are smaller than half of its last place. The random bits are a hash of the
+// element's index and `seed`.
 //
-// Weights can be written elsewhere than they are read: two versions of them then live side by side, and what belongs to
-// weights and is no version of its own, moments and master, goes on with the newer one. The numbers are the same.
+// Weights can be written to other memory than they are read from: then two versions live side by side. Moments and
+// master have no versions, and belong to the newer weights. The numbers are the same.
 //
-// Whether a gradient is finite is not looked at: a step that must not be taken is the caller's to leave out.
+// No rule checks that gradients are finite: the caller has to skip a step that must not be taken.
+// Memory is the caller's. Sizes are elements, unless a name says bytes.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +35,8 @@ namespace hydra {
 enum class WeightLayout : std::uint8_t {
   kFloat32,  // weights: fp32; no master
   kMaster,   // weights: bf16 or fp16, written only; master: fp32
-  kSplit,    // weights: bf16, the upper half of an fp32 number rounded half-up; master: int16, what was rounded off
-             // of the weights last written
+  kSplit,    // weights: bf16, the upper half of an fp32 number rounded half-up; master: int16, the rounding error of
+             // the weights last written
 };
 
 struct AdamStep {
@@ -74,12 +75,12 @@ struct SgdStep {
     double weight_decay;
     bool nesterov;
   };
-  /// `first`: the momentum is still zero and takes the gradient undamped.
+  /// `first` says that the momentum is still zero: it takes the gradient undamped.
   static SgdStep make(const Options& options, bool first);
 };
 
-/// Owns nothing. The memory it points to has to stay where it is, `count` elements in each array, until the last
-/// range was run; arrays do not overlap, and element i of each belongs to element i of the weights.
+/// Owns no memory. Each array has `count` elements, and has to stay in place until the last range was run. Arrays do
+/// not overlap. Element i of each array belongs to element i of the weights.
 struct ParameterUpdate {
   std::variant<AdamStep, SgdStep> step;
   std::int64_t count = 0;
@@ -88,22 +89,22 @@ struct ParameterUpdate {
   NumberFormat gradient_format = NumberFormat::kFloat32;
   NumberFormat moment_format = NumberFormat::kFloat32;  // fp32 or bf16
   void* weights = nullptr;
-  void* new_weights = nullptr;  // null: written in place; else `weights` are only read
+  void* new_weights = nullptr;  // null: weights are written in place; else `weights` are only read
   void* master = nullptr;
   const void* gradient = nullptr;
-  void* first_moment = nullptr;   // none: SGD without momentum
+  void* first_moment = nullptr;   // null for SGD without momentum
   void* second_moment = nullptr;  // Adam only
   std::uint32_t seed = 0;
 };
 
-/// Bytes of memory that the update reads, and bytes that it writes, together.
+/// Returns the sum of the bytes that the update reads and those that it writes.
 std::int64_t traffic_bytes(const ParameterUpdate& update) noexcept;
 
-/// The seed of a parameter's stochastic rounding in one step; `ordinal` is the parameter's place in its optimizer.
+/// Returns the seed of a parameter's stochastic rounding in one step. `ordinal` is its position in the optimizer.
 std::uint32_t rounding_seed(std::int64_t step, std::int64_t ordinal) noexcept;
 
-/// Updates elements begin ... end - 1. Any division of a parameter into ranges gives the same bits, so does any
-/// thread, whatever its floating-point mode. Ranges that do not overlap may run at the same time.
+/// Updates elements begin ... end - 1. The bits do not depend on the division of a parameter into ranges, nor on the
+/// thread or its floating-point mode. Ranges that do not overlap may run at the same time.
 void run_update(const ParameterUpdate& update, std::int64_t begin, std::int64_t end, float scale,
                 InstructionSet instructions = best_instruction_set()) noexcept;
 

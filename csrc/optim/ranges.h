@@ -1,4 +1,6 @@
-// Several arrays cut into ranges of one length, numbered through, so that threads can share them evenly.
+// Divides several arrays into ranges of one length and numbers them consecutively, so that threads share work evenly.
+//
+// Counts are elements. Not thread-safe while items are added; const methods are.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +25,7 @@ class Ranges {
   }
 
   std::int64_t size() const noexcept { return ends_.empty() ? 0 : ends_.back(); }
-  /// One past the last range of an item.
+  /// The number behind the last range of an item.
   std::int64_t end_of(std::size_t item) const noexcept { return ends_[item]; }
 
   Range operator[](std::int64_t index) const noexcept {

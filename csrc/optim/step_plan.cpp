@@ -15,19 +15,21 @@ void expect_complete(const ParameterUpdate& update) {
   const bool adam = std::holds_alternative<AdamStep>(update.step);
   const bool masterless = update.layout == WeightLayout::kFloat32;
   HYDRA_EXPECT(update.count == 0 || (update.weights != nullptr && update.gradient != nullptr), StateError,
-               "an update without weights or gradient");
+               "the update has no weights or no gradient");
   HYDRA_EXPECT(update.count == 0 || update.new_weights == nullptr || update.new_weights != update.weights, StateError,
-               "an update whose new weights are the old ones");
-  HYDRA_EXPECT(masterless == (update.weight_format == NumberFormat::kFloat32), StateError,
-               "an update whose weights and master do not go together: fp32 has no master, bf16 and fp16 have one");
+               "the update's new weights are its old weights: pass null to write in place");
+  HYDRA_EXPECT(
+      masterless == (update.weight_format == NumberFormat::kFloat32), StateError,
+      "the update's layout does not match its weights: fp32 weights have no master, bf16 and fp16 weights have");
   HYDRA_EXPECT(update.layout != WeightLayout::kSplit || update.weight_format == NumberFormat::kBfloat16, StateError,
-               "an update with a split master of weights that are not bf16");
+               "the update has a split master, and its weights are not bf16");
   HYDRA_EXPECT(update.count == 0 || masterless == (update.master == nullptr), StateError,
-               "an update with a master too many or too few");
-  HYDRA_EXPECT(update.moment_format != NumberFormat::kFloat16, StateError, "an update with fp16 moments");
+               "the update lacks its master, or has one that its layout does not use");
+  HYDRA_EXPECT(update.moment_format != NumberFormat::kFloat16, StateError,
+               "the update has fp16 moments: moments are fp32 or bf16");
   HYDRA_EXPECT(update.count == 0 || (adam ? update.first_moment != nullptr && update.second_moment != nullptr
                                           : update.second_moment == nullptr),
-               StateError, "an update with a moment too many or too few");
+               StateError, "the update lacks a moment, or has one that its rule does not use");
 }
 
 }  // namespace
@@ -75,11 +77,12 @@ void StepPlan::run(ThreadPool& pool, float scale) const {
 
 void StepPlan::run_range(std::size_t parameter, std::int64_t begin, std::int64_t end, float scale) const {
   HYDRA_EXPECT(parameter < updates_.size(), StateError,
-               "parameter " + std::to_string(parameter) + " of a plan of " + std::to_string(updates_.size()));
+               "the plan has no parameter " + std::to_string(parameter) + ", only " + std::to_string(updates_.size()) +
+                   " parameters");
   const ParameterUpdate& update = updates_[parameter];
   HYDRA_EXPECT(0 <= begin && begin <= end && end <= update.count, StateError,
-               "elements " + std::to_string(begin) + " to " + std::to_string(end) + " of a parameter of " +
-                   std::to_string(update.count));
+               "the range " + std::to_string(begin) + " to " + std::to_string(end) +
+                   " is outside of a parameter with " + std::to_string(update.count) + " elements");
   run_update(update, begin, end, scale, instructions_);
 }
 

@@ -1,9 +1,11 @@
-// The updates of one optimizer step, or of a part of it: made with the interpreter's lock, run without it, all at once
-// by a pool or range by range as gradients become ready, with a scale that need not be known before.
+// The updates of one optimizer step, or of a part of it.
 //
-// Owns its list and none of the memory the list points to: the maker of a plan keeps weights, state and gradients
-// alive and in place until every range was run. Running needs no lock; ranges of one parameter that overlap must not
-// run twice, nor at the same time.
+// A plan is made with the interpreter lock and run without it: by a pool at once, or range by range as gradients become
+// ready. Only running needs the scale of the gradients.
+//
+// Owns its list, but not the memory it points to: the maker of a plan keeps weights, state and gradients alive and in
+// place until every range was run. Running needs no lock. Each range runs once; ranges of one parameter that run at the
+// same time must not overlap.
 #pragma once
 
 #include <vector>
@@ -18,20 +20,21 @@ class StepPlan {
  public:
   explicit StepPlan(InstructionSet instructions = best_instruction_set()) : instructions_(instructions) {}
 
-  /// Throws StateError unless every array that rule and layout need is there, and no other.
+  /// Adds an update. Throws StateError unless it has exactly the arrays that its rule and layout need.
   void add(const ParameterUpdate& update);
 
   std::size_t size() const noexcept { return updates_.size(); }
   const std::vector<ParameterUpdate>& updates() const noexcept { return updates_; }
-  /// Elements of one parameter.
+  /// The number of elements of one parameter.
   std::int64_t count(std::size_t parameter) const { return updates_.at(parameter).count; }
 
-  /// Bytes of memory that running it reads and writes.
+  /// The bytes that run() reads and writes.
   std::int64_t traffic_bytes() const noexcept;
 
-  /// Every parameter whole. Where weights overlap, one after the other in the order they were added.
+  /// Updates every parameter. If weights overlap, the updates run one after the other, in the order of add().
   void run(ThreadPool& pool, float scale) const;
-  /// Elements begin ... end - 1 of one parameter, by the calling thread. Throws StateError if there are none such.
+  /// Updates elements begin ... end - 1 of one parameter, on the calling thread. Throws StateError if the plan has no
+  /// such parameter or elements.
   void run_range(std::size_t parameter, std::int64_t begin, std::int64_t end, float scale) const;
 
  private:

@@ -11,10 +11,10 @@ namespace {
 bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
 
 void check_chain(const Chain& chain) {
-  HYDRA_EXPECT(!chain.events.empty(), PlanError, "a chain of no events cannot be planned");
+  HYDRA_EXPECT(!chain.events.empty(), PlanError, "a chain without events cannot be planned");
   HYDRA_EXPECT(chain.boundaries.size() + 1 == chain.events.size(), PlanError,
-               std::to_string(chain.events.size()) + " events have one boundary less; " +
-                   std::to_string(chain.boundaries.size()) + " were given");
+               std::to_string(chain.events.size()) + " events need " + std::to_string(chain.events.size() - 1) +
+                   " boundaries; " + std::to_string(chain.boundaries.size()) + " were given");
   for (std::size_t i = 0; i < chain.events.size(); ++i) {
     const ChainEvent& event = chain.events[i];
     HYDRA_EXPECT(is_duration(event.forward_seconds) && is_duration(event.backward_seconds), PlanError,
@@ -37,10 +37,10 @@ void check_chain(const Chain& chain) {
 }
 
 void check_terms(const StageTerms& terms) {
-  HYDRA_EXPECT(terms.stages() > 0, PlanError, "at least one stage is needed");
-  HYDRA_EXPECT(terms.bandwidth > 0, PlanError, "the bandwidth is not above zero");
+  HYDRA_EXPECT(terms.stages() > 0, PlanError, "a plan needs at least one stage");
+  HYDRA_EXPECT(terms.bandwidth > 0, PlanError, "the bandwidth must be above zero");
   HYDRA_EXPECT(is_duration(terms.latency), PlanError, "the latency is negative or not finite");
-  HYDRA_EXPECT(terms.versions > 0, PlanError, "at least one version of the weights is needed");
+  HYDRA_EXPECT(terms.versions > 0, PlanError, "a plan needs at least one version of the weights");
   for (const std::optional<Bytes>& limit : terms.limits) {
     HYDRA_EXPECT(!limit || *limit >= 0, PlanError, "a limit of memory is negative");
   }
@@ -58,7 +58,7 @@ void check_sums(const Chain& chain, const StageTerms& terms) {
   for (const ChainBoundary& boundary : chain.boundaries) {
     bytes += static_cast<double>(boundary.crossing_bytes);
   }
-  HYDRA_EXPECT(bytes < 0x1p62, PlanError, "the bytes of all events together are more than can be counted");
+  HYDRA_EXPECT(bytes < 0x1p62, PlanError, "the bytes of all events together are too many to count");
 }
 
 }  // namespace

@@ -1,19 +1,19 @@
-// A model as a chain of events, cut into stages: what is given, and what a stage then costs.
+// A model as a chain of events that is cut into stages: the planner's input, and the costs of a stage.
 //
 //   event       the n-th call of a block; events run in order, and backward in the reverse order
 //   stage       consecutive events on one rank
-//   boundary    between two events, by the number of the event after it: 1 to events - 1
+//   boundary    the place between two events, named by the number of the event after it: 1 to events - 1
 //
-// Seconds are for one microbatch. A stage takes its forward and backward and, for each of its boundaries, twice
-// `latency + crossing bytes / bandwidth`: values arrive or leave in the forward, as many bytes of gradients go the
-// other way in the backward. Both sides of a boundary pay. Overlapped, a stage takes the longer of computing and
-// communicating; else their sum, as in PipeDream-2BW (Narayanan et al., 2021, section 5).
+// Seconds are for one microbatch. A stage takes the seconds of its forward and backward. Each of its boundaries adds
+// twice `latency + crossing bytes / bandwidth`: values cross in the forward, and as many bytes of gradients cross the
+// other way in the backward. Both sides of a boundary pay. With overlap, a stage takes the longer of compute and
+// communication; else it takes their sum, as in PipeDream-2BW (Narayanan et al., 2021, section 5).
 //
-// Bytes of stage s of S: versions * parameters + in_flight(s) * activations, with in_flight(s) = S - s microbatches
-// between their forward and their backward, as in 1F1B and 2BW. A parameter that several events share is counted once
-// in every stage that has one of them.
+// Stage s of S needs versions * parameters + in_flight(s) * activations bytes. in_flight(s) = S - s microbatches are
+// between their forward and their backward, as in 1F1B and 2BW. A parameter that several events share counts once in
+// every stage that has one of these events.
 //
-// Plain values, no threads. This is the inner problem of a search over replicas, depth and microbatch size.
+// Plain values, reentrant. A search over replicas, depth and microbatch size solves this problem inside.
 #pragma once
 
 #include <cstddef>
@@ -25,14 +25,14 @@
 
 namespace hydra {
 
-/// What was asked of a planner makes no sense: sizes that do not go together, or are no sizes.
+/// The planner's input makes no sense: sizes that are negative, or do not match each other.
 class PlanError : public Error {
  public:
   using Error::Error;
 };
 
-/// Nothing fits into the memory that was given. `needed` is the least that the stage that lacks most has to have;
-/// of all divisions, one that lacks least is described.
+/// No division fits into the given memory. Describes the division that comes closest: `stage` lacks the most bytes in
+/// it, and needs `needed` bytes.
 class PlanDoesNotFit : public PlanError {
  public:
   PlanDoesNotFit(const std::string& message, int lacking_stage, Bytes needed_bytes, Bytes limit_bytes)
@@ -63,37 +63,37 @@ struct ChainBoundary {
 
 struct Chain {
   std::vector<ChainEvent> events;
-  std::vector<ChainBoundary> boundaries;  // one less than events; boundaries[b - 1] is before event b
+  std::vector<ChainBoundary> boundaries;  // one fewer than events; boundaries[b - 1] is before event b
   std::vector<SharedParameters> shared;
 
   int size() const noexcept { return static_cast<int>(events.size()); }
 };
 
 struct StageTerms {
-  double bandwidth = 0;  // bytes a second, between neighbours; infinity: communication costs its latency only
+  double bandwidth = 0;  // bytes per second between neighbours; infinity: communication costs its latency only
   double latency = 0;    // seconds
   bool overlapped = false;
   int versions = 1;
-  std::vector<std::optional<Bytes>> limits;  // one for each stage, first to last; their number is that of the stages
+  std::vector<std::optional<Bytes>> limits;  // one for each stage, first to last; gives the number of stages
 
   int stages() const noexcept { return static_cast<int>(limits.size()); }
   int in_flight(int stage) const noexcept { return stages() - stage; }
 };
 
-/// The sums over events [begin, end) that costs are made of.
+/// The sums over events [begin, end) that costs are computed from.
 struct EventRange {
   double compute_seconds = 0;
   Bytes parameter_bytes = 0;
   Bytes activation_bytes = 0;
 };
 
-/// Answers for every range of a chain. Holds references: chain and terms have to outlive it.
+/// The costs of every range of a chain. Refers to chain and terms, which have to outlive it.
 class StageCosts {
  public:
-  /// Throws PlanError where chain or terms are not as their comments say.
+  /// Throws PlanError if chain or terms contradict the comments of their members.
   StageCosts(const Chain& chain, const StageTerms& terms);
 
-  /// Element b is the range [b, end). O(end + uses of shared parameters).
+  /// Returns all ranges that end at `end`: element b is [b, end). Takes O(end + uses of shared parameters).
   std::vector<EventRange> ranges_ending_at(int end) const;
 
   double communication_seconds(int begin, int end) const noexcept;
@@ -110,7 +110,7 @@ class StageCosts {
   const Chain& chain_;
   const StageTerms& terms_;
   std::vector<double> boundary_seconds_;          // one for each event's begin, and for the chain's end
-  std::vector<std::vector<std::size_t>> groups_;  // of shared parameters, by event
+  std::vector<std::vector<std::size_t>> groups_;  // indices of the shared parameters of each event
 };
 
 }  // namespace hydra

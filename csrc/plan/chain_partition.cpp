@@ -13,19 +13,19 @@ namespace {
 
 constexpr double kSamePeriod = 1e-12;  // relative
 
-/// Sums over stages, the first before the second.
+/// Sums over stages; the first decides, the second breaks ties.
 struct BytesThenUnevenness {
   Bytes crossing_bytes = 0;
   double squared_seconds = 0;
   auto operator<=>(const BytesThenUnevenness&) const = default;
 };
 
-/// For every number of stages and every end, the best way to get there. `Value` is ordered.
+/// The best division for every number of stages and every end. `Value` is ordered; smaller is better.
 template <typename Value>
 class Table {
  public:
-  /// `extend(before, range, stage, begin, end)` gives the value with one more stage, or nothing where that stage is
-  /// not allowed. It must not fall when `before` rises.
+  /// `extend(before, range, stage, begin, end)` returns the value with one more stage, or nullopt if that stage is not
+  /// allowed. It must not fall when `before` rises.
   template <typename Extend>
   Table(const StageCosts& costs, const Value& empty, const Extend& extend)
       : events_(costs.chain().size()), entries_(static_cast<std::size_t>(costs.terms().stages() + 1)) {
@@ -43,10 +43,10 @@ class Table {
     }
   }
 
-  /// Of the whole chain, if there is any.
+  /// The value of the whole chain's best division, or nullopt if there is none.
   const std::optional<Value>& value() const { return entries_.back().back().value; }
 
-  /// Where each stage begins, and where the last one ends.
+  /// The beginnings of all stages, and the end of the last one.
   std::vector<int> bounds() const {
     std::vector<int> found = {events_};
     for (std::size_t stage = entries_.size() - 1; stage > 0; --stage) {
@@ -90,7 +90,7 @@ Bytes crossing_bytes(const StageCosts& costs, int boundary) {
   return boundary == 0 ? 0 : costs.chain().boundaries[static_cast<std::size_t>(boundary - 1)].crossing_bytes;
 }
 
-/// Bytes above the limit of the stage that lacks most.
+/// The bytes that the stage needs above its limit.
 Bytes lacking(const StageCosts& costs, const EventRange& range, int stage) {
   const std::optional<Bytes>& limit = costs.terms().limits[static_cast<std::size_t>(stage)];
   return limit ? costs.bytes(range, stage) - *limit : std::numeric_limits<Bytes>::min();
@@ -125,7 +125,7 @@ Bytes lacking(const StageCosts& costs, const EventRange& range, int stage) {
                            stage, needed, limit);
     }
   }
-  throw PlanError("no stage lacks memory, and none fits");  // not reached: one of them set the table's value
+  throw PlanError("no stage lacks memory, and none fits");  // not reached: one stage has the table's value
 }
 
 double least_period(const StageCosts& costs) {

@@ -1,10 +1,12 @@
-// The best division of a chain into a given number of stages: exact, by dynamic programming in O(events^2 * stages).
+// Finds the best division of a chain into a given number of stages. Exact; dynamic programming in
+// O(events^2 * stages).
 //
-// Best is, in this order: the least seconds of the slowest stage (which are the period of a full pipeline); the fewest
-// crossing bytes at all cuts together; the most even stages (the least sum of their squared seconds). Periods that
-// differ by less than one part in 10^12 count as equal: sums of the same seconds do, in another order.
+// The best division has the fewest seconds in its slowest stage, which are the period of a full pipeline. Among equals
+// it has the fewest crossing bytes at all cuts together, then the most even stages: the smallest sum of squared
+// seconds. Periods that differ by less than one part in 10^12 count as equal, since the order of additions changes that
+// much.
 //
-// No threads, no state.
+// Reentrant, without state. Units are those of chain.h.
 #pragma once
 
 #include <vector>
@@ -15,7 +17,7 @@ namespace hydra {
 
 struct PlannedStage {
   int begin = 0;  // first event
-  int end = 0;    // the one after the last
+  int end = 0;    // the event after the last one
   double compute_seconds = 0;
   double communication_seconds = 0;
   double seconds = 0;
@@ -24,12 +26,12 @@ struct PlannedStage {
 
 struct ChainPartition {
   std::vector<PlannedStage> stages;
-  double period_seconds = 0;  // of the slowest stage
+  double period_seconds = 0;  // the slowest stage's seconds
   Bytes crossing_bytes = 0;   // at all cuts together
 };
 
-/// Every stage has at least one event. Throws PlanDoesNotFit where the limits of memory allow no division, PlanError
-/// where there are not as many possible cuts or the input makes no sense.
+/// Gives every stage at least one event. Throws PlanDoesNotFit if the limits of memory allow no division, and PlanError
+/// if the chain has too few possible cuts or the input makes no sense.
 ChainPartition partition_chain(const Chain& chain, const StageTerms& terms);
 
 }  // namespace hydra

@@ -11,7 +11,7 @@ namespace {
 
 std::size_t index(Operation operation) noexcept { return static_cast<std::size_t>(operation); }
 
-/// SplitMix64: small, and the same on every machine.
+/// SplitMix64: a small generator with the same numbers on every machine.
 std::uint64_t next_random(std::uint64_t& state) noexcept {
   state += 0x9e3779b97f4a7c15ULL;
   std::uint64_t value = state;
@@ -85,7 +85,7 @@ FaultScript::Outcome FaultScript::next(Operation operation) {
       seconds = jitter.seconds * next_fraction(jitter.state);
     }
   }
-  // Outside the lock: one operation's delay must not hold up the others.
+  // Outside the lock, so that one operation's delay does not delay the others.
   if (seconds > 0.0) {
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
   }

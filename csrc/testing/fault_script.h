@@ -1,6 +1,7 @@
-// Scripted faults for the simulated device: fail, delay or refuse the n-th operation of a kind.
+// Scripted faults for the simulated device: the n-th operation of a kind fails, is late, or is refused.
 //
-// Rules of one kind add up. Thread-safe: a rule counts from the call that makes it, whatever is on its way then.
+// Rules of one kind add up. A rule counts the operations that begin after the call that makes it.
+// Thread-safe. Times are seconds.
 #pragma once
 
 #include <mutex>
@@ -15,16 +16,16 @@ enum class Operation : std::uint8_t { kToDevice, kToHost, kSlot };
 
 class FaultScript final : public FaultInjector {
  public:
-  /// The n-th operation from now, from 1, (and with `persistent` every later one) throws TransferError, or OutOfMemory
-  /// for slots.
+  /// Makes the n-th operation from now throw TransferError, or OutOfMemory for slots. Counts from 1. With `persistent`
+  /// every later operation throws too.
   void fail(Operation operation, std::int64_t nth, bool persistent);
-  /// Every operation of the kind first sleeps a random time up to `seconds`, drawn from `seed`.
+  /// Makes every operation of the kind first sleep a random time up to `seconds`, drawn from `seed`.
   void jitter(Operation operation, double seconds, std::uint64_t seed);
   /// Forgets rules, jitter and counts.
   void reset();
-  /// Operations since construction or reset().
+  /// Operations of the kind since construction or reset().
   std::int64_t count(Operation operation) const;
-  /// Operations that a rule has met, since then.
+  /// Operations since construction or reset() that a rule has met.
   std::int64_t met() const;
 
   void before_job(Direction direction) override;
@@ -44,7 +45,7 @@ class FaultScript final : public FaultInjector {
     std::int64_t number = 0;
     bool fails = false;
   };
-  /// Counts one operation, sleeps its jitter, and says what the rules want of it.
+  /// Counts one operation, sleeps its jitter, and returns what the rules make of it.
   Outcome next(Operation operation);
 
   mutable std::mutex mutex_;

@@ -1,6 +1,7 @@
-// Scripted faults of files: the n-th operation of a kind fails, is short, or lies about what it has done.
+// Scripted faults of files: the n-th operation of a kind fails, is short, or reports a false result.
 //
-// All but faults go to `files`. Thread-safe: a rule counts from the call that makes it, whatever is on its way then.
+// All other operations go to `files`, which has to outlive this object. A rule counts operations that begin later.
+// Thread-safe. Sizes are bytes.
 #pragma once
 
 #include <array>
@@ -15,23 +16,23 @@ namespace hydra::testing {
 enum class FileOperation : std::uint8_t { kOpen, kBypass, kAllocate, kRead, kWrite };
 
 enum class FileFault : std::uint8_t {
-  kError,    // with the given errno
-  kShort,    // half of the bytes, rounded down to a multiple of 512, at least one byte
-  kDropped,  // a write says that it has written, and has not
-  kFlipped,  // a read changes a bit
+  kError,    // the operation fails with the given errno
+  kShort,    // it moves half of the bytes, rounded down to a multiple of 512, at least one byte
+  kDropped,  // a write reports success without writing
+  kFlipped,  // a read flips one bit
 };
 
 class FaultyFiles final : public FileOperations {
  public:
   explicit FaultyFiles(FileOperations& files = system_files()) : files_(files) {}
 
-  /// The n-th operation from now, from 1, and with `persistent` every later one.
+  /// Gives the fault to the n-th operation from now, counted from 1, and with `persistent` to every later one.
   void fail(FileOperation operation, FileFault fault, std::int64_t nth, bool persistent = false, int error = 0);
   /// Forgets rules and counts.
   void reset();
-  /// Operations since construction or reset().
+  /// Operations of the kind since construction or reset().
   std::int64_t count(FileOperation operation) const;
-  /// Operations that a rule has met, since then.
+  /// Operations since construction or reset() that a rule has met.
   std::int64_t met() const;
 
   int open_unnamed(const char* folder) override;
@@ -49,7 +50,7 @@ class FaultyFiles final : public FileOperations {
     bool persistent;
     int error;
   };
-  /// Counts one operation, and says which rule it meets.
+  /// Counts one operation, and returns the rule that it meets.
   std::optional<Rule> next(FileOperation operation);
 
   FileOperations& files_;

@@ -16,7 +16,7 @@ namespace {
 
 using Loop = void (*)(void* const* arrays, std::int64_t begin, std::int64_t end);
 
-// What updates there are: fp32; fp32 master, bf16 gradient and copy; split; split with bf16 moments.
+// The traffic of all kinds of updates: fp32; fp32 master, bf16 gradient and copy; split; split with bf16 moments.
 constexpr std::array kMixes = {
     Traffic{.update4 = 3, .read4 = 1},
     Traffic{.update4 = 3, .read2 = 1, .write2 = 1},
@@ -26,7 +26,7 @@ constexpr std::array kMixes = {
 
 #if defined(__x86_64__)
 
-// Elements of every array before the next array's turn.
+// The elements of each array that a turn takes.
 constexpr std::int64_t kStride = 32;
 
 template <Traffic kTraffic>
@@ -51,7 +51,7 @@ template <Traffic kTraffic>
       }
     }
   }
-  asm volatile("" : : "v"(read));  // unused reads would not be made
+  asm volatile("" : : "v"(read));  // keeps the compiler from dropping unused reads
 }
 
 template <Traffic kTraffic>
@@ -103,7 +103,8 @@ void run_traffic_twin(const Traffic& traffic, const std::vector<void*>& arrays, 
   const Loop loop = find(traffic);
   HYDRA_EXPECT(loop != nullptr, StateError, "no update has such traffic, or this machine has no AVX2");
   const int needed = traffic.update4 + traffic.update2 + traffic.read4 + traffic.read2 + traffic.write2;
-  HYDRA_EXPECT(static_cast<int>(arrays.size()) == needed, StateError, "another number of arrays than the traffic has");
+  HYDRA_EXPECT(static_cast<int>(arrays.size()) == needed, StateError,
+               "the number of arrays is not that of the traffic");
   pool.parallel_for((count + kRange - 1) / kRange, [&](std::int64_t range) {
     loop(arrays.data(), range * kRange, std::min((range + 1) * kRange, count));
   });

@@ -1,6 +1,8 @@
-// The memory traffic of an update without its arithmetic: what an update is to be measured against. The same arrays
-// are read, or read and written back, with one XOR for each vector, by turns as the update does it; plain copies and
-// sums would flatter, since an array that is written without having been read costs more.
+// The memory traffic of an update without its arithmetic, as the measure of an update's speed.
+//
+// It reads, or reads and writes, the same arrays in the same alternation as the update, with one XOR for each vector.
+// Plain copies and sums would be a flattering measure, since writing an array without reading it costs more.
+// Memory is the caller's. Blocks until the pool is done.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +12,7 @@
 
 namespace hydra::testing {
 
-/// How many arrays there are of each kind; the digits are the bytes of an element.
+/// The number of arrays of each kind; the digits are the bytes of an element.
 struct Traffic {
   int update4 = 0;
   int update2 = 0;
@@ -20,9 +22,9 @@ struct Traffic {
   bool operator==(const Traffic&) const = default;
 };
 
-/// Goes through `count` elements of the caller's arrays, which come in the order of Traffic's members; what they hold
-/// becomes meaningless. Elements at the end that fill no 32 are left out. Throws StateError for a mix that no update
-/// has, and without AVX-512 and AVX2.
+/// Goes through `count` elements of the arrays, which are in the order of Traffic's members, and makes their contents
+/// meaningless. A remainder of fewer than 32 elements is left out. Throws StateError if no update has such traffic, or
+/// the machine has neither AVX-512 nor AVX2.
 void run_traffic_twin(const Traffic& traffic, const std::vector<void*>& arrays, std::int64_t count, ThreadPool& pool);
 
 }  // namespace hydra::testing

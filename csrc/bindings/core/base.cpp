@@ -1,4 +1,4 @@
-// Errors: every type of the core becomes the one of the same name in hydra_ext.errors.
+// Bindings of csrc/base. Each error type of the core becomes the type of the same name in hydra_ext.errors.
 #include <c10/util/Exception.h>
 
 #include <pybind11/stl.h>
@@ -95,7 +95,7 @@ void bind_activity(py::module_& module) {
       .def_readonly("dropped", &ActivityRecord::dropped)
       .def_property_readonly("begin", [](const ActivityRecord& record) { return nanoseconds(record.begin); })
       .def_property_readonly("end", [](const ActivityRecord& record) { return nanoseconds(record.end); });
-  py::class_<ActivityLog>(module, "ActivityLog", "What lanes, compute and optimizer threads did.")
+  py::class_<ActivityLog>(module, "ActivityLog", "Records what lanes, compute threads and optimizer threads did.")
       .def("start", &ActivityLog::start, py::arg("room"))
       .def("stop", &ActivityLog::stop)
       .def_property_readonly("recording", &ActivityLog::recording);
@@ -105,7 +105,7 @@ void bind_activity(py::module_& module) {
 
 void bind_base(py::module_& module) {
   py::register_exception_translator(&translate);
-  module.def("human_bytes", &human_bytes, py::arg("bytes"), "Bytes for messages, with a binary unit.");
+  module.def("human_bytes", &human_bytes, py::arg("bytes"), "Formats bytes for messages, with a binary unit.");
   module.attr("PAGE_ALIGNMENT") = kPageAlignment;
   bind_activity(module);
 }

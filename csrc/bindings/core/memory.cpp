@@ -28,11 +28,11 @@ void bind_memory(py::module_& module) {
           py::arg("cls"), "Bytes of one class at the moment of the highest total.")
       .def_property_readonly(
           "peak_workspace", [](const Ledger& ledger) { return ledger.at_peak().workspace; },
-          "The part of the activations at the highest total that came since the block in use was reached.")
+          "Activations at the highest total that were allocated since the pass reached the block in use.")
       .def("try_charge", &Ledger::try_charge, py::arg("cls"), py::arg("bytes"))
       .def("discharge", &Ledger::discharge, py::arg("cls"), py::arg("bytes"))
       .def("reset_peak", &Ledger::reset_peak)
-      .def("take_peak", &Ledger::take_peak, "Highest total since the last call.");
+      .def("take_peak", &Ledger::take_peak, "The highest total since the last call.");
   py::class_<HostArena, std::shared_ptr<HostArena>>(module, "HostArena")
       .def(py::init([] { return std::make_shared<HostArena>(); }))
       .def_property_readonly("mapped_bytes", &HostArena::mapped_bytes)

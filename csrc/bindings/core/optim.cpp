@@ -39,7 +39,8 @@ void bind_optim(py::module_& module) {
       .value("PORTABLE", InstructionSet::kPortable)
       .value("AVX2", InstructionSet::kAvx2)
       .value("AVX512", InstructionSet::kAvx512);
-  module.def("supported_instruction_sets", &supported_instruction_sets, "From slow to fast.");
+  module.def("supported_instruction_sets", &supported_instruction_sets,
+             "The instruction sets that this machine can run, from slow to fast.");
   py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(
       module, "ThreadPool", "Threads that share the work of one call; the caller is one of them.")
       .def(py::init<int>(), py::arg("threads"))
@@ -63,7 +64,7 @@ void bind_optim(py::module_& module) {
           py::arg("new_weights") = std::nullopt)
       .def(
           "run", [](const TensorPlan& plan, ThreadPool& pool, float scale) { plan.on_host().run(pool, scale); },
-          py::arg("pool"), py::arg("scale") = 1.0F, Released(), "On the host.");
+          py::arg("pool"), py::arg("scale") = 1.0F, Released(), "Runs the updates on the host.");
   module.def(
       "sums_of_squares",
       [](const std::vector<at::Tensor>& tensors, ThreadPool& pool, std::optional<InstructionSet> instructions) {

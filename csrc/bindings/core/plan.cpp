@@ -1,4 +1,4 @@
-// Planners: plain values in, plain values out. hydra_ext.plan gives them names.
+// Bindings of the planners, which take and return plain values. hydra_ext.plan is the public interface.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

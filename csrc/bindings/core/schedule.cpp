@@ -13,7 +13,7 @@ using namespace schedule;  // NOLINT: the words of one folder
 
 namespace {
 
-/// Of values only: an object of another type is not equal.
+/// Compares values; an object of another type is not equal.
 template <typename Value>
 bool equals(const Value& value, const py::object& other) {
   return py::isinstance<Value>(other) && value == other.cast<const Value&>();
@@ -34,8 +34,9 @@ void bind_actions(py::module_& module) {
            py::arg("batch"), py::arg("microbatch") = 0)
       .def_readonly("kind", &Action::kind)
       .def_readonly("stage", &Action::stage)
-      .def_readonly("batch", &Action::batch, "From the start of training; in a body, from the batch of the step.")
-      .def_readonly("microbatch", &Action::microbatch, "0 for REDUCE and UPDATE, which are of a whole batch.")
+      .def_readonly("batch", &Action::batch,
+                    "Counted from the start of training; in a body, from the step's first batch.")
+      .def_readonly("microbatch", &Action::microbatch, "0 for REDUCE and UPDATE, which concern a whole batch.")
       .def_property_readonly("token", &token, "Kind, stage and microbatch as a schedule's text has them.")
       .def("__eq__", &equals<Action>)
       .def("__hash__",
@@ -47,7 +48,7 @@ void bind_actions(py::module_& module) {
 }
 
 void bind_streams(py::module_& module) {
-  py::class_<Stream>(module, "ScheduleStream", "What one rank does, step after step, in batches from the first on.")
+  py::class_<Stream>(module, "ScheduleStream", "One rank's actions, step after step, from the first batch on.")
       .def("next_batch", &Stream::next_batch, py::arg("microbatches"))
       .def("drain", &Stream::drain)
       .def_property_readonly("batches", &Stream::batches);
@@ -58,7 +59,7 @@ void bind_streams(py::module_& module) {
 void bind_schedule(py::module_& module) {
   bind_actions(module);
   bind_streams(module);
-  py::class_<Schedule> schedule_class(module, "Schedule", "What every rank does in one step; immutable.");
+  py::class_<Schedule> schedule_class(module, "Schedule", "The actions of every rank in one step; immutable.");
   schedule_class.def_property_readonly("stages", &Schedule::stages)
       .def_property_readonly("ranks", &Schedule::ranks)
       .def_property_readonly("microbatches", &Schedule::microbatches)

@@ -1,4 +1,4 @@
-// What is found out about a schedule before it runs: whether it can, and how long it takes.
+// Bindings of the schedule's verifier and simulator: whether a schedule can run, and how long it takes.
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
@@ -20,21 +20,21 @@ Limits limits_of(std::optional<int> in_flight, std::optional<int> versions, std:
 }
 
 void bind_verifier(py::module_& module, py::class_<Schedule>& schedule_class) {
-  py::class_<Peaks>(module, "SchedulePeaks", "The most that there was at one time.")
+  py::class_<Peaks>(module, "SchedulePeaks", "The largest counts at any one time.")
       .def_readonly("in_flight", &Peaks::in_flight,
-                    "Microbatches between forward and backward: what they stash is held.")
-      .def_readonly("versions", &Peaks::versions, "Of the weights: newest, in use, or being written.")
+                    "Microbatches between forward and backward, whose stashes are alive.")
+      .def_readonly("versions", &Peaks::versions, "Versions of the weights that are newest, in use, or being written.")
       .def_readonly("gradients", &Peaks::gradients, "Batches between their first backward and their update.")
       .def("__repr__", [](const Peaks& peaks) {
         return "SchedulePeaks(in_flight=" + std::to_string(peaks.in_flight) +
                ", versions=" + std::to_string(peaks.versions) + ", gradients=" + std::to_string(peaks.gradients) + ")";
       });
-  py::class_<Verification>(module, "Verification", "What a schedule that can run needs.")
-      .def_readonly("stages", &Verification::stages, "Of each stage.")
-      .def_readonly("ranks", &Verification::ranks, "Of each rank: of its stages together.")
-      .def_readonly("batches", &Verification::batches, "That were run through.")
+  py::class_<Verification>(module, "Verification", "The needs of a schedule that can run.")
+      .def_readonly("stages", &Verification::stages, "The peaks of each stage.")
+      .def_readonly("ranks", &Verification::ranks, "The peaks of each rank, over all its stages.")
+      .def_readonly("batches", &Verification::batches, "The number of batches that the verifier ran through.")
       .def_readonly("rendezvous", &Verification::rendezvous,
-                    "Whether it can also run where a send blocks until its receive was posted.");
+                    "Whether the schedule also runs if each send blocks until its receive is posted.");
   schedule_class.def(
       "verify",
       [](const Schedule& schedule, std::optional<int> in_flight, std::optional<int> versions,
@@ -53,13 +53,14 @@ void bind_verifier(py::module_& module, py::class_<Schedule>& schedule_class) {
 
 void bind_simulation(py::module_& module, py::class_<Schedule>& schedule_class) {
   bind_verifier(module, schedule_class);
-  py::class_<TimedAction>(module, "TimedAction", "Seconds from the start of the first.")
+  py::class_<TimedAction>(module, "TimedAction",
+                          "An action with its times, in seconds from the start of the first action.")
       .def_readonly("action", &TimedAction::action)
       .def_readonly("rank", &TimedAction::rank)
       .def_readonly("start", &TimedAction::start)
       .def_readonly("end", &TimedAction::end);
-  py::class_<Timeline>(module, "Timeline", "When a schedule's actions run.")
-      .def_readonly("actions", &Timeline::actions, "Rank by rank, each in its order.")
+  py::class_<Timeline>(module, "Timeline", "The times of a schedule's actions.")
+      .def_readonly("actions", &Timeline::actions, "All actions, rank by rank, in the order of each rank.")
       .def_readonly("makespan", &Timeline::makespan)
       .def_readonly("period", &Timeline::period)
       .def_readonly("busy", &Timeline::busy)

@@ -19,7 +19,7 @@ namespace hydra {
 
 namespace {
 
-/// Charges what the calling thread allocates between begin() and end(): the peak of a plain step.
+/// Charges the calling thread's allocations between begin() and end(), to measure the peak of a plain step.
 class Meter {
  public:
   explicit Meter(Bytes limit) : account_(std::make_shared<Account>(limit)) {}
@@ -32,19 +32,20 @@ class Meter {
   ThreadCharge before_;
 };
 
-/// Guards, streams and events of CUDA that do nothing, where torch has none: for tensors without bytes.
+/// Does nothing for CUDA's guards, streams and events. Stands in for them in a torch without CUDA, for tensors without
+/// bytes.
 void pretend_cuda() {
   static std::once_flag once;
   std::call_once(once, [] {
     if (!c10::impl::hasDeviceGuardImpl(c10::kCUDA)) {
       using Nothing = c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>;
-      // Deliberately leaked: torch keeps the pointer.
+      // Leaked on purpose: torch keeps the pointer.
       const c10::impl::DeviceGuardImplRegistrar registrar(c10::kCUDA, std::make_unique<Nothing>().release());
     }
   });
 }
 
-/// All of one length, in the order of Traffic's members.
+/// Takes arrays of one length, in the order of Traffic's members.
 void run_twin(const std::vector<at::Tensor>& update, const std::vector<at::Tensor>& read,
               const std::vector<at::Tensor>& write, ThreadPool& pool) {
   testing::Traffic traffic;
@@ -114,9 +115,9 @@ void bind_testing(py::module_& module) {
       .def("met", &FaultyFiles::met);
   tests.def("pretend_cuda", &pretend_cuda, "Lets torch infer devices of fake CUDA tensors in a build without CUDA.");
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
-            py::arg("pool"), "The memory traffic of an update without its arithmetic; spoils what the tensors hold.");
+            py::arg("pool"), "Makes the memory traffic of an update without its arithmetic. Overwrites the tensors.");
   tests.def("drain", &drain, py::arg("model"), py::call_guard<py::gil_scoped_release>(),
-            "Waits until the model is updated, and nothing of it is on its way, whatever became of it.");
+            "Waits for the model's update and all its transfers. Does not raise their errors.");
   py::class_<Meter>(tests, "Meter")
       .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
       .def("begin", &Meter::begin)

@@ -1,4 +1,4 @@
-// What a paged model is given and gives back.
+// Bindings of the values that a paged model takes and returns.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -16,15 +16,16 @@ void bind_values(py::module_& module) {
       .def_readonly("synchronous", &GradientStatistics::synchronous)
       .def_readonly("wait_seconds", &GradientStatistics::wait_seconds);
   using Released = py::call_guard<py::gil_scoped_release>;
-  py::class_<LeavingNorm>(module, "LeavingNorm", "Sums the squares of gradients as they come home.")
+  py::class_<LeavingNorm>(module, "LeavingNorm", "Sums the squares of gradients as they reach the host.")
       .def("begin", &LeavingNorm::begin, py::arg("pool"), Released(),
-           "From now on gradients are taken to be the step's last.")
-      .def("forget", &LeavingNorm::forget, Released(), "What is known is void: gradients were changed unseen.")
-      .def("end", &LeavingNorm::end, Released(), "Nothing is summed any more; for a step that failed.")
+           "Starts summing: gradients that arrive from now on count as the step's last.")
+      .def("forget", &LeavingNorm::forget, Released(),
+           "Discards all sums, after a change to gradients that the engine did not see.")
+      .def("end", &LeavingNorm::end, Released(), "Stops summing, after a failed step.")
       .def("take", &LeavingNorm::take, py::arg("hosts"), Released(),
-           "Ends; by host parameter the sum of its gradient's squares, or None where that is not known.")
+           "Stops summing. Returns each host parameter's sum of squared gradients, or None where it is unknown.")
       .def_property_readonly("taken", &LeavingNorm::taken);
-  py::class_<MemorySample>(module, "MemorySample", "What the device held when a pass reached a block.")
+  py::class_<MemorySample>(module, "MemorySample", "The bytes on the device when a pass reached a block.")
       .def_readonly("kind", &MemorySample::kind)
       .def_readonly("block", &MemorySample::block)
       .def(
@@ -34,7 +35,8 @@ void bind_values(py::module_& module) {
           },
           py::arg("cls"));
   py::class_<WindowToken>(module, "WindowToken").def(py::init<>());
-  py::class_<BlockUpdate>(module, "BlockUpdate", "The part of an optimizer step of one block, or several together.")
+  py::class_<BlockUpdate>(module, "BlockUpdate",
+                          "The part of an optimizer step that updates one block, or several together.")
       .def(py::init<BlockList, TensorPlan, std::vector<at::Tensor>>(), py::arg("blocks"), py::arg("plan"),
            py::arg("tensors"));
   py::class_<SiteVisit>(module, "SiteVisit").def(py::init<>());

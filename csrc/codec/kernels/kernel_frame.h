@@ -1,12 +1,12 @@
-// What the kernels with vectors have in common: the loops over blocks, and their table. A kernels_*.cpp includes this
-// file inside its namespace, after batch.h, when it has defined HYDRA_KERNEL and
+// The loops over blocks that all kernels with vectors share, and their table.
+//
+// A kernels_*.cpp includes this file inside its namespace, after batch.h, when it has defined HYDRA_KERNEL and
 //   BlockQuanta               32 quanta of 16 bits, in registers
-//   quantize<F, C>()          finds block i's quanta and what its tag is chosen by; for Choice::kSigned least_flipped
-//   is
-//                             of the magnitudes, and neither `least` nor `nonzero` is looked at
-//   put_signed(), put_block() write a block's payload, and what they like up to kSlackBytes behind it
-//   decode_as<F>()
-// No include guard, on purpose.
+//   quantize<F, C>()          finds the quanta and the summary of block i; for Choice::kSigned, least_flipped is of the
+//                             magnitudes, and `least` and `nonzero` are unused
+//   put_signed(), put_block() write a block's payload, and may overwrite up to kSlackBytes behind it
+//   decode_as<F>()            decodes as Kernels::decode does (kernels.h)
+// The file has no include guard on purpose.
 
 template <NumberFormat F>
 HYDRA_INLINE std::uint8_t* put_raw(std::uint8_t* to, const std::uint8_t* numbers) {

@@ -1,5 +1,7 @@
-// The loops over blocks, one table for each instruction set; all give, and read, the same bytes. Only codec.cpp and
-// tests call them, under StandardFloatMode.
+// The codec's loops over blocks: one table of functions for each instruction set.
+//
+// All tables write and read the same bytes. Only codec.cpp and tests call them, under StandardFloatMode.
+// Reentrant. Memory is the caller's.
 #pragma once
 
 #include <cstdint>
@@ -11,19 +13,19 @@
 
 namespace hydra::codec {
 
-/// How far a decoder came.
+/// The progress of a decoder: the blocks that it has decoded, and the payload behind them.
 struct Decoded {
   std::int64_t blocks = 0;
   const std::uint8_t* payload = nullptr;
 };
 
 struct Kernels {
-  /// `blocks` times 32 numbers of the quantizer's format; as many tags. Returns the end of the payload; up to
-  /// kSlackBytes behind it are written to.
+  /// Encodes `blocks` times 32 numbers of the quantizer's format, and writes `blocks` tags. Returns the end of the
+  /// payload; up to kSlackBytes behind the end may be overwritten.
   std::uint8_t* (*encode)(const Quantizer& quantizer, Choice choice, const void* numbers, std::int64_t blocks,
                           std::uint8_t* tags, std::uint8_t* payload) noexcept;
-  /// Stops before the first block that begins less than kSlackBytes before `end`. Nothing behind `end` is read,
-  /// whatever the bytes are, if all tags are valid.
+  /// Decodes up to `blocks` blocks; stops before the first one that begins less than kSlackBytes before `end`.
+  /// If all tags are valid, no byte behind `end` is read, whatever the payload is.
   Decoded (*decode)(const Quantizer& quantizer, const std::uint8_t* tags, std::int64_t blocks,
                     const std::uint8_t* payload, const std::uint8_t* end, void* numbers) noexcept;
 };
@@ -34,7 +36,8 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 #endif
 
-/// Those that this machine can run, from slow to fast. Ours for AVX-512 need VBMI, VBMI2, BITALG and GFNI besides.
+/// The instruction sets whose kernels this machine can run, from slow to fast. The AVX-512 kernels also need VBMI,
+/// VBMI2, BITALG and GFNI.
 const std::vector<InstructionSet>& supported_instruction_sets();
 
 const Kernels& kernels(InstructionSet instructions) noexcept;

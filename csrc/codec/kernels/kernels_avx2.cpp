@@ -1,6 +1,8 @@
-// A block in four registers of 8 numbers, its quanta in two of 16. Bits become planes by the sign mask of bytes that
-// are doubled again and again, and bytes again by three exchanges of an 8 by 8 bit transposition. Words that have been
-// put together in general registers are stored as such: a vector load of several young stores waits for all of them.
+// A block takes four registers of 8 numbers, and its quanta two registers of 16.
+//
+// Encoding makes bit planes from the sign mask of bytes, which are doubled from plane to plane. Decoding transposes
+// 8 by 8 bits in three exchanges. Words assembled in general registers are stored from there: a vector load waits for
+// all recent stores to its address.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -39,7 +41,7 @@ HYDRA_INLINE __m256 load(const std::uint8_t* from) {
   }
 }
 
-/// Numbers that the format has.
+/// Stores numbers that the format can represent exactly.
 template <NumberFormat F>
 HYDRA_INLINE void store(std::uint8_t* to, __m256 numbers) {
   if constexpr (F == NumberFormat::kFloat32) {
@@ -57,18 +59,19 @@ HYDRA_INLINE __m256i vector_at(const void* from) { return _mm256_loadu_si256(sta
 HYDRA_INLINE void store_at(void* to, __m256i value) { _mm256_storeu_si256(static_cast<__m256i*>(to), value); }
 
 // ---- quanta ---------------------------------------------------------------------------------------------------------
-/// 32 of 16 bits, as the packing of four registers leaves them: fours of the first half of each, then of the second.
+/// 32 quanta of 16 bits, in the order that packing four registers gives: fours of the first half of each, then of the
+/// second.
 struct BlockQuanta {
   __m256i low;
   __m256i high;
 };
 
-/// Bytes that were packed once more.
+/// Restores the order of bytes that were packed once more.
 HYDRA_INLINE __m256i in_order(__m256i bytes) {
   return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 
-/// Of values below 256.
+/// Narrows values below 256 to bytes.
 HYDRA_INLINE __m256i only_bytes(BlockQuanta values) { return in_order(_mm256_packus_epi16(values.low, values.high)); }
 
 HYDRA_INLINE __m256i lower_bytes(BlockQuanta values) {
@@ -88,19 +91,19 @@ HYDRA_INLINE BlockQuanta differences(BlockQuanta values, __m256i subtrahend) {
   return {_mm256_sub_epi16(values.low, subtrahend), _mm256_sub_epi16(values.high, subtrahend)};
 }
 
-/// A bit for each value that is negative.
+/// A mask with a bit for each negative value.
 HYDRA_INLINE std::uint32_t mask_of(BlockQuanta values) {
   return static_cast<std::uint32_t>(_mm256_movemask_epi8(in_order(_mm256_packs_epi16(values.low, values.high))));
 }
 
-/// The least of signed ones with `flip` flipped, in the lower half of the result, as if it had no sign.
+/// The unsigned minimum of the values XOR `flip`, in the lower half of the result.
 HYDRA_INLINE int least(__m256i values, int flip) {
   const __m256i flipped = _mm256_xor_si256(values, _mm256_set1_epi16(static_cast<short>(flip)));
   return _mm_cvtsi128_si32(
       _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(flipped), _mm256_extracti128_si256(flipped, 1))));
 }
 
-/// 32 of 16 bits, in their order.
+/// 32 quanta of 16 bits, in the order of their numbers.
 struct Quanta {
   __m256i low;
   __m256i high;
@@ -138,10 +141,10 @@ HYDRA_INLINE std::uint8_t* put_planes(std::uint8_t* to, BlockQuanta values, int 
 
 constexpr std::array<std::uint32_t, 16> kMasks = {~0U, ~0U, ~0U, ~0U, ~0U, ~0U, ~0U, ~0U, 0, 0, 0, 0, 0, 0, 0, 0};
 
-/// The bits of `width` words as bytes, bit j from word j.
+/// Turns the bits of `width` words into bytes: bit j is from word j.
 HYDRA_INLINE __m256i get_eight_planes(const std::uint8_t* from, int width) {
   __m256i bits = _mm256_and_si256(vector_at(from), vector_at(kMasks.data() + 8 - width));
-  // Byte g of all eight words side by side, in the g-th quadword.
+  // The g-th quadword gets byte g of all eight words.
   bits = _mm256_shuffle_epi8(bits, _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12,
                                                     1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   bits = _mm256_permutevar8x32_epi32(bits, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -166,12 +169,12 @@ HYDRA_INLINE Quanta get_planes(const std::uint8_t* from, int width) {
 // ---- packed bits ----------------------------------------------------------------------------------------------------
 constexpr std::uint64_t kEachByte = 0x0101010101010101ULL;
 
-/// Of eight bytes those of the numbers that are not zero, and of these `width` bits.
+/// A mask of the lowest `width` bits in the bytes of non-zero numbers, for the eight numbers `eight`.
 HYDRA_INLINE std::uint64_t places_of(std::uint32_t nonzero, int eight, int width) {
   return _pdep_u64(nonzero >> (8 * eight) & 0xFFU, kEachByte) * ((1U << width) - 1U);
 }
 
-/// Of 8 times 8 bits at most 7 are left over, as 8 values of 8 bits leave none: 64 bits are always enough.
+/// At most 7 bits stay pending, and eight values of 8 bits leave none: 64 bits are always enough.
 HYDRA_INLINE std::uint8_t* put_packed(std::uint8_t* to, __m256i bytes, std::uint32_t nonzero, int width) {
   alignas(32) std::array<std::uint64_t, 4> eights;
   store_at(eights.data(), bytes);
@@ -189,7 +192,7 @@ HYDRA_INLINE std::uint8_t* put_packed(std::uint8_t* to, __m256i bytes, std::uint
   return to + (bits != 0 ? 1 : 0);
 }
 
-/// The values at their places, zeros between them.
+/// Puts the packed values at the places of their numbers, with zeros between them.
 HYDRA_INLINE __m256i get_packed(const std::uint8_t* from, std::uint32_t nonzero, int width) {
   std::array<long long, 4> eights;
   int bit = 0;
@@ -221,7 +224,8 @@ HYDRA_INLINE __m256i magnitude(__m256 x) {
   return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7FFFFFFF));
 }
 
-/// Where the patterns of positive floats are greater: in the order of the numbers, NaN the greatest.
+/// A mask of the patterns above that of `number`, minus `less`. Patterns of positive floats have the order of the
+/// floats, with NaN last.
 HYDRA_INLINE __m256i beyond(__m256i patterns, float number, int less) {
   return _mm256_cmpgt_epi32(patterns, _mm256_set1_epi32(std::bit_cast<std::int32_t>(number) - less));
 }
@@ -243,14 +247,14 @@ HYDRA_INLINE BlockQuanta quantize(const Quantizer& quantizer, const std::uint8_t
   __m256i eights[4];
   __m256i largest = _mm256_setzero_si256();
   __m256i furthest = _mm256_setzero_si256();
-  __m256i lowest = _mm256_setzero_si256();  // of patterns: -0.0 is the lowest there is
+  __m256i lowest = _mm256_setzero_si256();  // the lowest pattern; none is below that of -0.0
   for (int eight = 0; eight < 4; ++eight) {
     const __m256 x = load<F>(numbers + eight * bytes_of_eight(F));
     const __m256i quanta = quanta_of(quantizer, x);
     eights[eight] = quanta;
     largest = _mm256_max_epi32(largest, magnitude(x));
     lowest = _mm256_min_epi32(lowest, _mm256_castps_si256(x));
-    if constexpr (F == NumberFormat::kFloat32) {  // of a 16-bit format q * step is always near enough
+    if constexpr (F == NumberFormat::kFloat32) {  // in 16-bit formats q * step always keeps the bound
       const __m256 back = _mm256_mul_ps(_mm256_cvtepi32_ps(quanta), _mm256_set1_ps(quantizer.step));
       furthest = _mm256_max_epi32(furthest, magnitude(_mm256_sub_ps(x, back)));
     }
@@ -306,7 +310,7 @@ struct Restored {
   const std::uint8_t* payload = nullptr;
 };
 
-/// `there`: all ones where there is a value.
+/// `there` has all ones where a value is.
 HYDRA_INLINE __m256i quanta_of_values(__m256i values, __m256i there, bool signs) {
   if (!signs) {
     return _mm256_sub_epi16(values, there);
@@ -316,7 +320,7 @@ HYDRA_INLINE __m256i quanta_of_values(__m256i values, __m256i there, bool signs)
   return _mm256_sub_epi16(_mm256_xor_si256(magnitudes, negative), negative);
 }
 
-/// All ones in the bytes whose bits are set.
+/// Expands a mask to bytes: all ones where the bit is set.
 HYDRA_INLINE __m256i bytes_of_mask(std::uint32_t mask) {
   const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(mask)),
                                             _mm256_set_epi64x(3 * kEachByte, 2 * kEachByte, kEachByte, 0));

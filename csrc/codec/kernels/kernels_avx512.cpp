@@ -1,7 +1,7 @@
-// A block in two registers of 16 numbers, its quanta in one of 32. Bits are turned into planes and back, 8 planes at a
-// time, by a byte permutation and GF(2) products with the unit matrix, which transpose 8 by 8 bits.
+// A block takes two registers of 16 numbers, and its quanta one register of 32. A byte permutation and GF(2) products
+// with the unit matrix transpose 8 by 8 bits. They turn quanta into bit planes and back, 8 planes at a time.
 #if defined(__x86_64__)
-// GCC 12's own header leaves operands undefined on purpose, and warns of it once they are inlined.
+// GCC 12's own header leaves operands undefined on purpose, and GCC warns of them after inlining.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
@@ -25,7 +25,7 @@ namespace {
 template <NumberFormat F>
 constexpr std::int64_t kBlockBytes = kBlockNumbers * bytes_of(F);
 
-/// The lower halves of the 32-bit numbers of two registers.
+/// The indices of the lower halves of the 32-bit numbers in two registers.
 alignas(64) constexpr std::array<std::uint16_t, 32> kEven = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20,
                                                              22, 24, 26, 28, 30, 32, 34, 36, 38, 40, 42,
                                                              44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
@@ -42,7 +42,7 @@ HYDRA_INLINE __m512 load(const void* from) {
   }
 }
 
-/// Numbers that the format has.
+/// Stores numbers that the format can represent exactly.
 template <NumberFormat F>
 HYDRA_INLINE void store(void* to, __m512 numbers) {
   if constexpr (F == NumberFormat::kFloat32) {
@@ -63,12 +63,12 @@ HYDRA_INLINE __m256i vector_at(const std::uint8_t* from) {
 // ---- planes ---------------------------------------------------------------------------------------------------------
 using Bytes64 = std::array<std::uint8_t, 64>;
 
-/// Permutations of the bytes of a block's 32 quanta: byte `half` of number n is at 2 * n + half, or apart from the
-/// other half at 32 * half + n. Planes lie as in a payload: byte g of word j is at 4 * j + g.
+/// Permutations of the bytes of a block's 32 quanta. Joined, byte `half` of number n is at 2 * n + half; apart, it is
+/// at 32 * half + n. Planes lie as in a payload: byte g of word j is at 4 * j + g.
 struct Order {
   alignas(64) Bytes64 apart{};
   alignas(64) Bytes64 joined{};
-  alignas(64) Bytes64 reversed{};   // apart, each eight backwards, as the product wants them
+  alignas(64) Bytes64 reversed{};   // apart, with each eight reversed, as the product needs them
   alignas(64) Bytes64 gathered{};   // four groups of eight planes become words
   alignas(64) Bytes64 scattered{};  // words become groups
 
@@ -119,7 +119,7 @@ HYDRA_INLINE std::uint8_t* put_packed(std::uint8_t* to, __m256i bytes, int count
   return to + (count * width + 7) / 8;
 }
 
-/// By width: where the bytes of each eight values begin among those of all, and at which bits of these the values do.
+/// For each width: the bytes that each eight values begin with, and the bits that each value begins at.
 struct Unpacking {
   alignas(32) std::array<std::array<std::uint8_t, 32>, 9> bytes{};
   alignas(32) std::array<std::array<std::uint8_t, 32>, 9> shifts{};
@@ -135,7 +135,7 @@ struct Unpacking {
 };
 constexpr Unpacking kUnpacking;
 
-/// 32 values as bytes.
+/// Unpacks 32 values to bytes.
 HYDRA_INLINE __m256i get_packed(const std::uint8_t* from, int width) {
   const auto* const bytes = kUnpacking.bytes[static_cast<unsigned>(width)].data();
   const auto* const shifts = kUnpacking.shifts[static_cast<unsigned>(width)].data();
@@ -145,7 +145,7 @@ HYDRA_INLINE __m256i get_packed(const std::uint8_t* from, int width) {
 }
 
 // ---- a block --------------------------------------------------------------------------------------------------------
-/// The least of unsigned ones, in the lower half of the result.
+/// The unsigned minimum of the values, in the lower half of the result.
 HYDRA_INLINE int least(__m512i values) {
   const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(values), _mm512_extracti64x4_epi64(values, 1));
   const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -172,7 +172,7 @@ HYDRA_INLINE __m512i quanta_of(const Quantizer& quantizer, __m512 x) {
 template <NumberFormat F>
 HYDRA_INLINE __mmask16 fits(const Quantizer& quantizer, __m512 x, __m512i quanta) {
   __mmask16 good = _mm512_cmp_ps_mask(_mm512_abs_ps(x), _mm512_set1_ps(quantizer.limit), _CMP_LT_OQ);
-  if constexpr (F == NumberFormat::kFloat32) {  // of a 16-bit format q * step is always near enough
+  if constexpr (F == NumberFormat::kFloat32) {  // in 16-bit formats q * step always keeps the bound
     const __m512 back = _mm512_mul_ps(_mm512_cvtepi32_ps(quanta), _mm512_set1_ps(quantizer.step));
     good = _mm512_mask_cmp_ps_mask(good, _mm512_abs_ps(_mm512_sub_ps(x, back)), _mm512_set1_ps(quantizer.bound),
                                    _CMP_LE_OQ);
@@ -223,10 +223,10 @@ HYDRA_INLINE std::uint8_t* put_sparse(std::uint8_t* to, __m512i quanta, const Ba
   return put_packed(to + count, upper, count, tag.width - 8);
 }
 
-/// kSigned or kOffset, whichever the tag says, without a branch: which one it is cannot be predicted.
+/// Writes a kSigned or a kOffset block, without a branch: the mode is unpredictable.
 HYDRA_INLINE std::uint8_t* put_dense(std::uint8_t* to, __m512i quanta, const Batch& batch, std::size_t i, Tag tag) {
   std::uint32_t offset = 0U - static_cast<std::uint32_t>(tag.mode == Mode::kOffset);
-  asm("" : "+r"(offset));  // or the compiler finds the condition again, and jumps
+  asm("" : "+r"(offset));  // keeps the compiler from recognising the condition and branching on it
   const std::uint32_t signs = batch.negative[i] | batch.negative_zeros[i];
   const auto lowest = static_cast<std::uint16_t>(batch.lowest[i]);
   put(to, (lowest & offset) | (signs & ~offset));

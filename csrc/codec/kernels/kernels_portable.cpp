@@ -1,4 +1,4 @@
-// One number at a time: what the other kernels' bytes are compared with.
+// Portable kernels that take one number at a time. Tests compare the bytes of the other kernels with theirs.
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -23,7 +23,7 @@ float load(NumberFormat format, const void* numbers, std::int64_t index) {
   return format == NumberFormat::kBfloat16 ? float_of_bfloat16(half) : float_of_float16(half);
 }
 
-/// A number that the format has.
+/// Stores a number that the format can represent exactly.
 void store(NumberFormat format, void* numbers, std::int64_t index, float value) {
   if (format == NumberFormat::kFloat32) {
     static_cast<float*>(numbers)[index] = value;
@@ -33,7 +33,7 @@ void store(NumberFormat format, void* numbers, std::int64_t index, float value) 
       format == NumberFormat::kBfloat16 ? truncated_to_bfloat16(value) : float16_of(value);
 }
 
-/// False where the block has to be kept as it is.
+/// Returns false if the block has to be stored raw.
 bool quantize(const Quantizer& quantizer, const void* numbers, std::int64_t first, Block& quanta, Summary& summary) {
   for (int i = 0; i < kBlockNumbers; ++i) {
     const float x = load(quantizer.format, numbers, first + i);
@@ -69,7 +69,7 @@ std::uint8_t* put_planes(std::uint8_t* to, const Block& values, int width) {
   return to;
 }
 
-/// `width` bits, at most 8, of each.
+/// Packs `width` bits of each value, at most 8, from bit `shift` on.
 std::uint8_t* put_packed(std::uint8_t* to, const Block& values, int count, int shift, int width) {
   std::uint32_t pending = 0;
   int bits = 0;

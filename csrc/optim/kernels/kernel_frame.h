@@ -1,11 +1,11 @@
-// The loops, written once for every instruction set: a kernels_*.cpp includes this file inside a namespace of its own,
-// after it has defined there
+// The loops of updates, written once for every instruction set. A kernels_*.cpp includes this file inside a namespace
+// of its own, after it has defined there
 //
 //   HYDRA_INLINE, HYDRA_KERNEL   specifiers with the target of its instruction set
-//   Vector                       kWidth numbers in registers (Float) or their bits (Bits), and what is done with them
+//   Vector                       kWidth numbers in registers (Float) or their bits (Bits), and the operations on them
 //
-// No include guard, on purpose. Every operation is one of Vector's, so that nothing is fused or reordered, and numbers
-// at the end that fill no vector are left to the caller: each loop returns where it stopped.
+// Every operation is a member of Vector, so that the compiler fuses and reorders none. Each loop returns where it
+// stopped: numbers at the end that fill no vector are the caller's. The file has no include guard on purpose.
 
 /// The streams of an update, as locals that no store can alias.
 struct Streams {
@@ -176,7 +176,7 @@ HYDRA_KERNEL std::int64_t run_rule(const ParameterUpdate& update, std::int64_t b
                                         : run_sgd<false, kSplit, kShort>(sgd, streams, begin, end);
 }
 
-/// Returns where it stopped: less than a vector before the end.
+/// Returns the place where it stopped, less than a vector before the end.
 HYDRA_KERNEL std::int64_t run_vectors(const ParameterUpdate& update, std::int64_t begin, std::int64_t end,
                                       float scale) {
   const bool short_moments = update.moment_format == NumberFormat::kBfloat16;

@@ -1,11 +1,13 @@
-// The loops over numbers, one table for each instruction set. Only run_update() and norm.cpp call them.
+// The optimizer's loops over numbers: one table of functions for each instruction set.
+//
+// Only run_update() and norm.cpp call them. Reentrant. Memory is the caller's.
 #pragma once
 
 #include "csrc/optim/parameter_update.h"
 
 namespace hydra {
 
-/// Partial sums of squares: element i of a chunk belongs to lane i % kNormLanes.
+/// The number of partial sums of squares: element i of a chunk belongs to lane i % kNormLanes.
 inline constexpr std::int64_t kNormLanes = 32;
 
 struct Kernels {

@@ -1,5 +1,5 @@
-// Sixteen numbers at a time in two registers: packing to 16 bits then needs both, and its fix-up once for both. NaN is
-// looked for in all sixteen together, and handled in a branch that is hardly ever taken.
+// Sixteen numbers at a time in two registers: packing to 16 bits needs both, and reorders both at once. One test looks
+// for NaN in all sixteen, and a rarely taken branch handles it.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -37,7 +37,7 @@ HYDRA_INLINE __m256i quiet(__m256i bits) {
   return _mm256_blendv_epi8(bits, quieted, nan);
 }
 
-/// The bits, every NaN a quiet one without payload.
+/// The bits, with every NaN made quiet and without payload.
 HYDRA_INLINE Words quiet_bits(Floats value) {
   Words bits = bits_of(value);
   if (_mm256_movemask_ps(_mm256_cmp_ps(value.low, value.high, _CMP_UNORD_Q)) != 0) [[unlikely]] {
@@ -75,7 +75,7 @@ HYDRA_INLINE __m256i mix(__m256i counter) {
   return _mm256_xor_si256(mixed, _mm256_srli_epi32(mixed, 16));
 }
 
-/// Zero where there is no fraction to round.
+/// The random bits, or zero for numbers without a fraction to round.
 HYDRA_INLINE __m256i only_finite(__m256i random, __m256i bits) {
   const __m256i infinity = all(0x7F800000U);
   return _mm256_andnot_si256(_mm256_cmpeq_epi32(_mm256_and_si256(bits, infinity), infinity), random);

@@ -1,6 +1,6 @@
 // Sixteen numbers at a time in one register.
 #if defined(__x86_64__)
-// GCC 12's own header leaves operands undefined on purpose, and warns of it once they are inlined.
+// GCC 12's own header leaves operands undefined on purpose, and GCC warns of them after inlining.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 
@@ -21,7 +21,7 @@ namespace {
 
 HYDRA_INLINE __m512i all(std::uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
 
-/// The bits, every NaN a quiet one without payload.
+/// The bits, with every NaN made quiet and without payload.
 HYDRA_INLINE __m512i quiet_bits(__m512 value) {
   const __m512i bits = _mm512_castps_si512(value);
   const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
@@ -66,7 +66,7 @@ struct Vector {
   }
 
   HYDRA_INLINE static Float to_bfloat16(Float value) {
-    // Not the instruction of AVX512-BF16, which takes denormal numbers for zero.
+    // The instruction of AVX512-BF16 would treat denormal numbers as zero.
     const __m512i bits = quiet_bits(value);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), all(1));
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, all(0x7FFF)), odd);

@@ -1,4 +1,4 @@
-// What every machine runs, and the end of every range.
+// The kernels for every machine, and for the end of every range.
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -29,7 +29,7 @@ void update(const ParameterUpdate& what, std::int64_t begin, std::int64_t end, f
 void add_squares(const void* data, NumberFormat format, std::int64_t count, double* lanes) noexcept {
   for (std::int64_t at = 0; at < count; ++at) {
     const double value = number(data, format, at);
-    lanes[at % kNormLanes] += value * value;  // the product is exact, so fusing would change nothing
+    lanes[at % kNormLanes] += value * value;  // the product is exact, so fusing does not change the sum
   }
 }
 

@@ -1,8 +1,8 @@
-// The loop over squares, included as kernel_frame.h is, by instruction sets whose vectors hold 16 numbers. Needs,
-// besides Vector:
+// The loop over squares, for instruction sets whose vectors have 16 numbers. Included as kernel_frame.h is. Besides
+// Vector it needs
 //
 //   Sums                           kNormLanes sums in registers
-//   load_sums(), store_sums()      from and to memory
+//   load_sums(), store_sums()      move the sums from and to memory
 //   add_row(sums, first, second)   adds the squares of kNormLanes numbers
 
 template <NumberFormat kFormat>
@@ -16,7 +16,7 @@ HYDRA_INLINE Vector::Float load_numbers(const void* data, std::int64_t at) {
   }
 }
 
-/// Returns where it stopped: less than a row before the end.
+/// Returns the place where it stopped, less than a row before the end.
 template <NumberFormat kFormat>
 HYDRA_KERNEL std::int64_t add_rows(const void* data, std::int64_t count, double* lanes) {
   Sums sums = load_sums(lanes);

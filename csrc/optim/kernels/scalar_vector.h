@@ -1,8 +1,8 @@
-// One number at a time, in plain C++: the definition of the bits that all instruction sets have to give. A
-// kernels_*.cpp, or the CUDA kernels, include this file inside a namespace of their own, after they have defined
-// HYDRA_INLINE and included csrc/base/half.h, and before kernel_frame.h. No include guard, on purpose.
+// A vector of one number in plain C++. It defines the bits that all instruction sets have to give.
 //
-// Compiled without fused multiply-adds, and with divisions and square roots that are rounded rightly.
+// A kernels_*.cpp, or the CUDA kernels, include this file inside a namespace of their own: after they have defined
+// HYDRA_INLINE and included csrc/base/half.h, and before kernel_frame.h. The file has no include guard on purpose.
+// Compiled without fused multiply-adds, and with correctly rounded divisions and square roots.
 
 constexpr std::uint32_t kSign = 0x80000000U;
 constexpr std::uint32_t kInfinity = 0x7F800000U;
@@ -32,7 +32,7 @@ struct Vector {
   HYDRA_INLINE static Float load_float16(const std::uint16_t* from) { return float_of_float16(*from); }
   HYDRA_INLINE static void store_float16(std::uint16_t* to, Float value) { *to = float16_of(value); }
 
-  /// To nearest even, and back.
+  /// Rounds to bf16, to nearest even, and converts back.
   HYDRA_INLINE static Float to_bfloat16(Float value) {
     const std::uint32_t bits = bits_of(value);
     if (is_nan(bits)) {
@@ -46,8 +46,8 @@ struct Vector {
     *to = static_cast<std::uint16_t>((quiet(bits_of(value)) + 0x8000U) >> 16);
   }
 
-  /// [Note: split] The upper half is the number rounded half-up, the lower half what is to be added to it, signed.
-  /// Ties go up, so that the lower half is -2^15 ... 2^15 - 1: with ties to even one pattern in 2^17 would not fit.
+  /// [Note: split] The upper half is the number rounded half-up. The lower half is the signed difference to it.
+  /// Ties go up, so that the lower half is in -2^15 ... 2^15 - 1. With ties to even, one pattern in 2^17 would not fit.
   HYDRA_INLINE static Float load_split(const std::uint16_t* upper, const std::int16_t* lower) {
     return std::bit_cast<float>((static_cast<std::uint32_t>(*upper) << 16) + static_cast<std::uint32_t>(*lower));
   }
@@ -57,7 +57,7 @@ struct Vector {
     *lower = static_cast<std::int16_t>(bits & 0xFFFFU);
   }
 
-  /// `random`: 16 bits. What has no fraction to round, infinity, stays.
+  /// `random` has 16 bits. Infinity has no fraction to round, and stays.
   HYDRA_INLINE static void store_bfloat16_random(std::uint16_t* to, Float value, Bits random) {
     const std::uint32_t bits = quiet(bits_of(value));
     const bool finite = (bits & kInfinity) != kInfinity;
