@@ -71,7 +71,7 @@ class DeviceHomes {
   /// Returns the sums of squares (norm.h) of those host tensors that are gradients at home, and nullopt for the others.
   std::vector<std::optional<double>> sums_of_squares(const std::vector<at::Tensor>& hosts, ThreadPool& pool);
   /// Called before a window opens. Frees gradients that the user has dropped. Brings to the host the blocks whose host
-  /// tensors have been given other bytes, or whose replaced gradients the user has kept.
+  /// tensors were given other bytes, and those whose gradients were replaced but are still in use.
   void review();
 
   /// Runs a block's part of an optimizer step on the device; on threads of `pool` if the device's memory is the
