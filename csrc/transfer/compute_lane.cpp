@@ -117,7 +117,7 @@ void ComputeLane::run() noexcept {
     }
     if (kernel.function) {
       kernel.function();
-      kernel.function = nullptr;  // what it holds is gone when its end is seen
+      kernel.function = nullptr;  // destroys its captures before any thread sees its end
     }
     progress_->end_one();
     lock.lock();

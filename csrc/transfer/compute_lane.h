@@ -1,9 +1,9 @@
-// The compute order of a simulated device in its asynchronous mode: kernels that end late, in the order of
-// their calls, on one thread.
+// The compute order of a simulated device in its asynchronous mode. One thread ends kernels late, in the order of
+// their calls.
 //
-// A position is the number of kernels up to there. Besides what has ended the lane knows what was *seen* to
-// have ended, by a thread that waited for a fence or asked one with success. Fences may outlive the lane, whose
-// destructor drains. Thread-safe. In a forked child nothing ends any more, and nothing waits.
+// A position is the number of kernels up to it. The lane knows which kernels have ended, and which of them were *seen*
+// to have ended: by a thread that waited for a fence, or that reached() told so. Fences may outlive the lane. The
+// destructor drains. Thread-safe. In a forked child no kernel ends, and no call waits.
 #pragma once
 
 #include <chrono>
@@ -33,13 +33,13 @@ class ComputeLane {
   ComputeLane& operator=(const ComputeLane&) = delete;
   ~ComputeLane();
 
-  /// Runs `kernel` (which must not throw and may be empty) after a random delay. Its position.
+  /// Runs `kernel`, which must not throw and may be empty, after a random delay. Returns its position.
   Position enqueue(std::function<void()> kernel);
-  /// Behind every kernel so far.
+  /// Returns a fence behind every kernel so far.
   FencePtr record();
-  /// Blocks until every kernel so far has ended, and has seen it.
+  /// Blocks until every kernel so far has ended; they count as seen then.
   void drain() noexcept;
-  /// The last position that was seen reached.
+  /// The last position that a thread has seen reached.
   Position seen() const noexcept;
 
  private:

@@ -17,7 +17,7 @@ void DeviceBackend::slot_returns(Ticket* ticket, const std::vector<FencePtr>& /*
   try {
     compute_waits(*ticket);
   } catch (const std::exception&) {
-    // A failed fill writes nothing any more: the memory is free to go.
+    // A failed fill no longer writes, so the memory may be released.
     ticket->wait_quietly();
   }
 }

@@ -1,8 +1,9 @@
-// What the engine needs of a device: memory for slots, two lanes, and a compute order to wait in.
+// The interface of a device for the engine: memory for slots, two lanes, and a compute order to wait in.
 //
-// Two implementations, one contract suite: CUDA and the simulated device. No backend takes the interpreter
-// lock. allocate() may run the memory system's own callbacks and so must never be called under a lock of
-// the engine. Slots return to the device in compute order: their owner calls slot_returns() before it releases one.
+// CUDA and the simulated device implement it; both pass one contract suite. Owns its lanes and its slots' memory.
+// Backends do not take the interpreter lock. The slots' allocate() may run callbacks of the memory system, so it must
+// not be called under a lock of the engine. Slots return to the device in compute order: their owner calls
+// slot_returns() before it releases one. Times are seconds, sizes are bytes. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -15,10 +16,10 @@
 
 namespace hydra {
 
-/// What a run lends its backend.
+/// A run's budget and its way to evict blocks, for the backend.
 struct MemoryClient {
   Bytes budget = 0;
-  /// Takes one block's slot away without ever blocking. False when there is none to take.
+  /// Evicts one block without blocking. Returns false if no block can be evicted.
   std::function<bool()> evict_one;
 };
 
@@ -31,49 +32,51 @@ class DeviceBackend {
 
   virtual std::string name() const = 0;
 
-  /// What the lanes did; users of the device record the rest here.
+  /// The log of the lanes' activities. Users of the device add theirs.
   ActivityLog& activity() noexcept { return activity_; }
 
-  /// Slot memory, not charged to any ledger. Reuse is immediate: memory that allocate() returns may still be
-  /// read by compute enqueued before the call, so a lane that writes to it waits for record().
+  /// Slot memory, which is charged to no ledger. Reuse is immediate: compute enqueued before allocate() may still read
+  /// the memory it returns, so a lane that writes to the memory waits for record().
   virtual Resource& slots() noexcept = 0;
   virtual Lane& to_device() noexcept = 0;
   virtual Lane& to_host() noexcept = 0;
 
-  /// The position behind everything the calling thread has enqueued on its compute order. Null when compute
-  /// is synchronous.
+  /// Returns a fence behind all compute that the calling thread has enqueued. Null if compute is synchronous.
   virtual FencePtr record() = 0;
-  /// As record(), for the end of a single operation. Null when any later record() will cover it.
+  /// Returns a fence at the end of a single operation. Null if any later record() covers the operation.
   virtual FencePtr record_use() { return nullptr; }
-  /// Whatever the calling thread's compute does from here on starts after `ticket`. Throws the ticket's
-  /// error. Blocks the host where the device has no wait of its own, or until the ticket is enqueued.
+  /// Makes the calling thread's later compute start after `ticket`. Throws the ticket's error. Blocks the host until
+  /// the ticket is enqueued; without device-side waits, until the ticket has finished.
   virtual void compute_waits(Ticket& ticket) = 0;
-  /// As that, after `fence` (may be null). Blocks the host where the device has no wait of its own.
+  /// Makes the calling thread's later compute start after `fence`, which may be null. Blocks the host if the device has
+  /// no device-side waits.
   virtual void compute_follows(const FencePtr& fence);
-  /// A slot is about to be released: compute on whatever its memory becomes starts after `ticket` (may be null)
+  /// Prepares the release of a slot: compute on the next use of its memory starts after `ticket`, which may be null,
   /// and after `fences`. Does not wait for a lane or another thread if the ticket is enqueued.
   virtual void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept;
-  /// Throws StateError when the calling thread's compute must not use a slot now: where addresses are recorded
-  /// to be used again later.
+  /// Throws StateError if the calling thread's compute must not use a slot now, because it records addresses for later
+  /// use (CUDA graphs).
   virtual void expect_usable() {}
-  /// Serves a run until the result is destroyed: keeps memory that the engine does not hand out to the run's
-  /// budget. Null where the ledger sees every byte.
+  /// Serves a run until the result is destroyed: keeps memory that the engine does not allocate within the run's
+  /// budget. Null if the ledger sees every byte.
   virtual std::shared_ptr<void> serve(MemoryClient /*client*/) { return nullptr; }
-  /// Counts what others than slots() took at most since its last call. Empty where the ledger sees every byte.
+  /// A function that returns the peak of bytes allocated outside of slots() since its last call. Empty if the ledger
+  /// sees every byte.
   virtual std::function<Bytes()> activation_meter() { return {}; }
-  /// Whether allocations of others are about to miss under this budget, where its client cannot be waited for then.
+  /// Whether allocations outside of the engine are close to failing under this budget, on backends that cannot wait for
+  /// the client at such a failure.
   virtual bool crowded(Bytes /*budget*/) const { return false; }
-  /// What optimizer steps on the host may read and write in a second; 0 for as much as the host can.
+  /// The bytes per second that optimizer steps on the host may read and write; 0 sets no limit.
   virtual double host_memory_bytes_per_second() const noexcept { return 0.0; }
-  /// The calling thread has enqueued compute that reads these bytes. Backends that can check it do.
+  /// Tells that the calling thread has enqueued compute that reads these bytes. Some backends check such reads.
   virtual void note_read(const void* /*pointer*/, Bytes /*bytes*/) {}
-  /// The calling thread has enqueued compute that writes these bytes. Backends that can delay it do: until a
-  /// fence recorded afterwards is reached, the bytes have to live and belong to nothing else, and what else computes
-  /// with them follows it (compute_follows).
+  /// Tells that the calling thread has enqueued compute that writes these bytes. Some backends delay such writes. Until
+  /// a fence recorded afterwards is reached, the bytes have to stay alive and unshared; other compute on them has to
+  /// follow that fence (compute_follows).
   virtual void note_write(void* /*pointer*/, Bytes /*bytes*/) {}
 
  private:
-  ActivityLog activity_;  // outlives the lanes, which are a subclass's
+  ActivityLog activity_;  // outlives the lanes, which subclasses own
 };
 
 }  // namespace hydra

@@ -17,8 +17,8 @@ DiskLane::DiskLane(SpillFile& file, int threads) : file_(file), several_(threads
     }
   } catch (const std::system_error& error) {
     stop();
-    throw SpillError("no thread could be started for transfers of spill_dir '" + file.folder() +
-                     "': " + std::string(error.what()));
+    throw SpillError("the threads for transfers of spill_dir '" + file.folder() +
+                     "' could not start: " + std::string(error.what()));
   }
 }
 
@@ -44,8 +44,7 @@ void DiskLane::stop() noexcept {
 TicketPtr DiskLane::submit(DiskJob job) {
   home_.expect_here();
   HYDRA_EXPECT(job.data != nullptr && reinterpret_cast<std::uintptr_t>(job.data) % kDiskAlignment == 0, StateError,
-               "a transfer between disk and memory that is not there, or not aligned to " +
-                   std::to_string(kDiskAlignment) + " bytes");
+               "the memory of a transfer is null, or not aligned to " + std::to_string(kDiskAlignment) + " bytes");
   auto running = std::make_shared<Running>();
   running->pieces = file_.pieces(job.extent);
   running->ticket = std::make_shared<Ticket>(file_.bytes(job.extent));
@@ -139,7 +138,7 @@ void DiskLane::run() noexcept {
       try {
         move(*running, piece);
         bytes = file_.piece_bytes(running->job.extent, piece);
-      } catch (...) {  // travels in the ticket
+      } catch (...) {  // the ticket carries the error
         error = std::current_exception();
       }
     }

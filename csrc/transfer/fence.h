@@ -1,4 +1,6 @@
-// A position in the device's compute order. Null stands for "nothing to wait for".
+// A position in the device's compute order. A null FencePtr means that there is no need to wait.
+//
+// Shared by all jobs that wait for it. Thread-safe.
 #pragma once
 
 #include <memory>
@@ -13,7 +15,7 @@ class Fence {
   virtual ~Fence() = default;
 
   virtual bool reached() const noexcept = 0;
-  /// Blocks the host until reached. Lanes with a device queue wait there instead.
+  /// Blocks the host until reached. Lanes with a device queue let the queue wait instead.
   virtual void wait() noexcept = 0;
 };
 

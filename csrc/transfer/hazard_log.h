@@ -1,8 +1,8 @@
-// Which device bytes compute has read or written and whose end was not seen, and the copies that
-// touched them all the same.
+// Finds copies that touch device bytes while kernels may still read or write them: hazards.
 //
-// Positions are those of the compute lane. Ranges are compared as numbers and never accessed, so they may be
-// long released. Thread-safe.
+// The log knows which bytes each kernel reads and writes, and a copy says which kernels it has seen end. Positions are
+// those of the compute lane. Ranges are compared as numbers and never accessed, so their memory may be released.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class HazardLog {
   void compute_reads(const void* pointer, Bytes bytes, Position position);
   void compute_writes(const void* pointer, Bytes bytes, Position position);
 
-  /// A lane is about to write, or read, these bytes with everything up to `seen` known to have ended.
+  /// Checks a copy that is about to write, or read, these bytes. It has seen all kernels up to `seen` end.
   void copy_overwrites(const void* pointer, Bytes bytes, Position seen);
   void copy_reads(const void* pointer, Bytes bytes, Position seen);
 
@@ -30,7 +30,7 @@ class HazardLog {
   std::string first() const;
 
  private:
-  /// First and past-the-end address. Compute touches the same pages again and again, so entries are few.
+  /// The first address and the one past the end. Compute touches the same pages repeatedly, so entries are few.
   using Range = std::pair<std::uintptr_t, std::uintptr_t>;
   struct Access {
     Position last_read = 0;

@@ -12,7 +12,7 @@ void expect_valid(const Segment& segment, bool known) {
   const bool has_memory = segment.destination != nullptr && (segment.source != nullptr || !known);
   HYDRA_EXPECT(
       segment.bytes == 0 || (segment.bytes > 0 && has_memory), StateError,
-      "a segment of " + std::to_string(segment.bytes) + " bytes lacks its source, its destination or a valid size");
+      "a segment of " + std::to_string(segment.bytes) + " bytes lacks its source, its destination, or a valid size");
 }
 
 }  // namespace

@@ -1,12 +1,12 @@
 // One direction of transfer, served in order within a priority class.
 //
-// A job moves segments, in pieces small enough that a more urgent job gets its turn between two of them.
-// `before`, `locate`, then the wait for the fences, then the pieces, then `after`. The functions run on the
-// lane's own host thread, outside every lock of the core: casts into staging, sums into a host gradient.
-// An exception from one of them fails the ticket, as a failed copy does; what would have come later is left out,
-// and the lane goes on with the next job.
-// Source and destination have to live until the ticket has finished: the job may own them through its
-// functions, which are destroyed before the ticket ends.
+// A job moves segments in pieces. Pieces are so small that a more urgent job can run between two of them.
+// A job runs `before`, then `locate`, waits for the fences, moves the pieces, and runs `after`. The functions run on
+// the lane's own host thread, outside every lock of the core. They cast into staging, or add to a host gradient.
+// An exception from one of them fails the ticket, as a failed copy does. The job's later steps are left out, and
+// the lane goes on with the next job.
+// Sources and destinations have to live until the ticket has finished. The job may own them through its functions,
+// which are destroyed before the ticket ends. Sizes are bytes, times are seconds. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace hydra {
 
-/// Served in this order.
+/// The priority classes, most urgent first.
 enum class Priority : std::uint8_t { kFault, kGradient, kPrefetch };
 
 struct Segment {
@@ -32,12 +32,12 @@ struct Segment {
 struct Job {
   std::vector<Segment> segments;
   Priority priority = Priority::kPrefetch;
-  /// What it moves, for the activity log.
+  /// Names the bytes in the activity log.
   ActivityLabel label{};
-  /// Reached before the first byte moves. Null entries are allowed.
+  /// The lane waits for these before the first byte moves. Null entries are allowed.
   std::vector<FencePtr> fences;
   std::function<void()> before;
-  /// Says where the bytes are, if that was not known: sources are null until then. As many bytes as before.
+  /// Fills in sources that were unknown, and null, at submission. Must not change the number of bytes.
   std::function<void(std::vector<Segment>&)> locate;
   std::function<void()> after;
 
@@ -50,15 +50,13 @@ struct Job {
   }
 };
 
-/// Throws StateError for a segment that lacks its destination or a valid size, or its source unless that is to be
-/// located.
+/// Throws StateError if a segment lacks its destination, a valid size, or, without `locate`, its source.
 void expect_memory(const Job& job);
-/// What has to run before the fences are waited for. Throws what it throws, and StateError for a source that is still
-/// missing.
+/// Runs `before` and `locate`. Throws their errors, and StateError if a source is still missing.
 void prepare_job(Job& job);
 
-/// Counted where the bytes are copied. `jobs` are those that ended, failed ones included; `busy_seconds` is
-/// the time bytes were moving.
+/// Counted where the bytes are copied. `jobs` counts jobs that have ended, including failed ones. `busy_seconds` is
+/// the time in which bytes moved.
 struct LaneStatistics {
   Bytes bytes = 0;
   std::int64_t jobs = 0;
@@ -74,15 +72,15 @@ class Lane {
   /// Drains.
   virtual ~Lane() = default;
 
-  /// Never blocks on the transfer itself. Throws StateError for a segment without memory, and once the lane
-  /// is being destroyed (a job's function may still try), or in a forked child, where the other calls do nothing.
+  /// Submits a job without waiting for its transfer. Throws StateError for a segment without memory, in a forked child,
+  /// and while the lane is being destroyed, when a job's function may still call it. In a forked child the other calls
+  /// do nothing.
   virtual TicketPtr submit(Job job) = 0;
-  /// Blocks until everything submitted before this call has finished, whatever the outcome. Never call it
-  /// from a job's function.
+  /// Blocks until all jobs submitted before this call have finished or failed. A job's function must not call it.
   virtual void drain() noexcept = 0;
   virtual LaneStatistics statistics() const noexcept = 0;
-  /// Jobs of one priority that may be between their first byte and the end of `after` at the same time, at most. They
-  /// end in the order they were submitted in.
+  /// The most jobs of one priority that can be between their first byte and the end of `after` at the same time. They
+  /// end in the order of submission.
   virtual std::size_t in_flight() const noexcept { return 1; }
 };
 

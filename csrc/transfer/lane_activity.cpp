@@ -4,7 +4,7 @@ namespace hydra {
 
 namespace {
 
-/// Most functions of jobs have nothing to do, and would fill the log.
+/// Shorter host work is not logged: most functions of jobs do nothing, and would fill the log.
 constexpr std::chrono::microseconds kShortestHostWork{10};
 
 }  // namespace

@@ -1,7 +1,8 @@
-// One lane's entries in the activity log: what a job moves with no other job's bytes in between is one entry.
+// Writes one lane's entries to the activity log. Bytes of one job that move without another job's in between are one
+// entry.
 //
-// An entry is in the log once another job moves bytes, or the job has ended (flush()): before its ticket ends.
-// Not thread-safe: for the thread of the lane that knows when bytes moved.
+// An entry is logged when another job moves bytes, or at flush(), which the lane calls before the job's ticket ends.
+// Not thread-safe: only the lane's thread that knows when bytes moved uses it.
 #pragma once
 
 #include "csrc/transfer/lane.h"
@@ -16,10 +17,10 @@ class LaneActivity {
   LaneActivity(ActivityLog* log, ActivityRow row) noexcept : log_(log) { open_.row = row; }
 
   bool recording() const noexcept { return log_ != nullptr && log_->recording(); }
-  /// Now, or no time while nothing is recorded.
+  /// The present time, or Time{} while the log is off.
   Time now() const noexcept { return log_ != nullptr ? log_->now() : Time{}; }
 
-  /// The `sequence`-th job has moved `bytes` since `begin`; `before` is what it had moved until then.
+  /// Tells that job number `sequence` has moved `bytes` from `begin` to `end`. It had moved `before` bytes until then.
   void moved(std::int64_t sequence, const Job& job, Bytes before, Bytes bytes, Time begin, Time end) noexcept;
   void host_work(const ActivityLabel& label, Time begin) noexcept;
   void flush() noexcept;

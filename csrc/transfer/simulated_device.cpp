@@ -18,8 +18,8 @@ void fill_with_poison(void* pointer, Bytes bytes) noexcept {
   std::memset(pointer, SimulatedDevice::kPoison, static_cast<std::size_t>(bytes));
 }
 
-/// Slot memory from the heap. In the asynchronous mode released slots are kept by size for the next
-/// allocation: reuse has to be immediate, or a missing fence could not be seen.
+/// Slot memory from the heap. In the asynchronous mode it keeps released slots by size for the next
+/// allocation: only immediate reuse shows a missing fence.
 class SimulatedSlots final : public Resource {
  public:
   SimulatedSlots(bool poison, bool keep, std::shared_ptr<FaultInjector> faults) noexcept
@@ -49,7 +49,7 @@ class SimulatedSlots final : public Resource {
 
   void release(void* pointer, Bytes bytes) noexcept override {
     if (poison_) {
-      // Kernels that are still to end have computed already: nothing they need is lost.
+      // Kernels that have not ended have computed already, and no longer need these bytes.
       fill_with_poison(pointer, bytes);
     }
     if (!keep_) {
@@ -82,7 +82,7 @@ class SimulatedSlots final : public Resource {
 
 }  // namespace
 
-/// Destroyed from the end: the lanes drain while the kernels they wait for still run.
+/// Members are destroyed from the last to the first: the lanes drain while the kernels they wait for still run.
 struct SimulatedDevice::State {
   State(const SimulatedDeviceOptions& options, ActivityLog& log)
       : slots(options.poison, options.asynchronous, options.faults),
@@ -126,7 +126,7 @@ FencePtr SimulatedDevice::record() {
 }
 
 void SimulatedDevice::compute_waits(Ticket& ticket) {
-  // In the asynchronous mode too: the host computes at once and only pretends to be late.
+  // The asynchronous mode waits too, because the host computes at once and only pretends to be late.
   ticket.wait();
 }
 
@@ -147,8 +147,8 @@ void SimulatedDevice::note_write(void* pointer, Bytes bytes) {
   const auto hidden = std::make_shared<std::vector<char>>(size);
   ComputeLane::Position position = 0;
   {
-    // The kernel needs this lock, so it cannot run before the bytes are hidden; and nothing after
-    // enqueue() throws, so they are not hidden without a kernel to come.
+    // The kernel needs this lock, so it cannot run before the bytes are hidden. No statement after enqueue()
+    // throws, so the bytes are not hidden without a kernel that restores them.
     const std::unique_lock lock(memory.content);
     position = memory.compute->enqueue([&memory, pointer, hidden] {
       const std::unique_lock kernel_lock(memory.content);

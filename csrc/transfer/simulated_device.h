@@ -1,23 +1,24 @@
-// A device made of host memory, for machines without one and for tests.
+// A device made of host memory, for machines without a GPU and for tests.
 //
-// Compute is whatever runs on the caller's thread. In the plain mode it is synchronous: fences are null and
-// compute_waits() blocks the host. In the asynchronous mode a compute lane finishes late, though the host
-// has computed already:
-//   note_read   queues a delayed kernel. A copy to the device that overwrites the bytes before a fence
-//               behind that kernel was seen reached is a hazard;
-//   note_write  hides the bytes (they read as poison, for the host too) until a delayed kernel puts them
-//               back: a copy made without waiting for a fence recorded afterwards has poison, and
-//               copying them in either direction before such a fence was seen reached is a hazard.
-// Fences are the only news of compute, so a hazard is judged by what was seen, not by what happened to be
-// over: a missing fence is found on any machine, at any speed, and a respected one never raises an alarm.
-// The bytes themselves are not compared: they may be released, poisoned or written in compute order.
-// Hazards are counted (once for each piece) and described, and throw nothing.
+// Compute runs on the caller's thread. In the plain mode it is synchronous: fences are null, and compute_waits() blocks
+// the host. In the asynchronous mode the host also computes at once, but a compute lane ends kernels late:
+//   note_read   queues a delayed kernel. A copy to the device that overwrites the bytes is a hazard, unless a fence
+//               behind that kernel was seen reached;
+//   note_write  hides the bytes behind poison, for the host too, until a delayed kernel restores them. A copy that does
+//               not wait for a later fence has poison. Copying the bytes in either direction is a hazard, unless such a
+//               fence was seen reached.
+// A hazard depends on the fences that were seen reached, not on the kernels that happen to have ended. So a missing
+// fence is found on any machine at any speed, and a program that waits for its fences never has a hazard.
+// Bytes are not compared: they may be released, poisoned or written in compute order.
+// Hazards are counted once for each piece and described; they throw no error.
 //
-// The lanes model a link: a piece takes at least bytes / bandwidth seconds, a job at least latency more. So is the
-// host's memory, for optimizer steps behind the next forward: what a block's reads and writes takes at least bytes /
-// bandwidth. Slots are filled with poison (0xff: NaN in every floating type) when allocated and when released, unless
-// told otherwise. In the asynchronous mode released ones are kept for immediate reuse by the next allocation
-// of the same size, as a caching allocator would, and return to the heap with the device.
+// The lanes model a link: a piece takes at least bytes / bandwidth seconds, and a job at least the latency more. The
+// host's memory has a bandwidth too, for optimizer steps behind the next forward. A block's update takes at least bytes
+// / bandwidth seconds. Unless switched off, slots are filled with poison (0xff: NaN in every floating type) at their
+// allocation and release. In the asynchronous mode the next allocation of the same size reuses a released slot at once,
+// as in a caching allocator. The device's destructor returns released slots to the heap.
+//
+// Owns its lanes, its compute lane and its slots. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +36,11 @@ enum class Direction : std::uint8_t { kToDevice, kToHost };
 class FaultInjector {
  public:
   virtual ~FaultInjector() = default;
-  /// Before a job's first byte. May sleep; may throw what the job's ticket shall carry.
+  /// Called before a job's first byte. May sleep; may throw an error for the job's ticket.
   virtual void before_job(Direction direction) = 0;
-  /// Before a slot is allocated. May throw OutOfMemory.
+  /// Called before a slot is allocated. May throw OutOfMemory.
   virtual void before_slot(Bytes bytes) = 0;
-  /// Before a kernel of the asynchronous mode ends. May block, and holds all later kernels up then.
+  /// Called before a kernel of the asynchronous mode ends. May block, which delays all later kernels.
   virtual void before_kernel() noexcept {}
 };
 
@@ -47,10 +48,10 @@ struct SimulatedDeviceOptions {
   double to_device_bytes_per_second = 0.0;  // 0: as fast as memcpy
   double to_host_bytes_per_second = 0.0;
   double latency_seconds = 0.0;
-  double host_memory_bytes_per_second = 0.0;  // 0: as fast as the host's
+  double host_memory_bytes_per_second = 0.0;  // 0: as fast as the host's memory is
   bool poison = true;
   bool asynchronous = false;
-  /// Longest delay of a kernel in the asynchronous mode, counted from its call; each is drawn anew from
+  /// The longest delay of a kernel in the asynchronous mode, counted from its call. Each delay is drawn from
   /// `seed`.
   double kernel_delay_seconds = 0.001;
   std::uint64_t seed = 0;
@@ -74,8 +75,8 @@ class SimulatedDevice final : public DeviceBackend {
   void note_write(void* pointer, Bytes bytes) override;
   double host_memory_bytes_per_second() const noexcept override { return host_memory_bytes_per_second_; }
 
-  /// Hazards seen so far, and the description of the first one (empty if none). Both drain the compute lane,
-  /// which counts as a fence seen; they do not drain the lanes.
+  /// The number of hazards so far, and the description of the first one, empty if there is none. Both drain the compute
+  /// lane, whose kernels count as seen then. They do not drain the transfer lanes.
   std::int64_t hazards() const;
   std::string first_hazard() const;
 

@@ -14,7 +14,7 @@
 namespace hydra {
 namespace {
 
-/// Rounded up, so that nothing ends before its time.
+/// Rounds up, so that no piece ends early.
 Clock::duration ticks(double seconds) {
   return std::chrono::ceil<Clock::duration>(std::chrono::duration<double>(seconds));
 }
@@ -32,7 +32,7 @@ SimulatedLane::~SimulatedLane() { stop(); }
 
 void SimulatedLane::on_thread_start() {
 #ifdef __linux__
-  // Sleeps of an ordinary thread may end 50 us late to save power: as long as moving half a megabyte.
+  // By default the kernel may end sleeps 50 us late to save power, which is the time for half a megabyte.
   ::prctl(PR_SET_TIMERSLACK, 1UL);
 #endif
 }

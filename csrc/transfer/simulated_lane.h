@@ -1,8 +1,8 @@
-// One direction of a simulated device's link: copies host memory at the speed of a link.
+// One direction of a simulated device's link: a lane that copies host memory at the speed of a link.
 //
-// The link is a clock that runs on through the pieces of a busy lane, so that a thread that wakes up late
-// makes no piece after it later. A piece takes the longer of its memcpy and bytes / bandwidth; a job waits
-// for the latency once before its first byte.
+// One clock runs through all pieces of a busy lane, so a thread that wakes up late does not delay later pieces.
+// A piece takes the longer of its memcpy and bytes / bandwidth. A job waits for the latency once, before its first
+// byte. Threads: as WorkerLane.
 #pragma once
 
 #include <memory>
@@ -15,10 +15,10 @@
 
 namespace hydra {
 
-/// What both lanes and the compute lane of one device have in common. `compute` is null in the plain mode.
+/// The state that both lanes and the compute lane of one device share. `compute` is null in the plain mode.
 struct SimulatedMemory {
-  /// Held shared by copies and exclusively by kernels that change bytes, so that a missing fence gives
-  /// wrong bytes and not a data race.
+  /// Copies hold it shared, and kernels that change bytes hold it exclusively. So a missing fence gives
+  /// wrong bytes, not a data race.
   std::shared_mutex content;
   HazardLog hazards;
   std::unique_ptr<ComputeLane> compute;
@@ -47,7 +47,7 @@ class SimulatedLane final : public WorkerLane {
 
   const Link link_;
   SimulatedMemory& memory_;
-  /// When the link has moved all it was given. May lie a little in the past of a busy lane.
+  /// The time at which the link has moved all its pieces. May be slightly in the past while the lane is busy.
   Clock::time_point link_free_;
 };
 

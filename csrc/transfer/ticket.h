@@ -1,10 +1,10 @@
-// Completion of one asynchronous operation.
+// The completion of one asynchronous operation.
 //
-// Made by a lane, shared by all threads that wait. States go one way: queued -> enqueued -> done | failed.
-// "Enqueued" means that the device knows of the operation, so that device-side waits for it are possible;
-// lanes without a device queue pass it together with the end. Errors travel here and surface at wait().
-// Thread-safe. Waiting blocks the host: never with the interpreter lock held. A forked child, where no lane runs,
-// does not wait; wait() throws StateError there.
+// A lane makes the ticket; all threads that wait share it. States go one way: queued -> enqueued -> done | failed.
+// "Enqueued" means that the device knows the operation, so that device-side waits for it are possible. Lanes without a
+// device queue pass this state together with the end. The ticket carries the operation's error, and wait() throws it.
+// Thread-safe. Waiting blocks the host, and must not happen with the interpreter lock held. In a forked child no lane
+// runs: wait() throws StateError there, and the other waits return at once. Sizes are bytes, times are seconds.
 #pragma once
 
 #include <condition_variable>
@@ -24,22 +24,22 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
   virtual ~Ticket() = default;
 
-  /// Done or failed.
+  /// Whether the operation is done or has failed.
   bool finished() const noexcept;
-  /// Blocks until finished; throws what the operation threw.
+  /// Blocks until finished; throws the operation's error.
   void wait();
-  /// Blocks until finished, whatever the outcome.
+  /// Blocks until the operation is done or has failed. Throws no error.
   void wait_quietly() noexcept;
-  /// Blocks until the device knows of the operation, or it has finished.
+  /// Blocks until the device knows the operation, or the operation has finished.
   void wait_enqueued() noexcept;
   /// The error of a failed operation, else null.
   std::exception_ptr error() const noexcept;
 
   Bytes bytes() const noexcept { return bytes_; }
-  /// Seconds its bytes were moving: without queueing, fences, latency and other jobs' pieces. 0 until done.
+  /// The seconds in which its bytes moved, without queueing, fences, latency and other jobs' pieces. 0 until done.
   double seconds() const noexcept;
 
-  // For the lane that made the ticket. The first end counts; what comes after it is ignored.
+  // For the lane that made the ticket. The first end counts; later ones are ignored.
   void mark_enqueued() noexcept;
   void complete(double seconds) noexcept;
   void fail(std::exception_ptr error) noexcept;

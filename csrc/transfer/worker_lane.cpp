@@ -17,7 +17,7 @@ TicketPtr WorkerLane::submit(Job job) {
   Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
   pending.job = std::move(job);
   const std::lock_guard lock(mutex_);
-  HYDRA_EXPECT(!stopping_, StateError, "this lane is being closed and takes no more jobs");
+  HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
   pending.sequence = submitted_ + 1;
   queue.push_back(std::move(pending));
   ++submitted_;
@@ -70,7 +70,7 @@ void WorkerLane::run() noexcept {
     if (queue == nullptr) {
       return;
     }
-    // Stays valid without the lock: others only append, and a deque keeps its elements in place then.
+    // Stays valid without the lock: other threads only append, and then a deque keeps its elements in place.
     Pending& pending = queue->front();
     lock.unlock();
     bool ended = true;
@@ -140,7 +140,7 @@ void WorkerLane::run_host_function(const Job& job, const std::function<void()>& 
   if (!function) {
     return;
   }
-  // On a failure too: the lane was held up all the same.
+  // A failed function has delayed the lane too.
   struct Stamp {
     WorkerLane& lane;
     const Job& job;
@@ -155,7 +155,7 @@ void WorkerLane::run_host_function(const Job& job, const std::function<void()>& 
 
 void WorkerLane::finish(Pending& pending, std::exception_ptr error) noexcept {
   activity_.flush();
-  // What the job owns goes first: a thread that waits for the ticket may count on it.
+  // The job's owners are dropped before the ticket ends: threads that wait for the ticket rely on it.
   pending.job = Job{};
   {
     const std::lock_guard lock(mutex_);

@@ -1,8 +1,7 @@
-// A lane with a thread of its own: the queue, its priorities and the bookkeeping; how bytes move is left to
-// a subclass.
+// A lane with one thread: the queues, their priorities, and the statistics. A subclass moves the bytes.
 //
-// Order: the most urgent class first, first come first served within a class. Between two pieces of a job a
-// more urgent one may run; a job's own pieces stay in order.
+// The most urgent class runs first; within a class jobs run in the order of submission. Between two pieces of a job a
+// more urgent job may run. A job's own pieces stay in order. Owns the thread and the jobs. Thread-safe.
 #pragma once
 
 #include <array>
@@ -31,22 +30,22 @@ class WorkerLane : public Lane {
   /// `log` may be null, and has to outlive the lane.
   explicit WorkerLane(ActivityLog* log = nullptr, ActivityRow row = ActivityRow::kToDevice) noexcept
       : activity_(log, row) {}
-  /// Subclasses call start() at the end of construction and stop() first thing in their destructor, since
-  /// the thread calls their virtual functions. stop() drains; in a forked child it does nothing.
+  /// A subclass calls start() at the end of its constructor and stop() at the beginning of its destructor, since
+  /// the thread calls its virtual functions. stop() drains; in a forked child it does nothing.
   void start();
   void stop() noexcept;
 
-  /// Runs once on the worker before the first job (device, priority, name). Must not throw.
+  /// Runs once on the worker before the first job, to set the thread's properties. Must not throw.
   virtual void on_thread_start() {}
-  /// Before the first byte of a job: wait for its fences. May throw.
+  /// Runs before the first byte of a job, and waits for its fences. May throw.
   virtual void begin(Job& job) = 0;
-  /// Moves one piece, 1 to kPieceBytes long, and returns when the bytes are there: the seconds it took.
+  /// Moves one piece of 1 to kPieceBytes, and returns the seconds it took, when the bytes have arrived.
   /// May throw.
   virtual double move(const Segment& piece) = 0;
 
-  /// Inside begin() and move(): since when nothing but this lane's own transfers has held the job up, that
-  /// is, its submission or the end of the last host function here. Lets a model of a link take up a late
-  /// wake-up of this thread without running ahead of what was asked.
+  /// For begin() and move(): the time since which only this lane's transfers have delayed the job. It is the later of
+  /// the job's submission and the end of the last host function. With it a model of a link can make up for a late
+  /// wake-up of this thread, and moves no byte before it was submitted.
   Clock::time_point runnable_since() const noexcept { return runnable_since_; }
 
  private:
@@ -75,14 +74,14 @@ class WorkerLane : public Lane {
   const HomeProcess home_;
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
-  /// By priority. A job stays at the front of its queue until its ticket has ended, so the fronts are the
+  /// Indexed by priority. A job stays at the front of its queue until its ticket has ended, so the fronts are the
   /// oldest unfinished jobs of their classes. Only the worker pops.
   std::array<Queue, 3> queues_;
   std::int64_t submitted_ = 0;
   bool stopping_ = false;
   LaneStatistics statistics_;
 
-  // The worker's own.
+  // Only the worker uses these.
   LaneActivity activity_;
   Clock::time_point host_function_end_;
   Clock::time_point runnable_since_;

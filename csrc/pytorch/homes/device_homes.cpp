@@ -26,12 +26,12 @@ bool can_settle(const BlockBacking& backing, const std::vector<at::Tensor>& stat
 
 }  // namespace
 
-/// A block's bytes on their way to the host.
+/// A plan of the move of a block's bytes to the host.
 struct DeviceHomes::Return {
   std::vector<Segment> segments;
   std::vector<FencePtr> after;
-  std::vector<ArenaRegionPtr> gradients;  // by member; null where it has no other owner any more
-  std::int64_t writes = 0;                // of the slot, when the bytes were read
+  std::vector<ArenaRegionPtr> gradients;  // one for each member; null if the user has dropped the gradient
+  std::int64_t writes = 0;                // the slot's count of writes when the plan was made
 };
 
 DeviceHomes::DeviceHomes(DeviceBackend& backend, Pager& pager, Resource& memory, std::shared_ptr<HostArena> arena)
@@ -80,7 +80,7 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
   if (!can_settle(backing, state)) {
     return false;
   }
-  // Before the lock: room for the slot may be taken from another home.
+  // Before the lock, since acquire() may make room for the slot from another home.
   try {
     pager_.acquire(block, AcquireReason::kHook);
   } catch (const OutOfMemory&) {
@@ -89,7 +89,7 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
   const AcquiredBlock acquired(pager_, block);
   const std::lock_guard lock(mutex_);
   HYDRA_EXPECT(find_locked(block) == nullptr, StateError,
-               "block " + std::to_string(block) + " is at home on the device already");
+               "the home of block " + std::to_string(block) + " is the device already");
   auto home = std::make_unique<Home>();
   std::vector<Bytes> offsets;
   for (const at::Tensor& tensor : state) {
@@ -122,7 +122,7 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
     for (std::size_t i = 0; i < state.size(); ++i) {
       home->states.push_back({withhold(state[i], owner, block, base + offsets[i]), offsets[i]});
     }
-  } catch (...) {  // re-raised: the lane has failed, before anything was withheld
+  } catch (...) {  // the lane has failed, before any tensor was withheld
     release_locked(*home);
     throw;
   }
@@ -188,7 +188,7 @@ void DeviceHomes::bring_home_locked(std::int32_t block, Departed& departed) {
   for (std::size_t i = 0; i < home->members.size(); ++i) {
     const Member& member = home->members[i];
     const bool replaced = !member.parameter->withheld();
-    member.parameter->changed_since_seen();  // the face's version follows
+    member.parameter->changed_since_seen();  // passes version bumps on to the face
     give_back(member.weights);
     member.parameter->note_given_back();
     if (!replaced) {
@@ -196,7 +196,8 @@ void DeviceHomes::bring_home_locked(std::int32_t block, Departed& departed) {
     }
     if (planned.gradients[i]) {
       withheld_of(member.shown)->memory = data_pointer_into(planned.gradients[i], 0);
-      // `.grad` itself is its owner's to look at. It keeps the fault key, which finds nothing to wait for.
+      // Only the storage is returned: other threads may use the `.grad` tensor. It keeps the fault key, which then
+      // finds no reason to wait.
       give_back({at::Tensor(), member.shown});
     }
   }
@@ -256,7 +257,7 @@ void DeviceHomes::abandon() noexcept {
   }
 }
 
-// ---- what there is ----------------------------------------------------------------------------
+// ---- queries ----------------------------------------------------------------------------------
 
 DeviceHomes::Member* DeviceHomes::shown_by_locked(const at::Tensor& host) const {
   const WithheldPtr withheld = withheld_of(host);

@@ -1,15 +1,15 @@
-// Blocks whose home is the device: weights, gradients and optimizer state stay there and are updated there; nothing of
-// them moves.
+// Blocks whose home is the device. Their weights, gradients and optimizer state stay on the device and are updated
+// there.
 //
-// The block's slot holds the weights and is the truth; the optimizer's state and the gradients lie beside it. The host
-// tensors that the user knows (parameters, `.grad`, state) have no bytes meanwhile: an operation on one of them brings
-// the whole block home to the host, where it is an ordinary block again. So only time tells which home a block
-// has. That may happen at any moment, in the middle of a backward or of a step, and in any thread: only
-// this class keeps an address of what is at home here.
+// The block's slot has the weights and is the truth. The optimizer's state and the gradients are in other memory of the
+// device. Meanwhile the user's host tensors (parameters, `.grad`, state) have no bytes. An operation on one of them
+// brings the whole block to the host, where it is an ordinary block again. That can happen at any moment: in the middle
+// of a backward or of a step, and on any thread. So no other class keeps an address of memory at home here.
 //
-// Threads: any; one mutex, under which no memory is asked for that homes may have to make room for, and no tensor ends.
-// Calls that wait for a lane are made without the interpreter lock. Lane errors are thrown, and the block stays where
-// it was.
+// Owns the memory of states and gradients, and references to the host tensors.
+// Threads: any; one mutex. Under it no memory is allocated that these homes may have to make room for, and no tensor is
+// destroyed. Calls that wait for a lane are made without the interpreter lock. Errors of lanes are thrown, and the
+// block stays where it was. Sizes are bytes.
 #pragma once
 
 #include <functional>
@@ -28,53 +28,54 @@
 namespace hydra {
 
 struct HomeStatistics {
-  std::int64_t settled = 0;   // blocks that moved to the device, and
-  std::int64_t returned = 0;  // those that came back
-  Bytes moved_bytes = 0;      // both ways
+  std::int64_t settled = 0;   // blocks that moved to the device
+  std::int64_t returned = 0;  // blocks that moved back to the host
+  Bytes moved_bytes = 0;      // in both directions
 };
 
-/// A number that multiplies tensors as it would in Python.
+/// Makes a number that multiplies tensors as a Python number does.
 at::Tensor python_number(double value);
 
 class DeviceHomes {
  public:
-  /// `owner` is whose blocks they are; `memory` holds optimizer state. All have to outlive the homes.
+  /// Allocates optimizer state from `memory`. `backend`, `pager` and `memory` have to outlive the homes.
   DeviceHomes(DeviceBackend& backend, Pager& pager, Resource& memory, std::shared_ptr<HostArena> arena);
 
-  /// Moves a block, whose host tensors have their bytes, and its optimizer's `state` to the device. False, and nothing
-  /// has changed, when there is no room. Outside windows.
+  /// Moves a block, whose host tensors have their bytes, and its optimizer's `state` to the device. Returns false, and
+  /// changes nothing, if there is no room or a tensor cannot move. Called outside windows.
   bool settle(std::int32_t block, const BlockBacking& backing, const std::vector<at::Tensor>& state,
               const std::weak_ptr<PagedModel>& owner);
-  /// Everything of the block is on the host again; nothing happens when it is.
+  /// Brings the block to the host. Does nothing if it is there.
   void bring_home(std::int32_t block);
+  /// Brings all blocks to the host.
   void bring_home();
-  /// For room: the block that is needed last. False when there is none.
+  /// Makes room: brings the block that is needed last to the host. Returns false if there is no block.
   bool give_one_up();
-  /// What is at home on the device is lost; its host tensors say so from now on.
+  /// Drops all memory at home on the device. Operations on its host tensors raise from now on.
   void abandon() noexcept;
 
   bool any() const;
   bool holds(std::int32_t block) const;
   std::vector<std::int32_t> blocks() const;
 
-  /// A part of the parameter's gradient, from the device, is added to what is there. False if it has to go to the host;
-  /// then the parameter's block has gone there before.
+  /// Adds a part of the parameter's gradient, from the device, to the gradient at home. Returns false if the part has
+  /// to go to the host; the parameter's block is on the host then.
   bool keep_gradient(HostParameter& parameter, const at::Tensor& part);
-  /// The gradient at home of this parameter; undefined when there is none. It is not to be written to, and may not be
-  /// the parameter's any more when this has returned.
+  /// Returns the parameter's gradient at home, or an undefined tensor. The caller must not write to it. It may cease to
+  /// be the parameter's gradient at any time.
   at::Tensor gradient(const HostParameter& parameter);
-  /// It becomes this one. False when the parameter has none that is at home.
+  /// Copies `gradient` to the parameter's gradient at home. Returns false if it has none.
   bool replace_gradient(const HostParameter& parameter, const at::Tensor& gradient);
-  /// In place, as mul_(). False when the bytes of this `.grad` are not at home on the device.
+  /// Multiplies a gradient in place, as mul_() does. Returns false if the bytes of this `.grad` are not at home here.
   bool multiply_gradient(const at::Tensor& host, double factor);
-  /// Of those of these host tensors that are gradients at home; see norm.h.
+  /// Returns the sums of squares (norm.h) of those host tensors that are gradients at home, and nullopt for the others.
   std::vector<std::optional<double>> sums_of_squares(const std::vector<at::Tensor>& hosts, ThreadPool& pool);
-  /// Before a window opens: gradients without another owner are freed, and blocks that were given host
-  /// tensors are brought home.
+  /// Called before a window opens. Frees gradients that the user has dropped. Brings to the host the blocks whose host
+  /// tensors were given other bytes, and those whose gradients were replaced but are still in use.
   void review();
 
-  /// Runs a block's part of an optimizer step on the device; in threads of `pool` where the device's memory is the
-  /// host's. False, and nothing has happened, unless all tensors of the plan are at home there.
+  /// Runs a block's part of an optimizer step on the device; on threads of `pool` if the device's memory is the
+  /// host's. Returns false, and does nothing, unless all tensors of the plan are at home here.
   bool update(std::int32_t block, const TensorPlan& plan, ThreadPool& pool, float scale);
   HomeStatistics statistics() const;
 
@@ -83,8 +84,8 @@ class DeviceHomes {
     HostParameter* parameter = nullptr;
     WithheldTensor weights;
     at::Tensor gradient;  // on the device
-    c10::Storage shown;   // of the host's `.grad` that stands for it
-    FencePtr written;     // the gradient's last write
+    c10::Storage shown;   // the storage of the `.grad` on the host that stands for the gradient
+    FencePtr written;     // behind the gradient's last write
   };
   struct State {
     WithheldTensor tensor;
@@ -96,9 +97,9 @@ class DeviceHomes {
     std::byte* slot = nullptr;
     void* memory = nullptr;
     Bytes memory_bytes = 0;
-    FencePtr updated;  // the last update, on whatever stream it ran
+    FencePtr updated;  // behind the last update, on its stream
   };
-  /// What has left, and ends when the lock is gone.
+  /// Objects that have left these homes. They are destroyed without the lock.
   struct Departed {
     std::vector<std::unique_ptr<Home>> homes;
     std::vector<at::Tensor> gradients;
@@ -107,26 +108,26 @@ class DeviceHomes {
   struct Return;
 
   Home* find_locked(std::int32_t block) const;
-  /// Null when the device is not the home of the parameter.
+  /// Returns null if the device is not the home of the parameter.
   Member* member_locked(const HostParameter& parameter) const;
-  /// Null unless this is the `.grad` of a parameter at home, and stands for a gradient there.
+  /// Returns the member whose `.grad` is `host` and stands for a gradient at home, or null.
   Member* shown_by_locked(const at::Tensor& host) const;
   void bring_home_locked(std::int32_t block, Departed& departed);
   Return plan_return_locked(std::int32_t block, Home& home) const;
   bool reviewed_locked(Home& home, Departed& departed);
-  /// Moves the bytes and waits. Throws the lane's error.
+  /// Moves the bytes and waits for them. Throws the lane's error.
   void move(Lane& lane, std::vector<Segment> segments, std::vector<FencePtr> after);
-  /// Blocks until no compute writes its memory on the device.
+  /// Blocks until no compute writes the home's memory on the device.
   static void wait_for_compute(const Home& home) noexcept;
   void release_locked(Home& home) noexcept;
 
   DeviceBackend& backend_;
-  DeviceMath* math_;  // of a device whose memory is not the host's; else null
+  DeviceMath* math_;  // null if the host can compute on the device's memory
   Pager& pager_;
   Resource& memory_;
   std::shared_ptr<HostArena> arena_;
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Home>> homes_;  // by block
+  std::vector<std::unique_ptr<Home>> homes_;  // indexed by block
   HomeStatistics statistics_;
 };
 

@@ -1,4 +1,4 @@
-// What is worked on at home on the device: gradients and optimizer steps.
+// Gradients and optimizer steps of blocks at home on the device.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <torch/csrc/autograd/variable.h>
@@ -14,7 +14,7 @@ namespace hydra {
 
 namespace {
 
-/// Arithmetic under the homes' mutex: nothing of Python's runs, and what it allocates counts in no budget.
+/// For arithmetic under the homes' mutex: no Python code runs, and allocations are not charged to a budget.
 class QuietScope {
  private:
   const at::NoGradGuard no_grad_;
@@ -23,7 +23,7 @@ class QuietScope {
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-/// Whether a part of a gradient can be summed on the device to what plain accumulation would leave on the host.
+/// Whether summing this part on the device gives the result of plain accumulation on the host.
 bool can_stay(const HostParameter& parameter, const at::Tensor& part) {
   return part.layout() == at::kStrided && part.numel() > 0 && part.is_non_overlapping_and_dense() &&
          !part.requires_grad() && part.scalar_type() == parameter.host_dtype &&
@@ -31,13 +31,13 @@ bool can_stay(const HostParameter& parameter, const at::Tensor& part) {
          part.strides() == parameter.face.strides() && !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
 }
 
-/// The calling thread has enqueued compute that writes this. What is reached when it has.
+/// Tells the backend that the calling thread has enqueued a write to the gradient. Returns a fence behind the write.
 FencePtr note_written(DeviceBackend& backend, const at::Tensor& gradient) {
   backend.note_write(gradient.mutable_data_ptr(), static_cast<Bytes>(gradient.nbytes()));
   return backend.record();
 }
 
-/// A tensor that shares its memory with nothing.
+/// Returns `part`, or a copy if it shares its memory.
 at::Tensor alone(const at::Tensor& part) {
   const bool shared = part.layout() == at::kStrided && (part.storage().use_count() > 1 || part.storage_offset() != 0);
   return shared ? part.clone() : part;
@@ -46,7 +46,7 @@ at::Tensor alone(const at::Tensor& part) {
 }  // namespace
 
 at::Tensor python_number(double value) {
-  // A number on the right keeps its precision; mul_() with a C++ scalar puts it on the left, and rounds it first.
+  // As the right operand a number keeps its precision. mul_() with a C++ scalar makes it the left one, and rounds it.
   const HostScope on_the_host;
   at::Tensor number = at::scalar_tensor(value, at::kDouble);
   number.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -157,7 +157,7 @@ bool DeviceHomes::reviewed_locked(Home& home, Departed& departed) {
   for (Member& member : home.members) {
     const HostParameter& parameter = *member.parameter;
     if (!parameter.withheld() || !parameter.mismatch().empty()) {
-      return false;  // it was given other bytes, on the host
+      return false;  // the user has given it other bytes, on the host
     }
     if (!member.shown || shows(gradient_of(parameter.host), member.shown)) {
       continue;
@@ -165,7 +165,7 @@ bool DeviceHomes::reviewed_locked(Home& home, Departed& departed) {
     if (member.shown.use_count() > 1) {
       return false;  // the user has kept it
     }
-    backend_.compute_follows(member.written);  // its memory goes back
+    backend_.compute_follows(member.written);  // the gradient's memory is released
     departed.storages.push_back(std::move(member.shown));
     departed.gradients.push_back(std::exchange(member.gradient, at::Tensor()));
   }

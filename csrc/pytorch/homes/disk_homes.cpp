@@ -35,7 +35,7 @@ DiskHomes::DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena
 
 DiskHomes::~DiskHomes() { abandon(); }
 
-// ---- what is where ----------------------------------------------------------------------------
+// ---- the index of extents ---------------------------------------------------------------------
 
 bool DiskHomes::is_forgotten(const Resting& resting) {
   return resting.role == DiskRole::kGradient && resting.members.front().tensor.storage.use_count() == 1;
@@ -112,7 +112,7 @@ void DiskHomes::free_extent(std::int32_t extent) {
 }
 
 void DiskHomes::add(std::int32_t block, Resting resting) {
-  std::vector<c10::DataPtr> freed;  // without the lock
+  std::vector<c10::DataPtr> freed;  // destroyed without the lock
   for (const Member& member : resting.members) {
     freed.push_back(note_on_disk(member.tensor));
   }
@@ -122,7 +122,7 @@ void DiskHomes::add(std::int32_t block, Resting resting) {
 }
 
 void DiskHomes::drop_unused(std::int32_t block) {
-  std::vector<Resting> dropped;  // ends without the lock
+  std::vector<Resting> dropped;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
   if (found == blocks_.end()) {
@@ -142,7 +142,7 @@ void DiskHomes::drop_unused(std::int32_t block) {
 
 at::Tensor DiskHomes::make(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies,
                            const std::weak_ptr<PagedModel>& owner) {
-  // Of the parameter, whose bytes may be away, nothing but its sizes is asked: an operation would bring them home.
+  // Only the sizes and strides of `like` are read: an operation on it could bring its bytes to the host.
   const at::Tensor shape =
       at::empty_strided(like.sizes(), like.strides(), at::TensorOptions().dtype(dtype).device(at::kMeta));
   if (bytes_of(shape) < kLeastDiskBytes) {
@@ -163,14 +163,14 @@ at::Tensor DiskHomes::make(std::int32_t block, const at::Tensor& like, at::Scala
 void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensors,
                        const std::weak_ptr<PagedModel>& owner) {
   const std::lock_guard alone(moving_);
-  if (holds_other_state(block, tensors)) {  // no optimizer's any more, but perhaps still the user's
+  if (holds_other_state(block, tensors)) {  // the user may still have it, although no optimizer does
     bring_home_alone(block, [](const Resting& resting) { return resting.role == DiskRole::kState; });
   }
   std::vector<at::Tensor> movers;
   std::vector<std::int32_t> extents;
   for (const at::Tensor& tensor : tensors) {
     if (bytes_of(tensor) >= kLeastDiskBytes && is_whole(tensor)) {
-      if (!is_alone(tensor)) {  // what was loaded, and has been seen by Python's storages, never is
+      if (!is_alone(tensor)) {  // loaded tensors have wrappers of their storages in Python
         tensor.set_data(tensor.clone());
       }
       movers.push_back(tensor);
@@ -185,7 +185,7 @@ void DiskHomes::settle(std::int32_t block, const std::vector<at::Tensor>& tensor
       tickets.push_back(lane_.submit({DiskDirection::kWrite, extents.back(), memory->data(), memory}));
     }
     wait_for(tickets);
-  } catch (...) {  // re-raised: the tensors are where they were
+  } catch (...) {  // the tensors still have their bytes on the host
     std::for_each(extents.begin(), extents.end(), [this](std::int32_t extent) { free_extent(extent); });
     throw;
   }
@@ -224,7 +224,7 @@ bool DiskHomes::settle_weights(std::int32_t block, BlockBacking& backing, const 
   const std::int32_t extent = take_extent(backing.home_bytes());
   try {
     lane_.submit({DiskDirection::kWrite, extent, memory->data(), memory})->wait();
-  } catch (...) {  // re-raised: the weights are where they were
+  } catch (...) {  // the weights are still on the host
     free_extent(extent);
     throw;
   }
@@ -253,12 +253,12 @@ void DiskHomes::store_gradients(std::int32_t block, const std::vector<at::Tensor
       (*oldest)->wait_quietly();
     }
     const std::int32_t extent = take_extent(bytes_of(gradient));
-    // Owned by the job, whose bytes they are from here on.
+    // The job owns the gradient's bytes from here on.
     const auto memory = std::make_shared<c10::DataPtr>();
     gradient_writes_.push_back(lane_.submit({DiskDirection::kWrite, extent, gradient.mutable_data_ptr(), memory}));
     WithheldTensor withheld = withhold(gradient, owner, block);
     *memory = note_on_disk(withheld);
-    withheld.tensor.reset();  // it may be dropped
+    withheld.tensor.reset();  // the user may drop the gradient
     Member member{.tensor = std::move(withheld)};
     member.gradient = gradient.getIntrusivePtr();
     add(block, {.role = DiskRole::kGradient, .extent = extent, .members = {std::move(member)}, .written = true});

@@ -1,16 +1,18 @@
-// Weights, gradients and optimizer state whose home is the disk: their bytes are on the host only while they are
-// worked on.
+// Weights, gradients and optimizer state whose home is the disk. Their bytes are on the host only while an update or a
+// fill uses them.
 //
-// An extent holds one tensor of a state, one gradient, or all weights of a block, laid out as the block's slot is. The
-// tensors that the user knows have no bytes meanwhile; an operation on one of them brings its extent home to the host.
-// A deferred update borrows a block's extents: they are read into working memory, ahead of the update where there is
-// room, and written back behind it, gradients excepted. There are kWorkingSets such memories, each as large as the
-// largest block needs. Fills read weights into memory of their own (WeightLoans), unless an update has just left them
-// in its. Tensors of state, and gradients, below kLeastDiskBytes stay on the host.
+// An extent has one tensor of a state, one gradient, or all weights of a block in the layout of the block's slot.
+// Meanwhile the user's tensors have no bytes. An operation on one of them brings its extent to the host.
+// A deferred update borrows a block's extents: they are read into working memory, ahead of the update if there is
+// room, and all but gradients are written back behind it. There are kWorkingSets such memories, each as large as the
+// largest block needs. Fills read weights into memory of their own (WeightLoans), unless the working memory of an
+// update still has them. Tensors of state, and gradients, below kLeastDiskBytes stay on the host.
 //
-// Threads: any; two mutexes. The one that guards what is where is never held while waiting. Calls that wait are made
-// without the interpreter lock. An error of the disk is thrown as SpillError: of a read, to the caller that needed the
-// bytes, which may try again; of a write, to the next caller that needs them, since they are lost.
+// Owns the spill file, its lane, and the memory of borrowed extents. Sizes are bytes, times are seconds.
+// Threads: any; two mutexes, moving_ before mutex_. moving_ serialises changes of homes, and may be held while waiting
+// for the disk. mutex_ guards the index, and is never held while waiting. Calls that wait are made without the
+// interpreter lock. Errors of the disk are SpillErrors. A read's error goes to the caller that needs the bytes, which
+// may try again. A write's error goes to the next caller that needs the bytes, which are lost.
 #pragma once
 
 #include <array>
@@ -36,78 +38,79 @@ enum class DiskRole : std::uint8_t { kState, kWeights, kGradient };
 inline constexpr std::size_t kDiskRoles = 3;
 
 struct DiskStatistics {
-  std::array<Bytes, kDiskRoles> at_home_bytes{};  // of extents that are a home now, by role
-  Bytes working_bytes = 0;                        // of host memory for what is borrowed
+  std::array<Bytes, kDiskRoles> at_home_bytes{};  // bytes of extents that are a home now, by role
+  Bytes working_bytes = 0;                        // bytes of working memory
   Bytes read_bytes = 0;
   Bytes written_bytes = 0;
-  Bytes spared_bytes = 0;     // that fills did not read, since an update had them in memory still
-  double wait_seconds = 0.0;  // updates waited for bytes, or for memory
+  Bytes spared_bytes = 0;     // bytes that fills did not read, because an update still had them in memory
+  double wait_seconds = 0.0;  // seconds that updates waited for bytes or memory
 };
 
 class DiskHomes {
  public:
-  static constexpr int kWorkingSets = 3;  // one is read, one worked on, one written
+  static constexpr int kWorkingSets = 3;  // one is read, one is updated, one is written
 
-  /// Throws SpillError if there can be no file in the folder. What comes home, but for state, comes to `arena`.
-  /// `files`: the system's if null.
+  /// Throws SpillError if the folder cannot have the file. Weights and gradients return to memory of `arena`, state to
+  /// memory that is never pinned. `files` may be null: then the system's files are used.
   DiskHomes(const std::string& folder, std::shared_ptr<HostArena> arena,
             std::shared_ptr<FileOperations> files = nullptr);
   ~DiskHomes();
 
-  /// Room for extents of these bytes. Throws SpillError if the disk has not got it.
+  /// Reserves room for extents of these sizes. Throws SpillError if the disk has no room.
   void reserve(const std::vector<Bytes>& sizes);
-  /// The disk becomes the home of those of these tensors of a state for which that is worth while. Waits until they are
-  /// written. If other state is at home with this block, all of the block's state comes to the host first. What else
-  /// knows a tensor's memory, such as an array of numpy's, keeps it, and sees it change no more.
+  /// Makes the disk the home of those tensors of a state that are large enough. Waits until they are written. If the
+  /// block has other state at home here, brings all of the block's state to the host first. Other owners of a tensor's
+  /// memory, such as a numpy array, keep the memory, and see no later changes.
   void settle(std::int32_t block, const std::vector<at::Tensor>& tensors, const std::weak_ptr<PagedModel>& owner);
-  /// The disk becomes the home of a block's weights. Waits until they are written. False, and nothing has changed, if
+  /// Makes the disk the home of a block's weights. Waits until they are written. Returns false, and changes nothing, if
   /// their memory has another owner.
   bool settle_weights(std::int32_t block, BlockBacking& backing, const std::weak_ptr<PagedModel>& owner);
-  /// The disk becomes the home of gradients, whose memory is aligned, and as long, as transfers want it. They are being
-  /// written on return; while that is more than `backlog` bytes, it is waited for.
+  /// Makes the disk the home of gradients, whose memory is as transfers need it (SpillFile). Begins to write them.
+  /// Waits for earlier writes while more than `backlog` bytes are under way.
   void store_gradients(std::int32_t block, const std::vector<at::Tensor>& gradients,
                        const std::weak_ptr<PagedModel>& owner, Bytes backlog);
   /// Blocks until gradients are written. Throws the first error.
   void expect_gradients();
-  /// A tensor of zeros that lies as `like` does and has its home here from the beginning; or one that will be `like`,
-  /// in its own type, as it is when it is read first. Nothing is written.
+  /// Makes a tensor with the sizes and strides of `like`, whose home is the disk from the beginning. It is all zeros,
+  /// or, if `copies`, the value that `like` has when the tensor is first read, in its own type. Writes nothing.
   at::Tensor make(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies,
                   const std::weak_ptr<PagedModel>& owner);
 
-  /// What the storage has at home here, everything of the block, or of all, is on the host again; nothing happens where
-  /// it is.
+  /// Brings the storage's extent to the host. Does nothing if its home is not the disk; the same holds for the others.
   void bring_home(std::int32_t block, const c10::Storage& storage);
+  /// Brings the block's weights to the host.
   void bring_weights_home(std::int32_t block);
+  /// Brings all extents of the block to the host.
   void bring_home(std::int32_t block);
+  /// Brings all extents of all blocks to the host.
   void bring_home();
-  /// What is at home here is lost; its tensors say so from now on.
+  /// Drops all bytes at home here. Operations on their tensors raise from now on.
   void abandon() noexcept;
-  /// The bytes of a tensor that may be at home here, in memory of their own; undefined if they are not here. Its home
-  /// stays.
+  /// Returns a copy of a tensor whose home is the disk, or an undefined tensor if it is not. The tensor's home stays.
   at::Tensor read(std::int32_t block, const at::Tensor& tensor);
 
   bool holds(const at::Tensor& tensor) const;
-  /// Whether the block's weights are at home here.
+  /// Whether the home of the block's weights is the disk.
   bool holds_weights(std::int32_t block) const;
 
-  /// Reads the weights of a block into memory of as many bytes as they have in a slot. Null if they are not here.
+  /// Begins to read a block's weights into memory of their size in a slot. Returns null if their home is not the disk.
   TicketPtr read_weights(std::int32_t block, const ArenaRegionPtr& memory);
-  /// Those which an update has left in working memory, while they are being written; null if there are none. Their
-  /// holder makes updates wait for memory.
+  /// Returns the weights that an update has left in working memory, while they are being written, or null. As long as
+  /// the pointer lives, updates cannot use that memory.
   std::shared_ptr<const std::byte> updated_weights(std::int32_t block);
 
-  /// Where a step finds what it works on: on the host, or so far into working memory.
+  /// The places of a step's tensors: addresses on the host, or offsets in working memory.
   struct Places {
     std::unordered_map<const c10::TensorImpl*, void*> on_host;
     std::unordered_map<const c10::TensorImpl*, Bytes> in_memory;
   };
-  /// As it is now, whatever tensors are given other memory until the step runs.
+  /// Returns the present places of a plan's tensors. The user may give tensors other memory before the step runs.
   Places places(std::int32_t block, const TensorPlan& plan);
-  /// The block's bytes will be borrowed soon: they are read now if there is memory.
+  /// Announces borrow(): reads the block's bytes now if there is memory.
   void expect(std::int32_t block);
-  /// The plan with addresses in working memory, whose bytes are there until give_back().
+  /// Returns the plan with addresses in working memory, which has the bytes until give_back().
   StepPlan borrow(std::int32_t block, const TensorPlan& plan, const Places& places);
-  /// They have changed, and are written.
+  /// Returns the working memory after the update, and begins to write its weights and state.
   void give_back(std::int32_t block);
   DiskLane& lane() noexcept { return lane_; }
 
@@ -117,68 +120,68 @@ class DiskHomes {
   struct Member {
     WithheldTensor tensor;
     Bytes offset = 0;                                                                          // in the extent
-    c10::weak_intrusive_ptr<c10::TensorImpl> gradient{c10::intrusive_ptr<c10::TensorImpl>()};  // of a gradient
+    c10::weak_intrusive_ptr<c10::TensorImpl> gradient{c10::intrusive_ptr<c10::TensorImpl>()};  // gradients only
   };
-  /// What an extent holds.
+  /// The contents of an extent.
   struct Resting {
     DiskRole role = DiskRole::kState;
     std::int32_t extent = -1;
     std::vector<Member> members{};
     Bytes offset = -1;  // in the working memory of the block; negative if the update under way does not work on it
     bool written = false;
-    at::Tensor copy_of{};             // until it is written: what it begins as; zeros if undefined
-    BlockBacking* backing = nullptr;  // of weights
+    at::Tensor copy_of{};             // the initial value, until the extent is written; zeros if undefined
+    BlockBacking* backing = nullptr;  // weights only
   };
   struct Block {
     std::vector<Resting> resting;
-    Bytes bytes = 0;                   // of working memory
-    ArenaRegionPtr memory;             // while borrowed, or expected to be
-    std::vector<TicketPtr> transfers;  // reads into it
+    Bytes bytes = 0;                   // the size of its working memory
+    ArenaRegionPtr memory;             // its working memory, from expect() or borrow() until give_back()
+    std::vector<TicketPtr> transfers;  // reads into its working memory
     std::weak_ptr<ArenaRegion> being_written;
   };
 
-  /// Weights that were read for one tensor, and are wanted for the next one.
+  /// Weights that were read for one tensor, kept because the next tensor probably needs them too.
   struct Peek {
     std::int32_t extent = -1;
     ArenaRegionPtr region;
   };
 
-  /// Waits for all of them, and then throws the first error.
+  /// Waits for all tickets, and then throws the first error.
   static void wait_for(const std::vector<TicketPtr>& tickets);
   struct Found {
-    std::size_t resting = 0;  // its number in the block
-    Bytes offset = 0;         // of the storage's bytes in the extent
+    std::size_t resting = 0;  // the extent's index in the block
+    Bytes offset = 0;         // the storage's offset in the extent
   };
   std::optional<Found> find_locked(std::int32_t block, const c10::Storage& storage) const;
   void add(std::int32_t block, Resting resting);
   std::int32_t take_extent(Bytes bytes);
   void free_extent(std::int32_t extent);
-  /// A gradient that has no other owner any more.
+  /// Whether this is a gradient that the user has dropped.
   static bool is_forgotten(const Resting& resting);
   void drop_unused(std::int32_t block);
   bool holds_other_state(std::int32_t block, const std::vector<at::Tensor>& tensors) const;
-  /// Those for which `chosen` says so.
+  /// Brings the extents that `chosen` accepts to the host. The caller holds moving_.
   void bring_home_alone(std::int32_t block, const std::function<bool(const Resting&)>& chosen);
   static void give_home(const Resting& resting, const ArenaRegionPtr& region);
-  /// What it begins as: the bytes of what it copies.
+  /// Writes the initial value: the values at `from`, in the tensor's own type.
   static void begin_as(const Resting& resting, void* to, const void* from);
   at::Tensor read_alone(std::int32_t block, const at::Tensor& tensor);
-  /// Into memory of its own, with what it begins as if it was never written. The ticket may be null.
+  /// Reads an extent into `memory`, or its initial value if it was never written; then the ticket is null.
   TicketPtr read_extent(std::int32_t block, const Resting& resting, const ArenaRegionPtr& memory);
   static std::vector<Resting> worked_on_locked(const Block& contents);
   void drop_memory(std::int32_t block);
   void begin_reading(std::int32_t block, bool wait);
-  /// Waits for reads that were begun, and throws the first error.
+  /// Waits for the reads that have begun, and throws the first error.
   void end_reading(std::int32_t block);
 
   std::shared_ptr<HostArena> arena_;
-  std::shared_ptr<HostArena> plain_;       // never pinned: of what only the host works on
-  std::shared_ptr<FileOperations> files_;  // of tests
+  std::shared_ptr<HostArena> plain_;       // never pinned, for memory that only the host uses
+  std::shared_ptr<FileOperations> files_;  // for tests; may be null
   SpillFile file_;
-  std::mutex moving_;  // one change of a home at a time: held while it waits for the disk, never the other way round
+  std::mutex moving_;  // serialises changes of homes; may be held while waiting for the disk, and is taken first
   mutable std::mutex mutex_;
   std::map<std::int32_t, Block> blocks_;
-  std::multimap<Bytes, std::int32_t> free_extents_;  // by their bytes
+  std::multimap<Bytes, std::int32_t> free_extents_;  // by size
   std::deque<TicketPtr> gradient_writes_;
   std::shared_ptr<WorkingMemory> working_;
   Peek peek_;

@@ -1,4 +1,4 @@
-// What an update borrows, and what a fill reads: working memory, and how it is filled and emptied.
+// Working memory of updates, and weights for fills: how they are read from the disk and written back.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -55,7 +55,7 @@ void DiskHomes::end_reading(std::int32_t block) {
   const Clock::time_point begin = Clock::now();
   try {
     wait_for(tickets);
-  } catch (...) {  // re-raised
+  } catch (...) {
     drop_memory(block);
     throw;
   }
@@ -64,7 +64,7 @@ void DiskHomes::end_reading(std::int32_t block) {
 }
 
 void DiskHomes::drop_memory(std::int32_t block) {
-  ArenaRegionPtr memory;  // ends without the lock
+  ArenaRegionPtr memory;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(block);
   if (found != blocks_.end()) {
@@ -113,7 +113,7 @@ void DiskHomes::begin_reading(std::int32_t block, bool wait) {
 void DiskHomes::expect(std::int32_t block) {
   try {
     begin_reading(block, /*wait=*/false);
-  } catch (const Error&) {  // the next caller that needs the bytes gets it
+  } catch (const Error&) {  // the next caller that needs the bytes gets the error
   }
 }
 
@@ -136,7 +136,7 @@ DiskHomes::Places DiskHomes::places(std::int32_t block, const TensorPlan& plan) 
       }
       places.in_memory[key] =
           each.offset + found->offset + tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
-      return tensor.unsafeGetTensorImpl();  // there will be an address
+      return tensor.unsafeGetTensorImpl();  // not null: the tensor has an address once its bytes are borrowed
     }
     return places.on_host[key] = tensor.mutable_data_ptr();
   }));
@@ -169,7 +169,7 @@ StepPlan DiskHomes::borrow(std::int32_t block, const TensorPlan& plan, const Pla
 void DiskHomes::give_back(std::int32_t block) {
   ArenaRegionPtr memory;
   std::vector<Resting> resting;
-  std::vector<at::Tensor> copied;  // are let go of without the lock
+  std::vector<at::Tensor> copied;  // destroyed without the lock
   {
     const std::lock_guard lock(mutex_);
     Block& contents = blocks_.at(block);

@@ -1,4 +1,4 @@
-// The way home: what was on the disk is on the host again, or is read and stays.
+// Returns extents from the disk to the host, and reads tensors whose home stays the disk.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -89,7 +89,7 @@ void DiskHomes::bring_home_alone(std::int32_t block, const std::function<bool(co
     }
   }
   wait_for(tickets);
-  std::vector<Resting> gone;  // end without the lock
+  std::vector<Resting> gone;  // destroyed without the lock
   for (std::size_t i = 0; i < coming.size(); ++i) {
     give_home(coming[i], regions[i]);
     free_extent(coming[i].extent);

@@ -21,7 +21,7 @@ void WeightLoans::read_ahead_locked() noexcept {
     Loan& next = *waiting_.front();
     try {
       if (next.update_ && !next.update_->finished(next.block_)) {
-        return;  // its weights are still the old ones
+        return;  // the weights on the disk are still the old ones
       }
       ArenaRegionPtr memory = memory_->take(next.bytes_, /*wait=*/false);
       if (!memory) {
@@ -29,7 +29,7 @@ void WeightLoans::read_ahead_locked() noexcept {
       }
       next.ticket_ = disk_.read_weights(next.block_, memory);
       next.memory_ = std::move(memory);
-    } catch (const std::exception&) {  // begin() gets it
+    } catch (const std::exception&) {  // begin() meets the error again
       return;
     }
     next.expected_ = true;
@@ -53,8 +53,8 @@ const std::byte* WeightLoans::Loan::begin() {
     loans.read_ahead_locked();
   }
   if (!ahead) {
-    // Only now, when nothing is waited for any more but the lane. A more urgent fill may still come in between, and
-    // wait for an update that wants memory: it finds some, since one fill alone can have been overtaken.
+    // Takes memory last, when only the lane is left to wait for. A more urgent fill may still overtake this one, and
+    // wait for an update that needs memory. The update finds some, since at most one fill can have been overtaken.
     updated_ = loans.disk_.updated_weights(block_);
     if (!updated_) {
       memory();
@@ -80,7 +80,7 @@ WeightLoans::Loan::~Loan() {
   if (!loans_->home_.here()) {
     return;
   }
-  memory_.reset();  // back before others look for some, unless it is being read into
+  memory_.reset();  // returned before read_ahead_locked() looks for memory, unless a read still uses it
   const std::lock_guard lock(loans_->mutex_);
   std::erase(loans_->waiting_, this);
   loans_->expected_ -= expected_ ? 1 : 0;

@@ -1,7 +1,7 @@
-// One run's account with a simulated device: its ledger, and what to do when the ledger refuses.
+// One run's account with a simulated device: its ledger, and the remedies when the ledger refuses a charge.
 //
-// Shared by the run and by every allocation charged to it, so that tensors may outlive the run. After
-// close() no thread is charged any more; what is live goes on being counted down.
+// The run and every allocation charged to it share the account, so that tensors may outlive the run. After
+// close() no thread is charged, and live allocations are still discharged at their end. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -22,12 +22,13 @@ class Account {
 
   Ledger& ledger() noexcept { return ledger_; }
 
-  /// `relieve` frees something and says whether it did; `explain` tells where, what is held and what to change.
+  /// `relieve` frees memory and returns whether it freed any. `explain` returns the rest of the message: where the run
+  /// is, what uses the memory, and what to change.
   void open(std::function<bool()> relieve, std::function<std::string()> explain);
   void close() noexcept;
   bool closed() const noexcept { return closed_.load(std::memory_order_relaxed); }
 
-  /// Charges `bytes`, relieving as often as needed. Throws c10::OutOfMemoryError with the explanation.
+  /// Charges `bytes`, and calls `relieve` as often as needed. Throws c10::OutOfMemoryError with the explanation.
   void charge(MemoryClass cls, Bytes bytes);
 
  private:

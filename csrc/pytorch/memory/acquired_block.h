@@ -1,4 +1,4 @@
-// A block that was acquired, for the length of a scope.
+// Releases an acquired block at the end of a scope. The pager has to outlive it.
 #pragma once
 
 #include "csrc/paging/pager.h"
@@ -7,7 +7,7 @@ namespace hydra {
 
 class AcquiredBlock {
  public:
-  /// Acquired by a hook, before.
+  /// A hook has acquired `block` before.
   AcquiredBlock(Pager& pager, std::int32_t block) noexcept : pager_(pager), block_(block) {}
   ~AcquiredBlock() { pager_.release(block_, AcquireReason::kHook); }
   AcquiredBlock(const AcquiredBlock&) = delete;

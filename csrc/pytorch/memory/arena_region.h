@@ -1,7 +1,7 @@
 // One region of the host arena, shared by the storages that lie in it.
 //
-// The last owner gives the region back. Storages own it through their data pointers, so that parameters and
-// gradients may live on after the context that moved them there.
+// The last owner returns the region. Storages own it through their data pointers, so that parameters and gradients may
+// outlive the context that moved them there. Keeps the arena alive. Sizes and offsets are bytes.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -31,9 +31,9 @@ class ArenaRegion {
 
 using ArenaRegionPtr = std::shared_ptr<ArenaRegion>;
 
-/// A data pointer at `offset` that keeps the region alive.
+/// Returns a data pointer at `offset` that keeps the region alive.
 c10::DataPtr data_pointer_into(const ArenaRegionPtr& region, Bytes offset);
-/// A storage of `bytes` at `offset` that keeps the region alive; not resizable.
+/// Returns a storage of `bytes` at `offset` that keeps the region alive and cannot be resized.
 c10::Storage storage_in(const ArenaRegionPtr& region, Bytes offset, Bytes bytes);
 
 }  // namespace hydra

@@ -29,7 +29,7 @@ class ChargeTable {
     shard.charges[pointer] = std::move(charge);
   }
 
-  /// A charge without an account when there is none.
+  /// Removes and returns the charge of an allocation, or a charge without an account.
   Charge take(void* pointer) {
     Shard& shard = shard_of(pointer);
     const std::lock_guard lock(shard.mutex);
@@ -87,7 +87,7 @@ class ChargeTable {
   std::array<Shard, 64> shards_;
 };
 
-/// Deliberately never destroyed: tensors are freed after main() has returned.
+/// Never destroyed, on purpose: tensors are freed after main() has returned.
 ChargeTable& table() {
   static auto* const instance = std::make_unique<ChargeTable>().release();
   return *instance;
@@ -102,7 +102,7 @@ struct ThreadState {
 };
 thread_local ThreadState thread_state;
 
-/// The account that a thread was given last, for workers of parallel regions.
+/// The account that was given to any thread last, for workers of parallel regions.
 std::mutex latest_mutex;
 std::weak_ptr<Account>& latest_account() {
   static auto* const instance = std::make_unique<std::weak_ptr<Account>>().release();
@@ -111,7 +111,7 @@ std::weak_ptr<Account>& latest_account() {
 
 c10::DeleterFnPtr previous_deleter = nullptr;
 
-/// Both the deleter of every charged pointer and the allocator's raw deleter.
+/// The deleter of every charged pointer, and the allocator's raw deleter.
 void delete_charged(void* pointer) {
   const Charge charge = table().take(pointer);
   previous_deleter(pointer);
@@ -134,7 +134,7 @@ class CountingAllocator final : public c10::Allocator {
     c10::DataPtr data;
     try {
       data = previous_->allocate(size);
-    } catch (...) {  // re-raised: nothing was allocated
+    } catch (...) {
       account->ledger().discharge(MemoryClass::kActivations, bytes);
       throw;
     }
@@ -193,7 +193,8 @@ HostScope::~HostScope() { --thread_state.host_depth; }
 
 namespace {
 
-/// A fork copies only the calling thread: locks that others hold would stay locked in the child.
+/// Holds all locks over a fork, which copies the calling thread only: other threads' locks would stay locked in the
+/// child.
 void hold_locks() {
   latest_mutex.lock();
   table().lock();
@@ -222,9 +223,9 @@ void install_counting_allocator() {
   c10::Allocator* previous = c10::GetAllocator(c10::kCPU);
   previous_deleter = previous->raw_deleter();
   HYDRA_EXPECT(previous_deleter != nullptr, StateError,
-               "the CPU allocator in place has no raw deleter, so the simulated device cannot count what it "
-               "allocates; import hydra_ext before the library that replaced it");
-  // Deliberately leaked: storages keep a pointer to their allocator for as long as they live.
+               "the CPU allocator in place has no raw deleter, so the simulated device cannot count its allocations; "
+               "import hydra_ext before the library that replaced the allocator");
+  // Leaked on purpose: storages keep a pointer to their allocator as long as they live.
   installed = std::make_unique<CountingAllocator>(previous).release();
   ::pthread_atfork(&hold_locks, &release_locks, &begin_as_child);
   c10::SetAllocator(c10::kCPU, installed.load(), 0);

@@ -15,7 +15,7 @@ namespace {
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
 struct Limit {
-  double before = 1.0;  // the user's
+  double before = 1.0;  // the user's memory fraction
   Bytes budgets = 0;
   int runs = 0;
 };
@@ -68,7 +68,7 @@ CudaBudget::~CudaBudget() {
   try {
     apply(device_, limit);
   } catch (const std::exception&) {
-    // The device has failed, or the allocator has gone before us: no limit matters any more.
+    // The device has failed, or the allocator was destroyed first: the limit no longer matters.
     forget_cuda_error(cudaErrorUnknown);
   }
 }

@@ -1,8 +1,8 @@
-// The budget on CUDA: the bytes that torch's allocator may reserve on a device, as long as a run lasts.
+// The budget on CUDA: the bytes that torch's allocator may reserve on a device while this object lives.
 //
-// torch enforces it (the memory fraction), against everything that this process holds there through torch.
-// The budgets of several runs on one device add up; a limit that the user set is never raised, and is back when
-// the last run ends. The CUDA context, library handles, and other processes do not count.
+// torch enforces it by the memory fraction, which limits all memory that this process holds there through torch.
+// The budgets of several runs on one device add up. A limit that the user has set is never raised, and is restored when
+// the last run ends. The CUDA context, library handles and other processes do not count. Thread-safe.
 #pragma once
 
 #include "csrc/base/types.h"

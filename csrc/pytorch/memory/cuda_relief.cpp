@@ -28,7 +28,7 @@ struct Clients {
   std::atomic<std::size_t> count{0};
 };
 
-/// Deliberately never destroyed: the allocator may call back until the process ends.
+/// Never destroyed, on purpose: the allocator may call back until the process ends.
 Clients& clients() {
   static auto* const instance = std::make_unique<Clients>().release();
   return *instance;
@@ -41,7 +41,7 @@ bool capturing() noexcept {
   return result != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
-/// Evicts until the headroom is free. The clients' lock is held.
+/// Evicts blocks until the headroom is free. The caller holds the clients' lock.
 bool relieve_device(int device, const std::vector<const CudaReliefClient*>& all) {
   Bytes budget = 0;
   for (const CudaReliefClient* known : all) {
@@ -77,7 +77,7 @@ class Relief final : public c10::FreeMemoryCallback {
     try {
       return lock.owns_lock() && relieve_device(device, known.all);
     } catch (const std::exception&) {
-      return false;  // the allocation goes on without us, and may fail with torch's own error
+      return false;  // the allocation continues without relief, and may fail with torch's own error
     }
   }
 };
@@ -85,7 +85,7 @@ class Relief final : public c10::FreeMemoryCallback {
 void register_once() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
-  // A name that is there already would end the process.
+  // Registering a name twice would end the process.
   auto* registry = c10::FreeCudaMemoryCallbacksRegistry();
   if (!registry->Has(kName)) {
     registry->Register(kName, []() -> std::unique_ptr<c10::FreeMemoryCallback> { return std::make_unique<Relief>(); });

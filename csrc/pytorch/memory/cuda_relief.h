@@ -1,12 +1,12 @@
-// The safety net on CUDA: before torch's allocator asks the driver for memory, blocks may go.
+// The safety net on CUDA: evicts blocks before torch's allocator asks the driver for memory.
 //
-// torch calls registered callbacks on every cache miss, without a size, with the device's allocator lock held, on
-// any thread, the interpreter lock in whatever state. So nothing here waits: not for another thread (which may
-// need the allocator to go on), not for a lane, not for the device, not for the interpreter lock. Far below the
-// budget a call costs one look at the allocator's counters. Since the size that missed is unknown, blocks go
-// until a headroom is free; from the second step on the plan has left that room already.
+// torch calls registered callbacks on every cache miss: without a size, with the device's allocator lock held, on any
+// thread, with or without the interpreter lock. So the callback waits for no other thread, which may need the allocator
+// to continue, and for no lane, device or interpreter lock. Far below the budget a call costs one look at the
+// allocator's counters. The size of the missed allocation is unknown, so blocks are evicted until a headroom is free.
+// From the second step on the plan has left that room free.
 //
-// There is no way to unregister a callback: it is registered with the first run and does nothing without one.
+// torch cannot unregister a callback. The first run registers ours, and it does nothing while there is no run.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +16,10 @@
 
 namespace hydra {
 
-/// The part of the budget that is kept free for the allocation that missed: one eighth.
+/// The part of the budget that is kept free for a missed allocation: one eighth.
 inline constexpr Bytes kReliefHeadroomDivisor = 8;
 
-/// While it lives the calling thread's allocations do not ask for relief.
+/// Keeps the calling thread's allocations from asking for relief, for a scope.
 class CudaReliefPause {
  public:
   CudaReliefPause() noexcept;

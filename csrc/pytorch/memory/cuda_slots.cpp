@@ -16,7 +16,7 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 constexpr Bytes kAllocatorPage = 2 * kMiB;
 constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-/// What is asked of the allocator for a slot.
+/// The size of a slot's allocation.
 Bytes rounded(Bytes bytes) noexcept { return bytes < kMiB ? bytes : round_up(bytes, kAllocatorPage); }
 
 void raise_to(std::atomic<Bytes>& peak, Bytes value) noexcept {
@@ -56,12 +56,12 @@ void CudaSlots::release(void* pointer, Bytes bytes) noexcept {
   try {
     allocator::raw_delete(pointer);
   } catch (const std::exception&) {
-    // Only at exit, when the allocator has gone before us; the memory goes with the process.
+    // Happens only at exit, if the allocator was destroyed first. The memory ends with the process.
     forget_cuda_error(cudaErrorUnknown);
   }
 }
 
-/// Notes the peaks since the last call. What is allocated now, but for the slots.
+/// Notes the peaks since the last call. Returns the bytes allocated now, without the slots.
 Bytes CudaSlots::observe() noexcept {
   try {
     const auto index = static_cast<c10::DeviceIndex>(device_);
@@ -72,7 +72,7 @@ Bytes CudaSlots::observe() noexcept {
     raise_to(reserved_peak_, stats.reserved_bytes[kAll].peak);
     return stats.allocated_bytes[kAll].current - live;
   } catch (const std::exception&) {
-    return 0;  // the allocator has gone before us
+    return 0;  // the allocator was destroyed first
   }
 }
 

@@ -1,14 +1,15 @@
-// Slots from torch's caching allocator, and what the rest of the process takes beside them.
+// Slots from torch's caching allocator, and a meter of the memory that the process allocates beside them.
 //
-// One allocation per slot, on the home stream: the allocator gives memory back only to the stream it came from,
-// and only whole allocations. Large slots are rounded up to 2 MiB, the size of the allocator's own pages.
-// allocate() must not be called under a lock of the engine: a cache miss runs the free-memory callbacks, and the
-// allocator's lock is held meanwhile. While a thread is inside, our own callback does nothing: the pager makes
-// room for its slots by itself.
+// Each slot is one allocation on the main stream: the allocator reuses memory only on the stream it came from, and only
+// whole allocations. Large slots are rounded up to 2 MiB, the size of the allocator's own pages.
+// allocate() must not be called under a lock of the engine: a cache miss runs the free-memory callbacks while the
+// allocator's lock is held. While a thread is in allocate(), our own callback does nothing, since the pager makes
+// room for its slots itself.
 //
-// The meter is exact but for other threads at the same moment: whenever slots come or go, and whenever it is
-// asked, it takes the allocator's peak since the last time, less the slots there were. So it resets the
-// allocator's peak statistics (torch.cuda.max_memory_allocated); reserved_peak() keeps what they would have said.
+// At each allocation and release of a slot, and at each call, the meter takes the allocator's peak since the last time,
+// minus the slots of that time. It is exact unless other threads allocate at the same moment. It resets the
+// allocator's peak statistics (torch.cuda.max_memory_allocated); reserved_peak() keeps the peak of reserved memory.
+// Thread-safe. Sizes are bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -26,7 +27,7 @@ class CudaSlots final : public Resource {
   void* allocate(Bytes bytes) override;
   void release(void* pointer, Bytes bytes) noexcept override;
 
-  /// What all but these slots took at most since the last call.
+  /// Returns the peak of allocations other than these slots since the last call.
   Bytes take_activation_peak();
   Bytes reserved_peak() const noexcept { return reserved_peak_.load(std::memory_order_relaxed); }
   Bytes live_bytes() const noexcept { return live_.load(std::memory_order_relaxed); }

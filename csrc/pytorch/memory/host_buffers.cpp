@@ -6,7 +6,7 @@ namespace hydra {
 
 ArenaRegionPtr HostBuffers::take(Bytes bytes) {
   std::unique_ptr<ArenaRegion> region;
-  std::vector<std::unique_ptr<ArenaRegion>> gone;  // unmapped without the mutex
+  std::vector<std::unique_ptr<ArenaRegion>> gone;  // destroyed, and unmapped, without the mutex
   {
     const std::lock_guard lock(mutex_);
     const auto found = kept_.find(bytes);
@@ -24,7 +24,7 @@ ArenaRegionPtr HostBuffers::take(Bytes bytes) {
   if (!region) {
     try {
       region = std::make_unique<ArenaRegion>(arena_, bytes);
-    } catch (...) {  // re-raised: nothing was lent
+    } catch (...) {
       const std::lock_guard lock(mutex_);
       lent_bytes_ -= bytes;
       throw;

@@ -1,8 +1,9 @@
-// Host memory for what comes and goes every step in the same sizes: buffers that are used again.
+// A pool of host buffers that are used again in every step in the same sizes.
 //
-// Mapping, touching and pinning memory takes longer than copying to it. A buffer that is given back is kept for the
-// next one of its size; what is kept and what is lent together never take more than was ever lent at one time, but for
-// the buffer that is asked for. Threads: any. Buffers keep the pool, and the pool the arena, alive.
+// Mapping, touching and pinning memory takes longer than copying to it, so the pool keeps returned buffers for the next
+// request of their size. Kept and lent buffers together never exceed the most bytes that were lent at one time, except
+// by the buffer that is requested. Buffers keep the pool alive, and the pool keeps the arena alive. Sizes are bytes.
+// Thread-safe.
 #pragma once
 
 #include <map>
@@ -18,9 +19,9 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
  public:
   explicit HostBuffers(std::shared_ptr<HostArena> arena) : arena_(std::move(arena)) {}
 
-  /// Of `bytes`, its content undefined. Throws OutOfMemory.
+  /// Returns a buffer of `bytes` with undefined contents. Throws OutOfMemory.
   ArenaRegionPtr take(Bytes bytes);
-  /// Gives what is not lent back to the arena, now and from now on as soon as it comes.
+  /// Returns kept buffers to the arena now, and lent ones as soon as they are returned.
   void close() noexcept;
 
   Bytes lent_bytes() const;
@@ -28,7 +29,7 @@ class HostBuffers final : public std::enable_shared_from_this<HostBuffers> {
 
  private:
   void give_back(std::unique_ptr<ArenaRegion> region) noexcept;
-  /// Takes out of the pool what has to go, so that there is room for so many more bytes. Under the mutex.
+  /// Removes and returns the buffers that have to be released to make room for `bytes`. Under the mutex.
   std::vector<std::unique_ptr<ArenaRegion>> make_room(Bytes bytes);
 
   std::shared_ptr<HostArena> arena_;

@@ -1,9 +1,9 @@
-// Host memory where pieces of gradients land before they are added to a sum: a few pieces, used in turn, so that sums
-// of any size need no more.
+// Host memory where pieces of gradients land before they are added to a sum. A few pieces, used in turn, serve sums of
+// any size.
 //
-// A piece is free again when the lane has added what landed in it. The lane ends its jobs in order, at most `in_flight`
-// of them between their first byte and their end, so one piece more than that is enough, without a wait. Pieces
-// are for jobs of one lane and one priority, submitted in the order of next(). One thread at a time.
+// A piece is free again when the lane has added its contents. The lane ends its jobs in order, with at most `in_flight`
+// of them between their first byte and their end. So in_flight + 1 pieces are enough, and no thread waits for one.
+// Pieces serve jobs of one lane and one priority, submitted in the order of next(). One thread at a time.
 #pragma once
 
 #include <memory>
@@ -20,7 +20,7 @@ class LandingRing {
   LandingRing(std::shared_ptr<HostArena> arena, std::size_t in_flight)
       : arena_(std::move(arena)), pieces_(in_flight + 1) {}
 
-  /// Of kPieceBytes; made when first used.
+  /// Returns the next piece of kPieceBytes. Allocates it at its first use.
   ArenaRegionPtr next() {
     ArenaRegionPtr& piece = pieces_[next_++ % pieces_.size()];
     if (!piece) {

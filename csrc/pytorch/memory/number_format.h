@@ -1,4 +1,4 @@
-// The types of torch's that the native loops of optimizers and of the codec work with.
+// Conversions between torch's types and the number formats that the native loops of optimizers and the codec support.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -9,7 +9,7 @@
 
 namespace hydra {
 
-/// None: they do not work with it.
+/// Returns nullopt for types that the loops do not support.
 inline std::optional<NumberFormat> number_format(c10::ScalarType type) noexcept {
   switch (type) {
     case c10::ScalarType::Float:

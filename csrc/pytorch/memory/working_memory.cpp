@@ -48,7 +48,7 @@ ArenaRegionPtr WorkingMemory::take(Bytes bytes, bool wait) {
   if (!region) {
     try {
       region = std::make_shared<ArenaRegion>(arena_, bytes);
-    } catch (...) {  // re-raised
+    } catch (...) {
       const std::lock_guard lock(mutex_);
       --regions_;
       bytes_ -= bytes;
@@ -58,7 +58,7 @@ ArenaRegionPtr WorkingMemory::take(Bytes bytes, bool wait) {
   ArenaRegion* const lent = region.get();
   return {lent, [pool = shared_from_this(), region = std::move(region)](ArenaRegion*) mutable {
             if (!pool->home_.here()) {
-              return;  // the thread that holds the mutex may not be here
+              return;  // in a forked child, the thread that holds the mutex may be missing
             }
             const std::lock_guard lock(pool->mutex_);
             pool->idle_.push_back(std::move(region));

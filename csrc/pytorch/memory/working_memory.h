@@ -1,7 +1,8 @@
-// Host memory that is lent in turns, so many regions at a time: for bytes on their way to or from the disk.
+// Working memory: a fixed number of host regions, lent in turns to bytes on their way to or from the disk.
 //
-// A region that comes back is lent again; one that is too small goes, for a larger one. A thread that finds none waits
-// for one to come back. Threads: any. Regions keep this alive, and this the arena.
+// A returned region is lent again. A region that is too small is replaced by a larger one. A thread that finds none
+// waits until one is returned. Regions keep this object alive, which keeps the arena alive. Thread-safe. Sizes are
+// bytes.
 #pragma once
 
 #include <condition_variable>
@@ -18,13 +19,13 @@ class WorkingMemory final : public std::enable_shared_from_this<WorkingMemory> {
  public:
   WorkingMemory(std::shared_ptr<HostArena> arena, int regions) : arena_(std::move(arena)), most_(regions) {}
 
-  /// At least so many bytes. Waits until there is a region; null if `wait` is false and there is none. Throws
-  /// OutOfMemory.
+  /// Returns a region of at least `bytes`. Waits until a region is free; without `wait`, returns null if none is free.
+  /// Throws OutOfMemory.
   ArenaRegionPtr take(Bytes bytes, bool wait = true);
 
-  /// Of all regions, lent or not.
+  /// The bytes of all regions, lent or not.
   Bytes bytes() const;
-  /// How long it was waited for.
+  /// The seconds that threads have waited for regions.
   double wait_seconds() const;
 
  private:

@@ -136,7 +136,7 @@ Job BlockBacking::fill_from_disk(std::byte* slot, const std::shared_ptr<Deferred
   Job job;
   job.segments.push_back({slot, nullptr, slot_bytes_});
   job.locate = [this, slot, loan = std::move(loan)](std::vector<Segment>& segments) {
-    const std::byte* const weights = loan->begin();  // null: they have come home
+    const std::byte* const weights = loan->begin();  // null: the weights have returned to the host
     const auto source = [&](std::size_t i) -> const std::byte* {
       return weights != nullptr && parameters_[i]->on_disk() ? weights + home_offsets_[i] : source_of(*parameters_[i]);
     };
@@ -197,7 +197,7 @@ void BlockBacking::went_to_disk() noexcept {
 void BlockBacking::came_home(ArenaRegionPtr home) noexcept {
   home_ = std::move(home);
   for (HostParameter* parameter : parameters_) {
-    if (parameter->on_disk()) {  // it was given no other bytes meanwhile
+    if (parameter->on_disk()) {  // the user has not given it other bytes meanwhile
       parameter->note_came_home();
     }
   }
@@ -210,7 +210,7 @@ Job BlockBacking::write_back(void* slot) {
   const auto* const base = static_cast<const std::byte*>(slot);
   for (HostParameter* parameter : parameters_) {
     if (!parameter->same_dtype()) {
-      continue;  // refused where the write was seen
+      continue;  // the write was refused when it was seen
     }
     job.segments.push_back(
         {const_cast<std::byte*>(source_of(*parameter)), base + parameter->page->offset, parameter->face_bytes()});

@@ -1,17 +1,19 @@
-// What stands behind a block on the host: the bytes its pages are filled from, and written back to.
+// The host side of a block: the bytes that its pages are filled from, and written back to.
 //
-// Layout: every parameter at its own 512-byte aligned offset, the same in the slot and in the arena, so that
-// a block whose parameters all lie in the arena is one copy. Parameters that could not be moved there are
-// copied one by one. When faces have another dtype than hosts the lane casts into a staging region first
-// and moves the smaller bytes; staging is valid until the host changes.
+// Every parameter has a 512-byte aligned offset, which is the same in the slot and in the arena. So a block whose
+// parameters all lie in the arena is one copy. Parameters that could not be moved there are copied one by one.
+// If faces have another dtype than hosts, the lane first casts into a staging region, and moves the smaller bytes.
+// Staging is valid until a host changes.
 //
-// A block's weights may leave for the disk and come home again: then fills take them from there (WeightLoans), and the
-// hosts have no bytes.
+// A block's weights may move to the disk and back. While they are there, fills read them from the disk (WeightLoans),
+// and the hosts have no bytes.
 //
-// Poison (tests): take_aside() copies the hosts' bytes and conceal() fills the hosts with 0xff, so that a forward
-// that reads a host parameter by mistake computes NaN; fills come from the bytes aside. reveal() undoes it, and
-// with it whatever was written to a host meanwhile.
-// Threads: fill() under the pager's lock, its job on the lane; take_aside/conceal/reveal while no lane is at work.
+// Poison (tests): take_aside() copies the hosts' bytes, and conceal() fills the hosts with 0xff. A forward that reads a
+// host parameter by mistake then computes NaN. Fills use the copied bytes. reveal() restores the hosts, and discards
+// all writes to them since.
+//
+// The parameters have to outlive it. Threads: fill() under the pager's lock, its job on the lane; take_aside(),
+// conceal() and reveal() while the lanes are idle.
 #pragma once
 
 #include <atomic>
@@ -30,7 +32,7 @@ class WeightLoans;
 
 class BlockBacking final : public BlockClient {
  public:
-  /// Adopts the hosts' bytes into `arena` where that is possible. The parameters have to outlive the backing.
+  /// Moves the hosts' bytes into `arena`, as far as that is possible.
   BlockBacking(std::vector<HostParameter*> parameters, const std::shared_ptr<HostArena>& arena);
 
   Job fill(void* slot) override;
@@ -38,21 +40,24 @@ class BlockBacking final : public BlockClient {
   void publish(void* slot) noexcept override;
   void withdraw() noexcept override;
 
-  /// The hosts' bytes have changed since the last fill.
+  /// Tells that the hosts' bytes have changed since the last fill.
   void host_changed() noexcept { staged_ = false; }
-  /// Fills wait for the block's part in this update; null: for nothing.
+  /// Makes fills wait for the block's part of this update; null ends that.
   void wait_before_fill(std::shared_ptr<DeferredUpdate> update);
-  /// Whether the hosts' bytes are all here, and have no other owner.
+  /// Whether the hosts' bytes are all on the host, and have no other owner.
   bool can_leave() const;
-  /// Their home, if that is where they are; else null.
+  /// The arena region of the hosts' bytes, or null if some of them are elsewhere.
   ArenaRegionPtr home() const;
-  /// The parameters, and where each one's bytes are in the home.
+  /// The parameters, and the offset of each one's bytes in the arena region.
   std::vector<std::pair<HostParameter*, Bytes>> places() const;
-  /// The hosts' bytes have left for the disk, where `loans` gets them; and are in this region again.
+  /// Tells that the hosts' bytes move to the disk, from where `loans` reads them.
   void goes_to_disk(std::shared_ptr<WeightLoans> loans) noexcept { loans_ = std::move(loans); }
+  /// Tells that the hosts' bytes have moved to the disk, and drops the arena region.
   void went_to_disk() noexcept;
+  /// Tells that the hosts' bytes are in this region again.
   void came_home(ArenaRegionPtr home) noexcept;
-  /// In two turns, each for all blocks: parameters may share memory. Those whose bytes are withheld are left alone.
+  /// take_aside() for all blocks goes before conceal() for any, since parameters may share memory. Both skip withheld
+  /// parameters.
   void take_aside();
   void conceal();
   void reveal() noexcept;
@@ -60,7 +65,7 @@ class BlockBacking final : public BlockClient {
   const std::vector<HostParameter*>& parameters() const noexcept { return parameters_; }
   Bytes slot_bytes() const noexcept { return slot_bytes_; }
   Bytes home_bytes() const noexcept { return home_bytes_; }
-  /// Bytes of parameters that stay outside the arena.
+  /// The bytes of parameters that are not in the arena.
   Bytes foreign_bytes() const noexcept;
 
  private:
@@ -74,9 +79,9 @@ class BlockBacking final : public BlockClient {
 
   std::vector<HostParameter*> parameters_;
   ArenaRegionPtr home_;     // the adopted hosts' bytes
-  ArenaRegionPtr staging_;  // face-dtype bytes, when they differ from the hosts'
+  ArenaRegionPtr staging_;  // bytes cast to the faces' dtype, if it differs from the hosts'
   std::unique_ptr<std::byte[]> aside_;
-  std::vector<bool> is_aside_;  // by parameter
+  std::vector<bool> is_aside_;  // for each parameter
   std::shared_ptr<HostArena> arena_;
   std::shared_ptr<WeightLoans> loans_;
   std::atomic<bool> on_disk_{false};
@@ -85,7 +90,7 @@ class BlockBacking final : public BlockClient {
   std::vector<Bytes> home_offsets_;
   Bytes home_bytes_ = 0;
   Bytes slot_bytes_ = 0;
-  bool whole_ = true;  // all hosts adopted, and the home laid out as the slot is
+  bool whole_ = true;  // all hosts are in the arena, in the layout of the slot
   bool staged_ = false;
 };
 

@@ -87,7 +87,7 @@ void DerivedPage::cast() {
   TORCH_CHECK(same, "hydra_ext: backward, or an autocast region, needs the ", shape_.scalar_type(), " copy of '", name_,
               "' made before the parameter was changed. End the autocast "
               "region before optimizer.step(), and run backward before the weights change");
-  const c10::DeviceGuard guard(parameter_.device());  // the operation's own comes later than this
+  const c10::DeviceGuard guard(parameter_.device());  // the operation's own guard comes later
   c10::DataPtr memory = storage_->allocator()->allocate(storage_->nbytes());
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -95,7 +95,7 @@ void DerivedPage::cast() {
         at::from_blob(memory.get(), shape_.sizes(), shape_.strides(), shape_.options().device(parameter_.device()));
     copy.copy_(parameter_);
   }
-  memory_ = std::move(memory);  // only now: had the parameter not come, the next operation would read what was there
+  memory_ = std::move(memory);  // after the copy, which may throw: the next operation must not read undefined bytes
   storage_->clear_data_ptr_access_error_msg_();
   storage_->set_data_ptr_noswap(pointer());
 }

@@ -1,14 +1,14 @@
-// Low-precision copies that autocast makes of device parameters, kept droppable.
+// Derived pages: the low-precision copies that autocast makes of device parameters. Their bytes can be dropped.
 //
-// Autograd saves such a copy for backward and autocast caches it for the region, so that the whole model in low
-// precision would stay on the device. A derived page lets the copy's bytes go when the site that made it is left
-// and casts them anew from the parameter when an operation needs them again: same storage, same bits. The graph,
-// and with it every sum, stays as autocast built it.
+// Autograd saves such a copy for backward, and autocast caches it for the region. So the whole model would stay on the
+// device in low precision. A derived page drops the copy's bytes when the pass leaves the site that made it, and casts
+// them again when an operation needs them: in the same storage, to the same bits. The graph stays as autocast built it,
+// and so does the order of every sum.
 //
-// A copy that is written to in place is no longer a function of its parameter: it is kept from then on. One whose
-// parameter was changed since cannot be cast anew; that raises.
-// Threads: any; each page has a mutex, which is held while it casts: with the interpreter lock held no thread waits
-// for it.
+// A copy that is written in place no longer depends on its parameter only, so its bytes are kept from then on. A copy
+// whose parameter has changed cannot be cast again; an operation on it raises.
+// The copy's storage owns the page. Threads: any. Each page's mutex is held while it casts; no thread waits for it with
+// the interpreter lock held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,14 +26,14 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   DerivedPage(const at::Tensor& parameter, const Page& page, const at::Tensor& copy);
 
   std::int32_t block() const noexcept { return block_; }
-  /// Takes the copy's memory out of its storage; once, before anything else.
+  /// Takes the copy's memory out of its storage. Called once, before all other methods.
   void take_over();
   /// Makes the bytes present and keeps them until unpin().
   void pin(bool written);
   void unpin() noexcept;
-  /// Lets the bytes go, now or at the last unpin. False if they stay or are gone already.
+  /// Drops the bytes now, or at the last unpin(). Returns true only if they were dropped now.
   bool drop() noexcept;
-  /// The last owner is gone; without this the bytes would stay for as long as there are weak references.
+  /// Called after the last owner. Frees the bytes, which would otherwise stay as long as weak references.
   void release_resources() override;
 
  private:
@@ -42,12 +42,12 @@ class DerivedPage final : public c10::intrusive_ptr_target {
   void drop_locked() noexcept;
 
   std::mutex mutex_;
-  at::Tensor parameter_;  // the face, detached
+  at::Tensor parameter_;  // the detached face
   std::uint32_t version_;
   std::int64_t silent_writes_;
   std::string name_;
   std::int32_t block_;
-  c10::StorageImpl* storage_;  // the copy's; it owns this page through its data pointer
+  c10::StorageImpl* storage_;  // the copy's storage, which owns this page through its data pointer
   c10::DataPtr memory_;
   at::Tensor shape_;  // the copy's dtype, sizes and strides, on the meta device
   std::int32_t pins_ = 0;
@@ -57,16 +57,16 @@ class DerivedPage final : public c10::intrusive_ptr_target {
 
 using DerivedPagePtr = c10::intrusive_ptr<DerivedPage>;
 
-/// The derived page behind a tensor, or null.
+/// Returns the derived page behind a tensor, or null.
 DerivedPage* derived_page_of(const at::Tensor& tensor) noexcept;
-/// Turns `copy`, just cast from the paged `parameter`, into a derived page. Null when its storage is shared.
+/// Turns `copy`, just cast from the paged `parameter`, into a derived page. Returns null if its storage is shared.
 DerivedPagePtr derive(const at::Tensor& parameter, const Page& page, const at::Tensor& copy);
 
-/// The derived pages of one model, by block. Thread-safe.
+/// The derived pages of one model. Refers to them weakly. Thread-safe.
 class DerivedPages {
  public:
   void add(const DerivedPagePtr& page);
-  /// Drops those of one block. Returns how many let bytes go.
+  /// Drops the pages of one block. Returns the number of pages that have dropped bytes.
   std::int64_t drop(std::int32_t block) noexcept;
 
  private:

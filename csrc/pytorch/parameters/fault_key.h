@@ -1,7 +1,7 @@
-// The dispatch key that tensors carry whose bytes may be away: one constant, chosen when the extension is built.
+// The dispatch key of tensors whose bytes may be absent: one constant, chosen when the extension is built.
 //
-// It has to stand above autograd and autocast and to have no kernels of its own. torch may drop one of the
-// two that fit; the operator coverage suite runs under both.
+// The key has to be above autograd and autocast, and to have no kernels of its own. Two keys of torch fit, and torch
+// may drop one of them; the operator coverage suite runs under both. Threads: as for any change to a tensor.
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -15,7 +15,7 @@ namespace hydra {
 
 inline constexpr c10::DispatchKey kFaultKey = c10::DispatchKey::HYDRA_FAULT_KEY;
 
-/// A derived class may name its base's protected member; the pointer then serves for any tensor.
+/// Gives access to a protected member: a derived class may name it, and the pointer serves for any tensor.
 struct KeySetAccess final : c10::TensorImpl {
   static constexpr c10::DispatchKeySet c10::TensorImpl::* kMember = &KeySetAccess::key_set_;
 };

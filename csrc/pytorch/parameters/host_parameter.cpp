@@ -29,7 +29,7 @@ std::uint64_t hash_line(std::uint64_t hash, const std::byte* line, std::size_t b
   return hash;
 }
 
-/// Samples evenly spaced cache lines, first and last among them; all bytes of small tensors.
+/// Hashes evenly spaced cache lines, including the first and the last; of small tensors, all bytes.
 std::uint64_t fingerprint(const std::byte* data, std::size_t bytes) noexcept {
   if (bytes <= kLine * kLines) {
     return hash_line(bytes, data, bytes);
@@ -75,7 +75,7 @@ void HostParameter::note_moved() {
   moved = true;
   if (version() != version_seen) {
     version_seen = version();
-    face.unsafeGetTensorImpl()->bump_version();  // for backwards of graphs from before
+    face.unsafeGetTensorImpl()->bump_version();  // backwards of older graphs have to raise
   }
 }
 

@@ -13,7 +13,7 @@ struct Noted {
   std::unordered_map<const void*, std::vector<HostExtent>> extents;
 };
 
-/// Deliberately never destroyed: models may outlive statics.
+/// Never destroyed, on purpose: models may outlive statics.
 Noted& all() {
   static auto* const noted = std::make_unique<Noted>().release();
   return *noted;

@@ -1,8 +1,9 @@
-// Host memory of models that are open at the same time: parameters of two may have the same, by `.data = ...`.
+// A registry of the host memory of models that are open at the same time.
 //
-// What one model's optimizer writes no version counter of another one's parameter shows.
+// Parameters of two models may have the same memory, by `.data = ...`. An optimizer's write to one model then bumps no
+// version counter of the other.
 //
-// Owns nothing: models are told apart by address, and forgotten when they close. Threads: any.
+// Owns no memory: models are identified by address, and forgotten when they close. Thread-safe.
 #pragma once
 
 #include <vector>
@@ -11,8 +12,8 @@
 
 namespace hydra::overlapping_memory {
 
-/// What the model's parameters may have in common with other tensors; replaces what was noted before. Returns the same
-/// of all other models.
+/// Registers the memory that the model's parameters may share with other tensors, in place of what was registered
+/// before. Returns the registered memory of all other models.
 std::vector<HostExtent> exchange(const void* model, std::vector<HostExtent> extents);
 void forget(const void* model) noexcept;
 

@@ -11,7 +11,7 @@ namespace hydra {
 
 namespace {
 
-/// Marks our storages; drops the reference that the data pointer held.
+/// The deleter of our storages, which identifies them. Drops the data pointer's reference.
 void release_page(void* context) { auto page = PagePtr::reclaim(static_cast<Page*>(context)); }
 
 c10::DataPtr pointer_for(Page& page, void* data) {

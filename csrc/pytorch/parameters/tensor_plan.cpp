@@ -16,30 +16,30 @@ namespace {
 NumberFormat format_of(const at::Tensor& tensor) {
   const std::optional<NumberFormat> format = number_format(tensor.scalar_type());
   HYDRA_EXPECT(format.has_value(), StateError,
-               std::string("numbers of type ") + at::toString(tensor.scalar_type()) +
-                   "; float32, bfloat16 and float16 can be worked with");
+               std::string("a tensor has the type ") + at::toString(tensor.scalar_type()) +
+                   "; the native loops support float32, bfloat16 and float16");
   return *format;
 }
 
 void expect_dense(const at::Tensor& tensor) {
   HYDRA_EXPECT(tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense(),
-               StateError, "a tensor that is not dense memory of the host");
+               StateError, "a tensor is not dense host memory");
 }
 
 void expect_like(const at::Tensor& weights, const at::Tensor& tensor) {
   expect_dense(tensor);
   HYDRA_EXPECT(tensor.sizes() == weights.sizes() && tensor.strides() == weights.strides(), StateError,
-               "a tensor that does not lie in memory as the weights do");
+               "a tensor has other sizes or strides than the weights");
 }
 
 void expect_replaceable(const at::Tensor& weights, const at::Tensor& new_weights) {
   HYDRA_EXPECT(new_weights.scalar_type() == weights.scalar_type(), StateError,
-               "new weights of another type than the weights");
+               "the new weights have another type than the weights");
   HYDRA_EXPECT(at::get_overlap_status(weights, new_weights) == at::MemOverlapStatus::No, StateError,
-               "new weights that share memory with the weights; leave them out to write in place");
+               "the new weights share memory with the weights; leave them out to write in place");
 }
 
-/// All but the addresses.
+/// The update without its addresses.
 ParameterUpdate formats_of(const TensorUpdate& update) {
   ParameterUpdate plain{.step = update.step};
   plain.count = update.weights.numel();
@@ -47,13 +47,14 @@ ParameterUpdate formats_of(const TensorUpdate& update) {
   plain.gradient_format = format_of(update.gradient);
   if (update.master) {
     const bool split = update.master->scalar_type() == at::kShort;
-    HYDRA_EXPECT(split || update.master->scalar_type() == at::kFloat, StateError, "a master neither float32 nor int16");
+    HYDRA_EXPECT(split || update.master->scalar_type() == at::kFloat, StateError,
+                 "the master is neither float32 nor int16");
     plain.layout = split ? WeightLayout::kSplit : WeightLayout::kMaster;
   }
   if (update.first_moment) {
     plain.moment_format = format_of(*update.first_moment);
     HYDRA_EXPECT(!update.second_moment || format_of(*update.second_moment) == plain.moment_format, StateError,
-                 "two moments of different types");
+                 "the two moments have different types");
   }
   plain.seed = update.seed;
   return plain;
@@ -67,7 +68,7 @@ void bring_to_host(const at::Tensor& tensor) {
   }
 }
 
-/// False when a tensor has no address.
+/// Fills in the addresses. Returns false if a tensor has none.
 bool add_addresses(ParameterUpdate& plain, const TensorUpdate& update, const TensorPlan::AddressOf& address_of) {
   bool all = true;
   const auto found = [&](const OptionalTensor& tensor) -> void* {
@@ -100,7 +101,7 @@ void TensorPlan::add(TensorUpdate update) {
   if (update.new_weights) {
     expect_replaceable(update.weights, *update.new_weights);
   }
-  // What is missing is told now, whatever the addresses will be.
+  // Reports missing tensors now, before their addresses are known.
   ParameterUpdate plain = formats_of(update);
   add_addresses(plain, update, [](const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl(); });
   StepPlan(instructions_).add(plain);
@@ -121,7 +122,7 @@ std::optional<StepPlan> TensorPlan::at(const AddressOf& address_of) const {
 
 StepPlan TensorPlan::on_host() const {
   return *at([](const at::Tensor& tensor) {
-    bring_to_host(tensor);  // which moves nothing that is there already
+    bring_to_host(tensor);  // leaves tensors on the host alone
     return tensor.mutable_data_ptr();
   });
 }

@@ -1,7 +1,7 @@
-// From tensors to the native loops of optimizer steps: a StepPlan whose addresses are looked up when it is to run, so
-// that tensors may move between the host and their home on a device until then.
+// Turns tensors into a StepPlan for the native loops of optimizer steps. Addresses are looked up when the plan is to
+// run, so that tensors may move between the host and a home on a device until then.
 //
-// Keeps its tensors alive. Tensors that no loop can work on are a StateError.
+// Keeps its tensors alive. Throws StateError for tensors that the loops do not support. One thread at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ namespace hydra {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-/// What one step does to one parameter; see ParameterUpdate. All lie in memory as the weights do.
+/// The update of one parameter in one step; see ParameterUpdate. All tensors have the weights' sizes and strides.
 struct TensorUpdate {
   std::variant<AdamStep, SgdStep> step;
   at::Tensor weights;
@@ -32,16 +32,16 @@ struct TensorUpdate {
 
 class TensorPlan {
  public:
-  /// Null where a tensor has no bytes that the asker can use.
+  /// Returns a tensor's address, or null if the tensor has no bytes that the caller can use.
   using AddressOf = std::function<void*(const at::Tensor&)>;
 
   explicit TensorPlan(InstructionSet instructions = best_instruction_set()) : instructions_(instructions) {}
 
-  /// Weights and new weights, if there are any, share no memory.
+  /// Adds an update. Throws StateError if new weights share memory with the weights.
   void add(TensorUpdate update);
-  /// Brings to the host what is withheld. Without the interpreter's lock.
+  /// Returns the plan on the host, and brings withheld tensors there. Call it without the interpreter lock.
   StepPlan on_host() const;
-  /// None unless all tensors have an address.
+  /// Returns the plan at the given addresses, or nullopt unless all tensors have one.
   std::optional<StepPlan> at(const AddressOf& address_of) const;
 
  private:
@@ -49,10 +49,12 @@ class TensorPlan {
   std::vector<TensorUpdate> updates_;
 };
 
-/// What norm.h takes; throws unless the tensor is dense memory of the host, or has its home on a device.
+/// Returns the input of norm.h for a tensor. Throws unless the tensor is dense host memory, or has its home on a
+/// device.
 NormInput norm_input(const at::Tensor& tensor, const void* data);
 
-/// See norm.h; where a tensor's home is, or else on the host. Without the interpreter's lock.
+/// Returns the tensors' sums of squares (norm.h). Tensors with their home on a device are summed there, others on the
+/// host. Call it without the interpreter lock.
 std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPool& pool, InstructionSet instructions);
 
 }  // namespace hydra

@@ -5,7 +5,7 @@
 namespace hydra {
 
 void UpdateHold::take(const std::vector<Share>& shares, const std::weak_ptr<PagedModel>& owner) {
-  // All parameters first: of a storage that is withheld already nothing tells where another one's bytes are.
+  // Note all parameters before any storage is withheld: a withheld storage no longer gives the addresses of others.
   for (const Share& share : shares) {
     blocks_.insert(share.blocks.begin(), share.blocks.end());
     for (HostParameter* parameter : share.parameters) {

@@ -1,10 +1,10 @@
-// The storages that an optimizer step under way reads and writes: each is withheld until the last of the blocks that
-// use it is updated.
+// Withholds the storages that an optimizer step under way reads and writes, each until the last of the blocks that use
+// it is updated.
 //
-// Blocks may share a storage: their parameters are views of one vector, say, or their gradients of one buffer. Then the
-// storage is away as a whole, for all of them. One of no bytes is left where it is.
-// Others may look into a storage by tensors that the step does not know, or into its memory without torch, and nothing
-// of that would wait: see known_elsewhere().
+// Blocks may share a storage: their parameters may be views of one vector, or their gradients views of one buffer. Such
+// a storage is withheld as a whole, for all its blocks. Storages without bytes are left alone.
+// A storage may have owners that the step does not know: other tensors, or memory views outside torch. They would read
+// it without waiting for the update; known_elsewhere() finds them.
 //
 // Owns references to the tensors and storages; parameters have to outlive it. Threads: one at a time.
 #pragma once
@@ -22,7 +22,8 @@ namespace hydra {
 class UpdateHold {
  public:
   using ReferenceCounts = std::unordered_map<const c10::StorageImpl*, std::size_t>;
-  /// Blocks that are updated together; the parameters that this writes, and all that it reads or writes.
+  /// Blocks that are updated together, the parameters that their update writes, and all tensors that it reads or
+  /// writes.
   struct Share {
     std::vector<std::int32_t> blocks;
     std::vector<HostParameter*> parameters;
@@ -36,19 +37,20 @@ class UpdateHold {
     std::set<std::int32_t> waits_for;
     bool lent = false;
   };
-  /// What was given back. It has to end without a lock: torch takes the interpreter lock where a tensor ends.
+  /// Returned storages. They have to be destroyed without a lock: a tensor's end takes the interpreter lock.
   using Departed = std::vector<Held>;
 
-  /// Takes away what the step reads and writes.
+  /// Withholds the tensors that the step reads and writes.
   void take(const std::vector<Share>& shares, const std::weak_ptr<PagedModel>& owner);
-  /// The blocks that use the storage; none if it is not held.
+  /// The blocks that use the storage; empty if this object does not withhold it.
   std::set<std::int32_t> users(const c10::Storage& storage) const;
-  /// The blocks that use storages of lent memory, or with more references than those of the step's tensors and those
-  /// counted in `kept`.
+  /// The blocks whose storages have other owners: memory lent to torch, or more references than those of the step's
+  /// tensors and those counted in `kept`.
   std::set<std::int32_t> known_elsewhere(const ReferenceCounts& kept) const;
-  /// Those that have not ended.
+  /// The blocks that are not updated yet.
   const std::set<std::int32_t>& blocks() const noexcept { return blocks_; }
-  /// The block is updated: what no other block is to be updated with is given back.
+  /// Tells that the block is updated. Returns the storages that no other block still needs, and moves them to
+  /// `departed`.
   void end(std::int32_t block, Departed& departed) noexcept;
 
  private:

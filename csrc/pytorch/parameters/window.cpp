@@ -8,7 +8,7 @@ namespace hydra {
 
 namespace {
 
-/// Calls `visit(key, value)` for each entry; values may be replaced meanwhile, keys not added or removed.
+/// Calls `visit(key, value)` for each entry. `visit` may replace values, but not add or remove keys.
 template <class Visit>
 void each_entry(const py::dict& dictionary, const Visit& visit) {
   PyObject* key = nullptr;
@@ -19,14 +19,14 @@ void each_entry(const py::dict& dictionary, const Visit& visit) {
   }
 }
 
-/// `name` as it follows what `list` holds already.
+/// Returns `name` in the form in which it is appended to `list`.
 std::string listed(const std::string& list, const std::string& name) {
   return (list.empty() ? "'" : ", '") + name + "'";
 }
 
 std::string text_of(PyObject* key) { return py::str(py::handle(key)).cast<std::string>(); }
 
-/// Calls `visit(dictionary, name)` for each parameter in a module and those below it; for what is no module, never.
+/// Calls `visit(dictionary, name)` for each parameter of a module and its submodules. Does nothing for other objects.
 template <class Visit>
 void each_parameter(const py::object& module, const Visit& visit) {
   if (!py::hasattr(module, "named_modules")) {
@@ -35,7 +35,7 @@ void each_parameter(const py::object& module, const Visit& visit) {
   for (const py::handle item : module.attr("named_modules")()) {
     const auto [path, part] = item.cast<std::pair<std::string, py::object>>();
     const py::object own = part.attr("_parameters");
-    if (py::isinstance<py::dict>(own)) {  // a scripted module has none
+    if (py::isinstance<py::dict>(own)) {  // scripted modules have no dictionary
       each_entry(own, [&visit, &own, prefix = path.empty() ? "" : path + "."](PyObject* key, PyObject* value) {
         if (value != Py_None) {
           visit(py::reinterpret_borrow<py::dict>(own), prefix + text_of(key));

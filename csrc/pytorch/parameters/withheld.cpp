@@ -13,7 +13,7 @@ namespace hydra {
 
 namespace {
 
-/// Guards what storages point to while it changes. Deliberately never destroyed: tensors may outlive statics.
+/// Guards changes of storages' data pointers. Never destroyed, on purpose: tensors may outlive statics.
 std::mutex& changing() {
   static auto* const mutex = std::make_unique<std::mutex>().release();
   return *mutex;
@@ -26,7 +26,7 @@ Withheld* context_of(c10::StorageImpl& storage) noexcept {
   return pointer.get_deleter() == &release_withheld ? static_cast<Withheld*>(pointer.get_context()) : nullptr;
 }
 
-/// The storage's bytes become `context`'s to give back.
+/// Moves the storage's bytes to `context`, which returns them later.
 void take_away_locked(c10::StorageImpl& storage, WithheldPtr context) {
   const bool at_home = context->at_home != nullptr;
   context->memory = storage.set_data_ptr(c10::DataPtr());
@@ -87,7 +87,7 @@ c10::DataPtr note_on_disk(const WithheldTensor& withheld) noexcept {
 }
 
 bool has_idle_wrapper(const c10::Storage& storage) {
-  // The wrapper that Python makes of a storage lives as long as that does.
+  // Python's wrapper of a storage lives as long as the storage.
   return storage.use_count() > 1 && storage.unsafeGetStorageImpl()->pyobj_slot()->has_unique_reference();
 }
 
@@ -141,7 +141,7 @@ WithheldTensor withhold(const at::Tensor& tensor, const std::weak_ptr<PagedModel
 
 void give_back(const WithheldTensor& withheld) noexcept {
   c10::StorageImpl* const implementation = withheld.storage.unsafeGetStorageImpl();
-  c10::DataPtr away;  // ends without the lock
+  c10::DataPtr away;  // destroyed without the lock
   {
     const std::lock_guard lock(changing());
     if (Withheld* const context = context_of(*implementation)) {
@@ -149,7 +149,7 @@ void give_back(const WithheldTensor& withheld) noexcept {
       away = implementation->set_data_ptr(std::exchange(context->memory, c10::DataPtr()));
     }
   }
-  if (shows(withheld.tensor, withheld.storage)) {  // else it has another one, which may be withheld itself
+  if (shows(withheld.tensor, withheld.storage)) {  // else the tensor has another storage, which may be withheld too
     remove_fault_key(*withheld.tensor.unsafeGetTensorImpl());
   }
 }

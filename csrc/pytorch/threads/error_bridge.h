@@ -1,15 +1,15 @@
-// Our errors inside torch's operators and its autograd engine.
+// Carries our errors through torch's operators and its autograd engine.
 //
 // torch turns a foreign C++ exception into a bare RuntimeError. Errors that leave through an operator or a
-// gradient hook are therefore re-thrown as what torch passes on unchanged: a c10::OutOfMemoryError, or a
-// Python exception of hydra_ext.errors.
+// gradient hook are therefore re-thrown as types that torch passes on unchanged: c10::OutOfMemoryError, or a
+// Python exception of hydra_ext.errors. Threads: any, with or without the interpreter lock.
 #pragma once
 
 #include <string>
 
 namespace hydra {
 
-/// Call inside a catch block. `explanation` is appended to an out-of-memory message.
+/// Re-throws the current exception, inside a catch block. Appends `explanation` to an out-of-memory message.
 [[noreturn]] void rethrow_for_torch(const std::string& explanation);
 
 }  // namespace hydra

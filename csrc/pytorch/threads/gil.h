@@ -1,4 +1,4 @@
-// Blocking without the interpreter lock.
+// Two means to block without the interpreter lock: a scope that releases it, and a lock that never waits with it.
 #pragma once
 
 #include <Python.h>
@@ -7,8 +7,8 @@
 
 namespace hydra {
 
-/// Releases the interpreter lock for its lifetime if the calling thread holds it. Needed round every wait for
-/// a lane: a lane may have to drop a tensor that Python has seen, and takes the lock for it.
+/// Releases the interpreter lock for its lifetime if the calling thread holds it. Every wait for a lane needs it:
+/// a lane may have to drop a tensor that Python has seen, and takes the lock for it.
 class ReleaseGilIfHeld {
  public:
   ReleaseGilIfHeld() noexcept : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -24,7 +24,7 @@ class ReleaseGilIfHeld {
   PyThreadState* saved_;
 };
 
-/// Locks a mutex whose holder may need the interpreter lock: never waits for it with that lock held.
+/// Locks a mutex whose holder may need the interpreter lock. Never waits for the mutex while it has that lock.
 inline std::unique_lock<std::mutex> lock_without_gil(std::mutex& mutex) {
   std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock) {

@@ -17,8 +17,8 @@ ThreadContext::ThreadContext() : autocast_depth_(autocast_depth()) {}
 
 void ThreadContext::enter() const {
   at::ThreadLocalState::setThreadLocalState(state_);
-  // Not part of torch's own state. Leaving the outermost region clears the process's cache, so that a region inside
-  // another one has to know that it is inside.
+  // torch's own state lacks the depth. Leaving the outermost region clears the process's cache, so a nested region has
+  // to know that it is nested.
   for (int depth = autocast_depth(); depth < autocast_depth_; ++depth) {
     at::autocast::increment_nesting();
   }

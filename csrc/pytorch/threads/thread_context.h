@@ -1,9 +1,9 @@
-// What torch keeps per thread, carried from one thread to another.
+// Carries torch's per-thread state from one thread to another.
 //
-// Captured in the thread that calls run.step(), entered by the thread of each microbatch: grad and inference mode,
-// autocast, dispatch and function modes, saved-tensor hooks, profilers. Autocast's cache of cast weights is one for
-// the process; threads that take turns would share the casts' graph nodes, so it is off where a context was entered.
-// Threads: capture and enter() from any thread; an object may be entered by several.
+// The thread that calls run.step() captures the state, and the thread of each microbatch enters it: grad and inference
+// mode, autocast, dispatch and function modes, saved-tensor hooks, profilers. Autocast has one cache of cast weights
+// for the process. Threads that take turns would share the casts' graph nodes, so enter() switches the cache off.
+// Threads: any; several threads may enter one object.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -14,7 +14,7 @@ class ThreadContext {
  public:
   /// Captures the calling thread's state.
   ThreadContext();
-  /// Makes it the calling thread's, for good: meant for threads that end soon.
+  /// Gives the state to the calling thread, and never restores the former one: for threads that end soon.
   void enter() const;
 
  private:

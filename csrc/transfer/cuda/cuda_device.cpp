@@ -31,7 +31,7 @@ FencePtr CudaDevice::mark(cudaStream_t first, cudaStream_t second) {
     }
     return std::make_shared<CudaFence>(std::move(marks));
   } catch (...) {
-    // Block exits cannot fail: the copy that is to wait for this fence does.
+    // A block's exit cannot fail, so the copy that waits for this fence fails instead.
     return std::make_shared<CudaFence>(std::current_exception());
   }
 }
@@ -40,7 +40,7 @@ FencePtr CudaDevice::record() { return mark(home_, current_stream_()); }
 
 FencePtr CudaDevice::record_use() {
   const cudaStream_t current = current_stream_();
-  // On the home stream every later record() covers it.
+  // Every later record() covers operations on the main stream.
   return current == home_ ? nullptr : mark(current, current);
 }
 
@@ -85,7 +85,7 @@ void CudaDevice::slot_returns(Ticket* ticket, const std::vector<FencePtr>& fence
       }
     }
   } catch (const std::exception&) {
-    // The device takes no more waits: it has failed, and whatever comes next on it says so.
+    // The device has failed and takes no more waits. The next call on it reports the failure.
     if (ticket != nullptr) {
       ticket->wait_quietly();
     }
@@ -97,9 +97,9 @@ void CudaDevice::expect_usable() {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   HYDRA_CUDA(cudaStreamIsCapturing(current_stream_(), &status));
   HYDRA_EXPECT(status == cudaStreamCaptureStatusNone, StateError,
-               "an offloaded block is used while a CUDA graph is being captured: the graph would keep the address "
-               "that the block has now, and the block moves. Capture outside the offload context, or compile "
-               "without CUDA graphs (mode='default')");
+               "an offloaded block is used while a CUDA graph is being captured: the graph would keep the block's "
+               "present address, and the block moves. Capture outside the offload context, or compile without CUDA "
+               "graphs (mode='default')");
 }
 
 }  // namespace hydra

@@ -1,9 +1,10 @@
-// A CUDA device behind the backend interface, without torch: the streams compute runs on come from a function.
+// A CUDA device behind the backend interface, without torch. A function tells the stream that compute runs on.
 //
-// The home stream is where slots are allocated and, usually, where all compute runs. Compute on other streams is
-// covered too: record() marks both the home and the caller's current stream, single operations off the home
-// stream are marked one by one (record_use), and a slot goes back to its allocator only behind all of them.
-// Nothing blocks the host but compute_waits(), and that only until the lane has enqueued the copy.
+// Slots are allocated on the main stream (home()), and usually all compute runs there. Compute on other streams is
+// covered too. record() marks both the main stream and the caller's current stream; record_use() marks single
+// operations off the main stream. A slot returns to its allocator behind all marks.
+// Only compute_waits() blocks the host, and only until the lane has enqueued the copy.
+// Owns its lanes, its events and the slots' resource, not the streams. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -20,7 +21,7 @@ using CurrentStream = std::function<cudaStream_t()>;
 
 class CudaDevice : public DeviceBackend {
  public:
-  /// `slots` hands out memory that is reused in the order of `home`.
+  /// `slots` allocates memory that is reused in the order of `home`.
   CudaDevice(int device, cudaStream_t home, CurrentStream current_stream, std::unique_ptr<Resource> slots);
   ~CudaDevice() override;
 

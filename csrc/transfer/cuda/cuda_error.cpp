@@ -11,7 +11,7 @@ void throw_cuda_error(cudaError_t status, const char* call, Bytes asked) {
   std::string message =
       std::string("CUDA: ") + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ") from " + call;
   if (asked > 0) {
-    message += "; " + human_bytes(asked) + " asked";
+    message += "; asked for " + human_bytes(asked);
   }
   std::size_t free = 0;
   std::size_t total = 0;
@@ -22,9 +22,9 @@ void throw_cuda_error(cudaError_t status, const char* call, Bytes asked) {
     forget_cuda_error(cudaErrorUnknown);
   }
   if (status == cudaErrorMemoryAllocation) {
-    throw OutOfMemory(message + "; lower the budget, or free what else uses this device");
+    throw OutOfMemory(message + "; lower the budget, or free other memory on this device");
   }
-  throw TransferError(message + "; if it comes again, run with CUDA_LAUNCH_BLOCKING=1 to find the kernel that failed");
+  throw TransferError(message + "; if it happens again, run with CUDA_LAUNCH_BLOCKING=1 to find the failed kernel");
 }
 
 void forget_cuda_error(cudaError_t status) noexcept {

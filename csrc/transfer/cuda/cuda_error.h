@@ -1,8 +1,9 @@
-// CUDA's errors as ours: which call, what was asked, what the device had.
+// Turns CUDA's status codes into our errors, which name the call, the bytes asked for, and the device's free memory.
 //
-// Every status of the runtime passes through here. A refused allocation becomes OutOfMemory, everything else
-// TransferError. Destructors use forget_cuda_error(): by then there is no caller to tell, and the runtime itself may be
-// gone (cudaErrorCudartUnloading). Both clear the runtime's last error, which torch would report as its own.
+// Every status of the runtime passes through here. A refused allocation becomes OutOfMemory, and all other errors
+// become TransferError. Destructors use forget_cuda_error(): they have no caller to throw to, and the runtime may have
+// been unloaded (cudaErrorCudartUnloading). Both functions clear the runtime's last error, which torch would report as
+// its own. Threads: any; a guard belongs to its thread.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +14,8 @@ namespace hydra {
 
 [[noreturn]] void throw_cuda_error(cudaError_t status, const char* call, Bytes asked);
 
-/// Throws unless `status` is success. `asked`: bytes the call was to move or to get, for the message.
+/// Throws unless `status` is success. `asked` is the bytes that the call should have moved or allocated, for the
+/// message.
 inline void check_cuda(cudaError_t status, const char* call, Bytes asked = 0) {
   if (status != cudaSuccess) [[unlikely]] {
     throw_cuda_error(status, call, asked);
@@ -22,8 +24,8 @@ inline void check_cuda(cudaError_t status, const char* call, Bytes asked = 0) {
 
 void forget_cuda_error(cudaError_t status) noexcept;
 
-/// Makes `device` the calling thread's for its lifetime. The default stream's handle means the current device's
-/// default stream, so every call that takes a stream is made inside one of these.
+/// Makes `device` the calling thread's current device for a scope. The handle of the default stream means that of the
+/// current device, so every call that takes a stream needs this guard.
 class CudaDeviceGuard {
  public:
   explicit CudaDeviceGuard(int device);
@@ -38,5 +40,5 @@ class CudaDeviceGuard {
 
 }  // namespace hydra
 
-/// HYDRA_CUDA(cudaEventRecord(event, stream)): throws what the call failed with.
+/// HYDRA_CUDA(cudaEventRecord(event, stream)) throws if the call fails.
 #define HYDRA_CUDA(call) ::hydra::check_cuda((call), #call)

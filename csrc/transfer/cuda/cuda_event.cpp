@@ -12,7 +12,7 @@ void CudaEvent::hold_back(cudaStream_t stream) const { HYDRA_CUDA(cudaStreamWait
 
 bool CudaEvent::reached() const noexcept {
   const cudaError_t status = cudaEventQuery(event_);
-  // "Not ready" too stays behind as the thread's last error.
+  // "Not ready" also becomes the thread's last error.
   forget_cuda_error(status);
   return status != cudaErrorNotReady;
 }
@@ -38,7 +38,7 @@ struct CudaEventPool::Shelf {
       const std::lock_guard lock(mutex);
       free.push_back(event);
     } catch (const std::exception&) {
-      forget_cuda_error(cudaEventDestroy(event));  // no memory to remember it by
+      forget_cuda_error(cudaEventDestroy(event));  // the shelf has no memory to store it
     }
   }
 

@@ -1,8 +1,8 @@
 // Pooled CUDA events, and the fences made of them.
 //
-// An event goes back to its pool with its last holder, and may be recorded anew while earlier waits for it are
-// still pending: CUDA waits for what was recorded when the wait was enqueued. Events outlive the pool object;
-// the pool's events are destroyed when the last of them has come back. Thread-safe.
+// An event returns to its pool with its last owner, and may be recorded again while earlier waits for it are
+// pending: a wait concerns the record that was current when the wait was enqueued. Events may outlive the pool object;
+// all are destroyed when the last of them has returned. Thread-safe.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,11 +23,11 @@ class CudaEvent {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
-  /// The caller's current device has to be the event's (CudaDeviceGuard).
+  /// The caller's current device has to be the event's device (CudaDeviceGuard).
   void record(cudaStream_t stream);
-  /// Whatever is enqueued on `stream` from here on starts after the event. Does not block.
+  /// Makes later work on `stream` start after the event. Does not block.
   void hold_back(cudaStream_t stream) const;
-  /// True too when the device has failed: nothing runs any more.
+  /// Also true if the device has failed, since no work runs any more.
   bool reached() const noexcept;
   /// Blocks the host, without spinning.
   cudaError_t wait() const noexcept;
@@ -41,7 +41,7 @@ using CudaEventPtr = std::shared_ptr<CudaEvent>;
 
 class CudaEventPool {
  public:
-  /// `timed`: elapsed_seconds() works, at some cost for each event.
+  /// With `timed`, elapsed_seconds() works, at some cost for each event.
   CudaEventPool(int device, bool timed);
 
   CudaEventPtr take();
@@ -52,8 +52,8 @@ class CudaEventPool {
   std::shared_ptr<Shelf> shelf_;
 };
 
-/// Reached when every one of its events is: one per stream that it covers. A fence that could not be recorded
-/// carries the error, and a wait for it on a stream throws it.
+/// A fence with one event for each stream that it covers. It is reached when all events are. A fence that could not be
+/// recorded carries the error, and hold_back() throws it.
 class CudaFence final : public Fence {
  public:
   struct Mark {
@@ -66,7 +66,8 @@ class CudaFence final : public Fence {
 
   bool reached() const noexcept override;
   void wait() noexcept override;
-  /// `stream` waits; the events recorded on it need no wait. Throws the error of a fence that has one.
+  /// Makes later work on `stream` wait, except for events that were recorded on it. Throws the fence's error, if it has
+  /// one.
   void hold_back(cudaStream_t stream) const;
 
  private:

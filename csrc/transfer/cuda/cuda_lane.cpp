@@ -10,7 +10,7 @@ namespace hydra {
 
 namespace {
 
-/// An idle link says nothing new about the device's clock: after so long the host's counts again.
+/// The device's clock is anchored to the host's at most this long: on an idle link the clocks drift apart.
 constexpr std::chrono::seconds kAnchorHolds{1};
 
 }  // namespace
@@ -21,7 +21,7 @@ CudaLane::CudaLane(int device, cudaMemcpyKind kind, ActivityLog& log)
       events_(device, /*timed=*/true),
       activity_(&log, kind == cudaMemcpyHostToDevice ? ActivityRow::kToDevice : ActivityRow::kToHost) {
   const CudaDeviceGuard guard(device);
-  // Non-blocking: the default stream, which most compute runs on, must not order it.
+  // Non-blocking, because the default stream, which most compute runs on, must not order the copies.
   HYDRA_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
   *enqueuer_ = std::thread([this] { enqueue_jobs(); });
   *completer_ = std::thread([this] { complete_batches(); });
@@ -50,12 +50,12 @@ TicketPtr CudaLane::submit(Job job) {
   Queue& queue = queues_.at(static_cast<std::size_t>(job.priority));
   pending->job = std::move(job);
   const std::lock_guard lock(mutex_);
-  HYDRA_EXPECT(!stopping_, StateError, "this lane is being closed and takes no more jobs");
+  HYDRA_EXPECT(!stopping_, StateError, "this lane is closing and takes no more jobs");
   pending->sequence = submitted_ + 1;
   unfinished_.insert(pending->sequence);
   try {
     queue.push_back(pending);
-  } catch (...) {  // re-raised: nothing was submitted
+  } catch (...) {  // the job was not submitted
     unfinished_.erase(pending->sequence);
     throw;
   }
@@ -81,7 +81,7 @@ LaneStatistics CudaLane::statistics() const noexcept {
 // ---- the enqueuer -----------------------------------------------------------------------------
 
 void CudaLane::enqueue_jobs() noexcept {
-  // New threads start on device 0. A failure shows in every ticket to come.
+  // New threads start on device 0. A failure shows in every later ticket.
   forget_cuda_error(cudaSetDevice(device_));
   std::unique_lock lock(mutex_);
   for (;;) {
@@ -100,7 +100,7 @@ void CudaLane::enqueue_jobs() noexcept {
     Batch batch = enqueue_batch(pending);
     lock.lock();
     if (batch.last) {
-      queue->pop_front();  // still the front: others only append
+      queue->pop_front();  // still this job: other threads only append
     }
     in_flight_.push_back(std::move(batch));
     changed_->notify_all();
@@ -196,7 +196,7 @@ void CudaLane::complete_batches() noexcept {
 
 void CudaLane::complete(const Batch& batch) noexcept {
   Pending& pending = *batch.pending;
-  // Without an end event part of the batch may have been enqueued: the whole stream is waited for.
+  // Without an end event, part of the batch may have been enqueued: wait for the whole stream.
   const cudaError_t status = batch.end ? batch.end->wait() : cudaStreamSynchronize(stream_);
   if (status != cudaSuccess && !pending.copy_error) {
     try {
@@ -227,7 +227,7 @@ void CudaLane::record(const Batch& batch, double seconds) noexcept {
   const auto ticks = [](double duration) {
     return std::chrono::duration_cast<ActivityLog::Clock::duration>(std::chrono::duration<double>(duration));
   };
-  // The host may see the end late, so the time since the batch before is the device's; it never sees it early.
+  // The host may see the end late, never early. So the time since the batch before is measured by the device.
   Activity::Time end = seen;
   if (anchor_ && seen - anchor_time_ < kAnchorHolds) {
     end = std::min(seen, anchor_time_ + ticks(CudaEventPool::elapsed_seconds(*anchor_, *batch.end)));
@@ -241,7 +241,7 @@ void CudaLane::record(const Batch& batch, double seconds) noexcept {
 
 void CudaLane::finish(Pending& pending) noexcept {
   activity_.flush();
-  // The first thing that went wrong: what was in flight came before what was to be enqueued.
+  // The first error counts: copies in flight came before those that were still to be enqueued.
   std::exception_ptr error = pending.copy_error ? pending.copy_error : pending.enqueue_error;
   if (!error && pending.job.after) {
     try {
@@ -250,7 +250,7 @@ void CudaLane::finish(Pending& pending) noexcept {
       error = std::current_exception();
     }
   }
-  // What the job owns goes first: a thread that waits for the ticket may count on it.
+  // The job's owners are dropped before the ticket ends: threads that wait for the ticket rely on it.
   pending.job = Job{};
   {
     const std::lock_guard lock(mutex_);

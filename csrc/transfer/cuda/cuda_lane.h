@@ -1,14 +1,15 @@
 // One direction of a CUDA device's link: a stream of its own, and two host threads.
 //
-// The enqueuer takes jobs by priority, runs `before`, makes the stream wait for the fences and enqueues copies in
+// The enqueuer takes jobs by priority, runs `before`, makes the stream wait for the fences, and enqueues copies in
 // batches of at most kBatchBytes, with an event behind each. A few batches are in flight at once, so that the
-// link never waits for the host, and so few that a more urgent job is not held up for long. The completer waits
-// for the batches in order, runs `after`, and ends the tickets, failed ones included, so that nothing of a job is
-// in flight any more when its ticket ends. A ticket is marked enqueued when its last event is recorded: from
+// link never waits for the host. They are so few that a more urgent job is not delayed for long.
+// The completer waits for the batches in order, runs `after`, and ends the tickets, including failed ones. So no copy
+// of a job is in flight when its ticket ends. A ticket is marked enqueued when its last event is recorded: from
 // then on a compute stream can wait for it without the host.
 //
-// Neither thread takes the interpreter lock; what a job's functions own may, when it is dropped. Errors of
-// kernels surface in the tickets of this lane too, since CUDA reports them at the next call.
+// Owns the stream, the threads and the jobs. Thread-safe. Neither thread takes the interpreter lock, but objects that a
+// job's functions own may take it when they are dropped. CUDA reports a kernel's error at the next call, so tickets of
+// this lane may carry errors of kernels.
 #pragma once
 
 #include <array>
@@ -28,7 +29,7 @@ class CudaTicket final : public Ticket {
  public:
   using Ticket::Ticket;
 
-  /// Valid once the ticket is enqueued and has not failed: behind the last byte.
+  /// The event behind the last byte. Valid once the ticket is enqueued, unless it has failed.
   const CudaEvent* event() const noexcept { return event_.get(); }
   /// For the lane, before mark_enqueued().
   void set_event(CudaEventPtr event) noexcept { event_ = std::move(event); }
@@ -42,7 +43,7 @@ class CudaLane final : public Lane {
   static constexpr Bytes kBatchBytes = 16 * kMiB;
   static constexpr std::size_t kInFlight = 4;
 
-  /// `log` has to outlive the lane. In it are copies by the device's events; the jobs' functions run beside them.
+  /// `log` has to outlive the lane. Copies are logged by the device's events; jobs' functions run beside them.
   CudaLane(int device, cudaMemcpyKind kind, ActivityLog& log);
   ~CudaLane() override;
 
@@ -51,7 +52,7 @@ class CudaLane final : public Lane {
   LaneStatistics statistics() const noexcept override;
   std::size_t in_flight() const noexcept override { return kInFlight; }
 
-  /// For tests, which delay it.
+  /// For tests, which delay the stream.
   cudaStream_t stream() const noexcept { return stream_; }
 
  private:
@@ -59,12 +60,12 @@ class CudaLane final : public Lane {
     Job job;
     std::shared_ptr<CudaTicket> ticket;
     std::int64_t sequence = 0;
-    // The enqueuer's until the last batch is in flight.
+    // Only the enqueuer uses these, until the last batch is in flight.
     std::size_t segment = 0;
     Bytes offset = 0;
     bool begun = false;
     std::exception_ptr enqueue_error;
-    // The completer's.
+    // Only the completer uses these.
     std::exception_ptr copy_error;
     Bytes moved = 0;
     double seconds = 0.0;
@@ -73,7 +74,7 @@ class CudaLane final : public Lane {
   struct Batch {
     PendingPtr pending;
     CudaEventPtr start;
-    CudaEventPtr end;  // null when enqueueing failed
+    CudaEventPtr end;  // null if enqueueing failed
     Bytes bytes = 0;
     bool last = false;
   };
@@ -97,7 +98,7 @@ class CudaLane final : public Lane {
   const HomeProcess home_;
   mutable std::mutex mutex_;
   HomeOnly<std::condition_variable> changed_;
-  /// By priority; a job leaves its queue when its last batch is in flight.
+  /// Indexed by priority. A job leaves its queue when its last batch is in flight.
   std::array<Queue, 3> queues_;
   std::deque<Batch> in_flight_;
   std::set<std::int64_t> unfinished_;
@@ -106,9 +107,9 @@ class CudaLane final : public Lane {
   bool enqueuer_ended_ = false;
   LaneStatistics statistics_;
 
-  // The completer's own.
+  // Only the completer uses these.
   LaneActivity activity_;
-  CudaEventPtr anchor_;  // the end of the last batch that was recorded, and when the host's clock showed it
+  CudaEventPtr anchor_;  // the end of the last batch that was logged; anchor_time_ is its time on the host's clock
   Activity::Time anchor_time_{};
 
   HomeOnly<std::thread> enqueuer_;

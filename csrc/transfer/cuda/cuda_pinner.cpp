@@ -20,7 +20,7 @@ bool CudaPinner::pin(void* pointer, Bytes bytes) noexcept {
     forget_cuda_error(status);
     return status == cudaSuccess;
   } catch (const std::exception&) {
-    return false;  // no device to pin for: the arena counts the region as pageable
+    return false;  // the device is not available: the arena counts the region as pageable
   }
 }
 

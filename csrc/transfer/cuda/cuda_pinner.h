@@ -1,7 +1,8 @@
-// Page-locks the host arena's regions for CUDA: one registration per region, valid for every device.
+// Page-locks the host arena's regions for CUDA: one registration for each region, valid for every device.
 //
-// A region is pinned at its exact size, unlike torch's pinned allocator, which rounds up to a power of two.
-// A forked child never un-pins what its parent pinned. When the driver refuses, the region stays pageable.
+// A region is pinned at its exact size; torch's pinned allocator would round up to a power of two.
+// A forked child never un-pins its parent's regions. If the driver refuses, pin() returns false and the region stays
+// pageable. Owns no memory. Thread-safe. Sizes are bytes.
 #pragma once
 
 #include "csrc/memory/host_arena.h"
@@ -10,7 +11,7 @@ namespace hydra {
 
 class CudaPinner final : public Pinner {
  public:
-  /// `device`: in whose context the registration is made, so that no other device is woken up.
+  /// Makes registrations in the context of `device`, so that CUDA initialises no other device.
   explicit CudaPinner(int device) noexcept;
 
   bool pin(void* pointer, Bytes bytes) noexcept override;
