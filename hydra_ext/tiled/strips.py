@@ -32,7 +32,7 @@ class strips:  # noqa: N801 - a verb: it is used as a function
             ``"simulated"``, a :class:`hydra_ext.SimulatedDevice`.
 
     Raises:
-        InvalidBudget: the budget is no size.
+        InvalidBudget: The budget is not a size.
         InvalidArgument: ``rows`` is no positive whole number, or the simulated device has options of no use here.
         InvalidDevice: there is no such device.
         torch.OutOfMemoryError: inside: a strip of one row does not fit.
