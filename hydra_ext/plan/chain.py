@@ -131,9 +131,7 @@ def partition_chain(
     elif len(memory) == stages:
         limits = list(memory)
     else:
-        raise InvalidArgument(
-            f"partition_chain(memory={memory!r}): give one entry for each of the {stages} stages"
-        )
+        raise InvalidArgument(f"partition_chain(memory={memory!r}): give one entry for each of the {stages} stages")
     found = _C.partition_chain(
         [(one.forward_seconds, one.backward_seconds, one.parameter_bytes, one.activation_bytes) for one in events],
         [(one.crossing_bytes, one.possible) for one in boundaries],
