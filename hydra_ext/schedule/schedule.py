@@ -145,7 +145,7 @@ class Schedule:
     def stream(self, rank: int, *, first_batch: int = 0) -> Stream:
         """The rank's actions from the first batch on, including communication.
 
-        Under a built-in schedule that flushes, and under ``2bw`` with one stage a rank, batches may have any size. Under
+        Batches may have any size under a built-in schedule that flushes, and under ``2bw`` with one stage a rank. Under
         all others ``next_batch`` of another size raises InvalidSchedule.
 
         Args:
