@@ -57,7 +57,7 @@ __all__ = [
 
 __version__ = _build_info.VERSION
 
-_ON_FIRST_USE = {  # a program that does not use them does not wait for them
+_ON_FIRST_USE = {  # imported on first use, to keep `import hydra_ext` fast
     "Loaded": "hydra_ext.checkpoint.loading",
     "Pipeline": "hydra_ext.pipeline",
     "PipelineOutput": "hydra_ext.pipeline",

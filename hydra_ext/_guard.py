@@ -1,8 +1,8 @@
 """Checks that `_C` was built for the torch that is installed, before `_C` is imported.
 
 A `_C` built on another minor version of torch may import, return garbage and crash later. The guard compares the
-build stamp that CMake wrote (`_build_info`) with the torch at hand and turns every mismatch into one text that says
-what was built, what is there and what to run.
+build stamp that CMake wrote (`_build_info`) with the installed torch. A mismatch becomes one text, which names the
+build, the installed torch and the command to run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WHERE = f"run `{REBUILD}` in hydra_ext's source folder"
 
 @dataclass(frozen=True)
 class Build:
-    """What a build was made for, as the stamp has it."""
+    """The torch and CUDA versions that a build was made for, from its stamp."""
 
     torch: str
     torch_cuda: str
@@ -27,7 +27,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Torch:
-    """The torch that is installed. `cuda` is empty where torch was built without CUDA."""
+    """The installed torch. `cuda` is empty if torch was built without CUDA."""
 
     version: str
     cuda: str
@@ -53,7 +53,7 @@ def mismatch(build: Build, torch: Torch) -> str | None:
 
 
 def _cuda_kind(version: str) -> str:
-    """Builds mix within one major version of CUDA."""
+    """The major version: builds for the same one work together."""
     return version.split(".")[0]
 
 
@@ -62,7 +62,7 @@ def _cuda_name(version: str) -> str:
 
 
 def how_to_get_cuda() -> str:
-    """What gives a build that has no CUDA kernels some."""
+    """Says how to get CUDA kernels, for a build that has none."""
     info = importlib.import_module("hydra_ext._build_info")
     if not info.TORCH_CUDA:
         return f"install a torch with CUDA, then {_WHERE}"
@@ -82,7 +82,7 @@ def installed_torch() -> Torch | None:
 
 
 def read_build() -> Build | None:
-    """The stamp, or None where hydra_ext was not built (its source folder)."""
+    """The stamp, or None if hydra_ext was not built, as in its source folder."""
     try:
         info = importlib.import_module("hydra_ext._build_info")
     except ModuleNotFoundError:
@@ -91,7 +91,7 @@ def read_build() -> Build | None:
 
 
 def load_extension() -> str | None:
-    """Imports `_C` if it fits this torch; else says why it does not. torch is imported first in any case."""
+    """Imports `_C` if it fits this torch, otherwise returns the reason. torch is imported first in any case."""
     torch = installed_torch()
     if torch is None:
         return 'hydra_ext needs torch, which is not installed: run `pip install "torch>=2.11,<2.14"`, then rebuild'
@@ -112,10 +112,9 @@ def load_extension() -> str | None:
 
 
 def doctor_was_asked_for() -> bool:
-    """Whether this import is the beginning of `hydra-ext doctor`, which has to work on a broken build too.
+    """Whether `hydra-ext doctor` or `python -m hydra_ext doctor` imports this, which has to work on a broken build too.
 
-    Or of `python -m hydra_ext doctor`: while Python locates the module of `-m`, and imports its package for that,
-    `sys.argv[0]` is "-m".
+    To locate the module of `-m` Python imports its package. `sys.argv[0]` is "-m" meanwhile.
     """
     module = sys.argv[0] == "-m" and "hydra_ext" in sys.orig_argv
     return sys.argv[1:2] == ["doctor"] and (module or Path(sys.argv[0]).name == "hydra-ext")

@@ -1,9 +1,9 @@
 """Blocks: which parameters move together, and which modules announce their use.
 
 A *block* is a set of parameters; a *site* is a module whose call uses blocks. Both are found for any
-:class:`torch.nn.Module` by size alone: a module becomes one block when it is small enough against the whole model
-and is called as a module; else its own parameters form a block and its children are looked at one by one. A
-parameter that several modules share belongs to the first and is a use of its block at every one.
+:class:`torch.nn.Module` by size alone. A module becomes one block if it is small enough and is called as a module.
+Otherwise its own parameters form a block, and its children are visited one by one. A parameter that several modules
+share belongs to the block of the first one. Each of these modules uses that block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters that move together, by their names in the model."""
+    """Parameters that move together, with their names in the model."""
 
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
@@ -38,7 +38,7 @@ class Site:
     """A module whose forward uses the blocks with these indices.
 
     Attributes:
-        others: where weights have several versions, the blocks of each but the first.
+        others: Blocks of each version of the weights but the first, if there are several versions.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Site:
 
 @dataclass
 class Layout:
-    """Every parameter with elements in exactly one block, and a site for every module that uses one."""
+    """Blocks that have each parameter with elements exactly once, and a site for every module that uses a block."""
 
     blocks: list[Block] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
@@ -59,12 +59,12 @@ def discover(model: nn.Module, *, largest_bytes: int, modules: Sequence[nn.Modul
     """Splits a model into blocks of at most ``largest_bytes`` each, where its modules allow it.
 
     Args:
-        model: any module.
-        largest_bytes: a module with more bytes of parameters than this is looked into.
-        modules: modules (or their names) to take as blocks whatever their size; the rest is found as usual.
+        model: Any module.
+        largest_bytes: Most bytes of parameters of a module that becomes one block; larger ones are split.
+        modules: Modules, or their names, that become blocks whatever their size. Other blocks are found by size.
 
     Raises:
-        UnsupportedModel: ``modules`` names what the model does not have, or one inside another.
+        UnsupportedModel: ``modules`` names a module that the model does not have, or one inside another.
     """
     finder = _Finder(model, largest_bytes, _chosen(model, modules or ()))
     finder.visit("", model)
@@ -119,7 +119,7 @@ class _Finder:
             module in self._chosen
             or sum(p.nbytes for p in parameters) <= self._largest
             or (
-                # Inside a compiled region no call is seen: everything it reads is pinned around it.
+                # Calls inside a compiled region are not seen, so everything that it reads is pinned around it.
                 bool(name) and is_compiled(module)
             )
         )

@@ -1,9 +1,11 @@
-"""Stand-ins for a module's call, through the instance attribute that ``nn.Module.__call__`` asks for first.
+"""Stand-ins for a module's call, through the instance attribute that ``nn.Module.__call__`` reads first.
 
-It is the one that ``Module.compile`` sets: a stand-in is around the user's hooks, on every way out. The class, the
-hooks and the state of the module stay as they are. While there are stand-ins, ``Module.compile`` puts what it makes
-below them. ``nn.Module`` leaves the attribute out of copies and pickles; where
-a class copies its whole dictionary, as parametrized ones do, the copy gets what the stand-in has replaced.
+``Module.compile`` sets the same attribute. So a stand-in runs around the user's hooks, and also sees calls that raise.
+The class, the hooks and the state of the module stay as they are. While there are stand-ins, ``Module.compile`` puts
+the compiled call below them.
+
+``nn.Module`` leaves the attribute out of copies and pickles. If a class copies its whole dictionary, as parametrized
+ones do, the copy gets the call that the stand-in has replaced.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from typing import Any
 from torch import nn
 
 _SLOT = "_compiled_call_impl"
-_lock = threading.Lock()  # around what stands there
-_standing = 0  # stand-ins
-_plain_compile: Any = None  # what Module.compile is, where it is replaced
+_lock = threading.Lock()  # guards the modules' attributes and the variables below
+_standing = 0  # number of stand-ins
+_plain_compile: Any = None  # torch's Module.compile while it is replaced
 
 
 class StandIn:
-    """Called in place of ``module._call_impl``, or of what stood there already. Subclasses say how.
+    """Called in place of ``module._call_impl``, or of the call that was installed before. Subclasses define the call.
 
     Attributes:
-        module: any.
-        replaced: what stood there; None for the module's own.
+        module: Module whose call is replaced.
+        replaced: Call that was installed before; None for ``module._call_impl``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,7 +51,7 @@ class StandIn:
                 _count(1)
 
     def remove(self) -> None:
-        """Undoes :meth:`install`, whatever has come since; below a call of another kind it stays, and does nothing."""
+        """Undoes :meth:`install`. Below a call of another kind that was installed since, it stays without effect."""
         with _lock:
             standing = self.module.__dict__.get(_SLOT)
             if any(call is self for call in _chain(standing)):
@@ -66,16 +68,16 @@ class StandIn:
         return copy.deepcopy(self.replaced, memo)
 
     def __reduce__(self) -> Any:
-        return operator.getitem, ((self.replaced,), 0)  # needs nothing of ours to be read
+        return operator.getitem, ((self.replaced,), 0)  # can be unpickled without hydra_ext
 
 
 def standing_in(module: nn.Module) -> Iterator[Any]:
-    """What is called in place of ``module._call_impl``, what that calls in its turn, and so on."""
+    """The call in place of ``module._call_impl``, the one that it replaced, and so on."""
     return _chain(module.__dict__.get(_SLOT))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``Module.compile`` was called, whatever stands in for the compiled call now."""
+    """Whether ``Module.compile`` was called, even if a stand-in replaces the compiled call now."""
     return any(not isinstance(call, StandIn) for call in standing_in(module))
 
 
@@ -101,7 +103,7 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def _chain(call: Any) -> Iterator[Any]:
-    """A call that stands in for another, that one, and so on."""
+    """A call, the one that it replaced, and so on."""
     while call is not None:
         yield call
         call = getattr(call, "replaced", None)

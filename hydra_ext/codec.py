@@ -1,4 +1,4 @@
-"""Tensors compressed within an error bound, and back: every number that comes back is at most the bound away.
+"""Compresses tensors within an error bound: every decompressed number is at most the bound away from its original.
 
     >>> import torch
     >>> from hydra_ext import codec
@@ -9,13 +9,13 @@
     >>> bool((codec.decompress(packed) - activation).abs().max() <= 0.01)
     True
 
-That activations may be kept so while a network trains is due to COMET (Jin et al., VLDB 2022, arXiv:2011.09017). A
-number becomes an integer, the nearest multiple of twice the bound. 32 of them at a time are written as bit planes of
-their magnitudes, as bit planes of what they have beyond the smallest, or as a mask of which are not zero and the packed
-others, whichever is shortest; block-wise encoding with fixed lengths is that of cuSZp (Huang et al., SC 2023).
+A number becomes an integer, the nearest multiple of twice the bound. Each block of 32 integers is written in the
+shortest of three forms: bit planes of their magnitudes; bit planes of their differences from the smallest; or a mask
+of the integers that are not zero, and these packed. The fixed-length encoding by blocks is that of cuSZp (Huang et al.,
+SC 2023). COMET (Jin et al., VLDB 2022, arXiv:2011.09017) showed that a network may be trained with such activations.
 
 The stream of bytes is the same from every machine, instruction set and number of threads. NaN, infinities, -0.0 and
-what is too large for the bound come back bit for bit: their block of 32 is kept as it is.
+numbers that are too large for the bound come back bit for bit: their block of 32 is kept as it is.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from hydra_ext.errors import DamagedStream, InvalidArgument, InvalidBound
 __all__ = ["DTYPES", "Packed", "compress", "decompress"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be compressed."""
+"""Dtypes that can be compressed."""
 
-# What to_bytes() puts before the stream, little-endian: magic, version, number of dimensions; size and stride of each.
+# to_bytes() writes before the stream, little-endian: magic, version, number of dimensions; size and stride of each.
 _MAGIC, _VERSION = b"HYCT", 1
 _HEAD = struct.Struct("<4sHH")
 _DIMENSION = struct.Struct("<qq")
-# Of a stream's header (csrc/codec/codec.h), all but the counts of numbers and bytes.
+# Bytes of a stream's header (csrc/codec/codec.h) but for the counts of numbers and bytes.
 _HOW = (slice(0, 8), slice(24, 48))
-_MOST = 2**63 - 1  # what torch counts in
-_MOST_DIMENSIONS = 2**16 - 1  # what _HEAD counts in
-_MOST_THREADS = 2**31 - 1  # what a pool counts in
+_MOST = 2**63 - 1  # torch counts in int64
+_MOST_DIMENSIONS = 2**16 - 1  # _HEAD has a uint16
+_MOST_THREADS = 2**31 - 1  # a pool counts in int32
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Packed:
-    """A compressed tensor: what :func:`compress` returns. Immutable; it can be copied.
+    """A compressed tensor, as :func:`compress` returns it. Immutable; it can be copied.
 
-    For a file use :meth:`to_bytes` and :meth:`from_bytes`. ``torch.save`` writes it too, but what it writes is read by
-    ``torch.load(..., weights_only=False)`` only, which runs what a file says: for files of your own.
+    For a file use :meth:`to_bytes` and :meth:`from_bytes`. ``torch.save`` writes it too, but only
+    ``torch.load(..., weights_only=False)`` reads such a file. That runs code from the file: use it for your own files.
 
     Attributes:
-        shape: the tensor's.
-        stride: that of the tensor that comes back.
-        dtype: the tensor's.
-        error_bound: no number is further off: what was asked for, rounded down to fp32.
-        keep_signs: whether what is positive, zero or negative comes back so.
+        shape: Shape of the tensor.
+        stride: Strides of the decompressed tensor.
+        dtype: Dtype of the tensor.
+        error_bound: Largest error of a number: the bound that was asked for, rounded down to fp32.
+        keep_signs: Whether positive numbers stay positive, zeros zero and negative numbers negative.
     """
 
     shape: torch.Size
@@ -72,28 +72,28 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory that the compressed tensor takes."""
         return self._stream.nbytes
 
     @property
     def ratio(self) -> float:
-        """The tensor's bytes over these."""
+        """Bytes of the tensor divided by :attr:`nbytes`."""
         return self.shape.numel() * self.dtype.itemsize / self.nbytes
 
     def to_bytes(self) -> bytes:
-        """For a file or another process: :meth:`from_bytes` reads it on any machine."""
+        """Bytes for a file or another process. :meth:`from_bytes` reads them on any machine."""
         head = _HEAD.pack(_MAGIC, _VERSION, len(self.shape))
         dimensions = [_DIMENSION.pack(*each) for each in zip(self.shape, self.stride, strict=True)]
         return b"".join([head, *dimensions, self._stream.cpu().numpy().tobytes()])
 
     @staticmethod
     def from_bytes(data: bytes | bytearray | memoryview) -> Packed:
-        """What :meth:`to_bytes` has written, for the CPU; takes a copy.
+        """Reads a copy of the bytes that :meth:`to_bytes` returned, onto the CPU.
 
         Raises:
-            InvalidArgument: it is no bytes.
-            DamagedStream: it is not that: it is cut off, or its headers say what :meth:`to_bytes` does not. What is
-                wrong inside the stream only :func:`decompress` finds, as far as it can be found.
+            InvalidArgument: ``data`` is not bytes.
+            DamagedStream: The bytes are cut off, or have headers that :meth:`to_bytes` does not write. Damage inside
+                the stream is found by :func:`decompress`, if at all.
         """
         view = _bytes_of(data)
         if len(view) < _HEAD.size:
@@ -102,16 +102,16 @@ class Packed:
         if magic != _MAGIC:
             raise DamagedStream("not a compressed tensor: it does not begin as one")
         if version != _VERSION:
-            raise DamagedStream(f"a compressed tensor of version {version}; this one reads version {_VERSION}")
+            raise DamagedStream(f"a compressed tensor of version {version}; this hydra_ext reads version {_VERSION}")
         begin = _HEAD.size + dimensions * _DIMENSION.size
         if len(view) <= begin:
             raise DamagedStream(f"not a whole compressed tensor: {len(view)} bytes, {dimensions} dimensions")
         pairs = list(_DIMENSION.iter_unpack(view[_HEAD.size : begin]))
         shape, stride = tuple(size for size, _ in pairs), tuple(stride for _, stride in pairs)
-        # In Python, whose integers do not overflow: empty_strided() would take less than it writes to.
+        # Checked in Python, whose integers do not overflow: empty_strided() would allocate too little.
         negative = any(number < 0 for pair in pairs for number in pair)
         if negative or math.prod(filter(None, shape)) > _MOST or not _is_dense(shape, stride):
-            raise DamagedStream(f"not a compressed tensor: shape {shape} with strides {stride} cannot be")
+            raise DamagedStream(f"not a compressed tensor: no tensor of shape {shape} has strides {stride}")
         packed = _packed(torch.Size(shape), stride, torch.frombuffer(bytearray(view[begin:]), dtype=torch.uint8))
         _check_how(packed)
         return packed
@@ -131,27 +131,27 @@ def compress(
     fast: bool = False,
     threads: int | None = None,
 ) -> Packed:
-    """Compresses a tensor so that no number comes back further off than ``error_bound``.
+    """Compresses a tensor so that the error of each decompressed number is at most ``error_bound``.
 
-    Other threads of Python run meanwhile, and must not write to the tensor. A tensor on a GPU is compressed there, and
-    waited for.
+    The interpreter lock is released. Other threads must not write to the tensor meanwhile. A tensor on a GPU is
+    compressed there, and the call waits for it.
 
     Args:
-        tensor: of any shape, float32, bfloat16 or float16. Where its numbers lie side by side in memory, in whatever
-            order of dimensions (transposed, channels last), it comes back with the same strides; otherwise (expanded,
-            every second column) contiguous. Gradients do not flow through it.
-        error_bound: largest difference between a number and what comes back, in the tensor's own units. 0 compresses
-            zeros only. For 16-bit types twice the bound is rounded down to a power of two.
-        keep_signs: what is positive, zero or negative comes back so, as the backward of a ReLU needs it; takes one
-            more bit of those numbers that are not zero.
-        fast: only the first of the three encodings: a sixth to a half faster to compress, and longer where many numbers
-            are zero, or alike.
-        threads: how many of the CPU's compress; ``None``: as many as torch computes with. The bytes are the same.
+        tensor: Tensor of any shape, of float32, bfloat16 or float16. If it is dense in any order of dimensions
+            (transposed, channels last), the decompressed tensor has its strides. Otherwise (expanded, every second
+            column) it is contiguous. Gradients do not flow through it.
+        error_bound: Largest difference between a number and the decompressed one, in the tensor's own units. 0
+            compresses zeros only. For 16-bit types twice the bound is rounded down to a power of two.
+        keep_signs: Whether positive numbers stay positive, zeros zero and negative numbers negative, as the backward of
+            a ReLU needs. Takes one more bit for each number that is not zero.
+        fast: Whether to try only the first of the three encodings. It compresses a sixth to a half faster; the stream
+            is longer if many numbers are zero or alike.
+        threads: Number of CPU threads; ``None`` takes as many as torch computes with. The bytes are the same.
 
     Raises:
-        InvalidArgument: no tensor, or one of another type, layout or device, without memory of its own, or of more than
-            65,535 dimensions; or another argument that is not as said above.
-        InvalidBound: a bound that is negative or not finite.
+        InvalidArgument: An argument is not of the type or value described above. The tensor may have another type,
+            layout or device, no memory of its own, or more than 65,535 dimensions.
+        InvalidBound: The bound is negative or not finite.
     """
     numbers = _dense(_checked(tensor))
     bound = _bound_of(error_bound)
@@ -164,22 +164,22 @@ def compress(
         used = _on_cuda("compress")(numbers, room, **how)
     else:
         used = _C.codec.compress(numbers, room, **how, pool=_pool(threads))
-    # Pages of the room that were not written to take no memory, but the room would be kept.
+    # Unwritten pages of the room take no memory, but without a copy the tensor would keep the whole room.
     return _packed(numbers.shape, numbers.stride(), room[:used].clone())
 
 
 def decompress(packed: Packed, *, threads: int | None = None) -> torch.Tensor:
-    """The tensor again, where it was and with the strides of :func:`compress`; it needs no gradient.
+    """Returns the tensor on the device of the stream, with the strides of :func:`compress`. It needs no gradient.
 
     Args:
-        packed: from :func:`compress` or :meth:`Packed.from_bytes`. It can be used again.
-        threads: how many decompress; ``None``: as many as torch computes with.
+        packed: Result of :func:`compress` or :meth:`Packed.from_bytes`. It can be used again.
+        threads: Number of CPU threads; ``None`` takes as many as torch computes with.
 
     Raises:
-        InvalidArgument: it is no such thing, or ``threads`` is no positive whole number.
-        DamagedStream: the stream is cut off, or its parts do not fit each other. What memory is taken before that is
-            noticed is in proportion to the number of bytes given, at most 128 times as much. There is no checksum:
-            altered numbers in a stream that fits are not noticed.
+        InvalidArgument: ``packed`` is not a :class:`Packed`, or ``threads`` is not a positive whole number.
+        DamagedStream: The stream is cut off, or its parts do not fit each other. Up to 128 times the stream's bytes
+            may be allocated before that is noticed. There is no checksum: altered numbers in a consistent stream are
+            not noticed.
     """
     if not isinstance(packed, Packed):
         raise InvalidArgument(f"decompress() was given a {type(packed).__name__}: give what compress() has returned")
@@ -194,15 +194,15 @@ def decompress(packed: Packed, *, threads: int | None = None) -> torch.Tensor:
 
 
 def _bound_of(given: object) -> float:
-    """Of numbers only: a text is none, though float() would read it."""
+    """The bound as a float. A text is refused, though float() would read it."""
     if isinstance(given, (str, bytes, bytearray)):
-        raise InvalidArgument(f"error_bound={given!r}: a number is needed")
+        raise InvalidArgument(f"error_bound={given!r}: give a number")
     try:
         return float(given)  # type: ignore[arg-type]
     except OverflowError as error:
-        raise InvalidBound("error_bound is a number beyond what a float holds, and cannot be a bound") from error
+        raise InvalidBound("error_bound is larger than any float: give a smaller number") from error
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
-        raise InvalidArgument(f"error_bound={given!r}: a number is needed") from error
+        raise InvalidArgument(f"error_bound={given!r}: give a number") from error
 
 
 def _bytes_of(data: object) -> memoryview:
@@ -216,7 +216,7 @@ def _bytes_of(data: object) -> memoryview:
 
 
 def _on_cuda(verb: str) -> Callable[..., int]:
-    """Not in the stubs, which are those of a build without CUDA."""
+    """A CUDA function by name: the stubs are those of a build without CUDA and lack it."""
     found: Callable[..., int] = getattr(_C.codec, f"{verb}_on_cuda")
     return found
 
@@ -229,7 +229,7 @@ def _packed(shape: torch.Size, stride: tuple[int, ...], stream: torch.Tensor) ->
 
 
 def _check(packed: Packed) -> None:
-    """Whether stream and shape belong together, before memory is taken for the shape."""
+    """Raises DamagedStream unless the stream's header fits the shape, before memory is allocated for the shape."""
     header, numbers = _C.codec.header(packed._stream), math.prod(packed.shape)
     if (header.count, header.dtype) != (numbers, packed.dtype):
         raise DamagedStream(
@@ -239,7 +239,7 @@ def _check(packed: Packed) -> None:
 
 
 def _check_how(packed: Packed) -> None:
-    """Whether the header says of bound, step and signs what :func:`compress` writes for that bound."""
+    """Raises DamagedStream unless bound, step and signs in the header are those that :func:`compress` writes."""
     how: dict[str, Any] = {"error_bound": packed.error_bound, "keep_signs": packed.keep_signs}
     try:
         expected = compress(torch.empty(0, dtype=packed.dtype, device="cpu"), **how, threads=1)
@@ -277,10 +277,10 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_its_numbers(tensor: torch.Tensor) -> bool:
-    """Whether what is read at a tensor's address is the tensor.
+    """Whether the bytes at a tensor's address are the tensor's numbers.
 
-    It is not for subclasses that dispatch themselves (fake tensors, images of bytes), for what functorch's
-    transformations hand out, and where there is no memory (zeros that were not made, storage given back).
+    They are not for subclasses that dispatch themselves (fake tensors, images of bytes) and for functorch's wrappers.
+    Tensors without memory (zeros that were never computed, a storage that was resized to 0) have no such bytes.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
@@ -294,7 +294,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether each number has a place of its own and there is none between them."""
+    """Whether the numbers lie side by side in memory, without overlap or gap."""
     if 0 in shape:
         return True
     side_by_side = 1
@@ -306,7 +306,7 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _pool(threads: int | None) -> _C.ThreadPool:
-    """As many as torch computes with, unless a number is given."""
+    """A pool of ``threads``, or of as many as torch computes with."""
     count = torch.get_num_threads() if threads is None else threads
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST_THREADS:
         raise InvalidArgument(f"threads={threads!r}: give a whole number from 1 to {_MOST_THREADS}, or None")

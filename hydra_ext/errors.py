@@ -1,10 +1,10 @@
-"""The errors of hydra_ext: each says what was asked, what was there, and what to do.
+"""The errors of hydra_ext. Each message says what was asked, what was there, and what to do.
 
-One tree under :class:`HydraError`. Running out of device memory is not in it: it is ``torch.OutOfMemoryError``, as
-with plain PyTorch, with our explanation appended.
+All of them derive from :class:`HydraError`, except running out of device memory. That is ``torch.OutOfMemoryError``,
+as in plain PyTorch, with our explanation appended.
 
-That error and :class:`BudgetTooSmall` are RuntimeErrors with one argument that contains ``" out of memory."``: what
-tools that look for a batch size that fits ask for.
+``torch.OutOfMemoryError`` and :class:`BudgetTooSmall` are RuntimeErrors with one argument that contains
+``" out of memory."``. Tools that search for a batch size that fits look for such errors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class HydraError(Exception):
     """Base of all errors of hydra_ext."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What an error carries beside its message goes with it to other processes."""
+        """Pickles the error's attributes along with its message, so that they reach other processes."""
         return _made_again, (type(self), self.args), self.__dict__
 
 
@@ -28,25 +28,25 @@ def _made_again(cls: type[HydraError], args: tuple[Any, ...]) -> HydraError:
 
 
 class InvalidArgument(HydraError, TypeError, ValueError):
-    """An argument of another type, or with another value, than can be used: whichever of the two Python would raise."""
+    """An argument has the wrong type or value. It is both a TypeError and a ValueError, as Python would raise."""
 
 
 class InvalidBudget(HydraError, ValueError):
-    """A budget that is not a positive number of bytes, nor a text such as ``"8GiB"``."""
+    """A budget is neither a positive number of bytes nor a text such as ``"8GiB"``."""
 
 
 class InvalidDevice(HydraError, ValueError):
-    """A device that is not there, or that this build of hydra_ext cannot use."""
+    """A device does not exist, or this build of hydra_ext cannot use it."""
 
 
 class BudgetTooSmall(HydraError, ValueError, RuntimeError):
-    """The budget cannot hold the largest block. Raised when wrapping, before anything is changed.
+    """The budget cannot hold the largest block. ``offload(...)`` raises it before anything is changed.
 
     Attributes:
-        block: name of the largest block.
-        block_bytes: device bytes it takes.
-        needed: the smallest budget, in bytes, that can be entered at all; activations come on top.
-        smallest_budget: the same.
+        block: Name of the largest block.
+        block_bytes: Device bytes that the block takes.
+        needed: Smallest budget, in bytes, that can be entered at all. Activations come on top.
+        smallest_budget: The same.
     """
 
     def __init__(self, message: str, *, block: str, block_bytes: int, needed: int) -> None:
@@ -61,11 +61,11 @@ class BudgetTooSmall(HydraError, ValueError, RuntimeError):
 
 
 class HostBudgetTooSmall(HydraError, ValueError):
-    """What has to stay on the host takes more than ``host_budget``. Nothing was changed.
+    """The bytes that have to stay on the host are more than ``host_budget``. Nothing was changed.
 
     Attributes:
-        needed: the smallest one, in bytes, that would do.
-        smallest_budget: the same.
+        needed: Smallest host budget, in bytes, that can be entered.
+        smallest_budget: The same.
     """
 
     def __init__(self, message: str, *, needed: int) -> None:
@@ -78,8 +78,7 @@ class HostBudgetTooSmall(HydraError, ValueError):
 
 
 class UnsupportedModel(HydraError, ValueError):
-    """A model, a parameter or a combination that cannot be offloaded or recomputed; the message names it, and what to
-    do."""
+    """A model, a parameter or a combination cannot be offloaded or recomputed. The message names it and the remedy."""
 
 
 class AlreadyOffloaded(HydraError, RuntimeError):
@@ -87,18 +86,18 @@ class AlreadyOffloaded(HydraError, RuntimeError):
 
 
 class ModelChanged(HydraError, RuntimeError):
-    """The model's parameters or modules are no longer what the context was entered with."""
+    """The model's parameters or modules are no longer those that the context was entered with."""
 
 
 class InvalidSchedule(HydraError, ValueError):
-    """A pipeline schedule that cannot be made, read or run; the message names line and token, or rank and action."""
+    """A pipeline schedule cannot be made, read or run. The message names line and token, or rank and action."""
 
 
 class UnsupportedOperation(HydraError, NotImplementedError):
-    """An operation on a map that cannot be made in strips; nothing was computed. The message names it.
+    """An operation on a map cannot be computed in strips. Nothing was computed; the message names the operation.
 
     Attributes:
-        operation: its name in torch, such as ``aten.bmm.default``.
+        operation: The operation's name in torch, such as ``aten.bmm.default``.
     """
 
     def __init__(self, message: str, *, operation: str) -> None:
@@ -107,7 +106,7 @@ class UnsupportedOperation(HydraError, NotImplementedError):
 
 
 class StateError(HydraError, RuntimeError):
-    """A call that the present state does not allow, for example after the context has ended."""
+    """The present state does not allow a call, for example after the context has ended."""
 
 
 class TransferError(HydraError, RuntimeError):
@@ -115,8 +114,10 @@ class TransferError(HydraError, RuntimeError):
 
 
 class SpillError(HydraError, OSError):
-    """The disk could not keep, or give back, what the host has no room for. The message has the folder, how many bytes,
-    the system's reason, and what to do."""
+    """The disk could not store or return bytes that do not fit on the host.
+
+    The message has the folder, the number of bytes, the system's reason, and what to do.
+    """
 
 
 class PageFaultError(HydraError, RuntimeError):
@@ -124,15 +125,15 @@ class PageFaultError(HydraError, RuntimeError):
 
 
 class BuildDiffers(HydraError, RuntimeError):
-    """A model's constructor made something else than when it ran before."""
+    """A model's constructor made another model than in its previous run."""
 
 
 class WeightsError(HydraError, ValueError):
-    """A file of weights is missing or damaged, or what is in it is not what the model has.
+    """A file of weights is missing or damaged, or its tensors are not the model's.
 
     Attributes:
-        file: which.
-        tensor: the tensor's name in it, where it is about one.
+        file: Path of the file.
+        tensor: Name of the tensor in the file. None if the error is not about one tensor.
     """
 
     def __init__(self, message: str, *, file: Path, tensor: str | None = None) -> None:
@@ -142,16 +143,16 @@ class WeightsError(HydraError, ValueError):
 
 
 class PlanError(HydraError, ValueError):
-    """What was asked of a planner makes no sense, or has no solution; the message says why."""
+    """A planner's arguments do not fit together, or have no solution. The message says why."""
 
 
 class PlanDoesNotFit(PlanError):
     """No plan stays within the memory that was given.
 
     Attributes:
-        stage: the one that lacks most where as little as possible is lacking.
-        needed_bytes: that it takes.
-        limit_bytes: that it may hold.
+        stage: Stage that lacks the most memory in the plan that lacks the least.
+        needed_bytes: Bytes that the stage takes there.
+        limit_bytes: Bytes that the stage may hold.
     """
 
     def __init__(self, message: str, *, stage: int, needed_bytes: int, limit_bytes: int) -> None:
@@ -162,35 +163,34 @@ class PlanDoesNotFit(PlanError):
 
 
 class TraceFileError(HydraError, OSError):
-    """The file of a trace or picture cannot be opened, or not be written."""
+    """The file of a trace or picture cannot be opened or written."""
 
 
 class MissingDependency(HydraError, ImportError):
-    """Something needs a library that is not installed, or not in a version that can be used; the message says what
-    installs it."""
+    """A library is not installed, or its version cannot be used. The message has the command that installs it."""
 
 
 class InvalidOptimizer(HydraError, ValueError):
-    """An option, a parameter, a gradient or a saved state that an optimizer of hydra_ext cannot work with."""
+    """An optimizer of hydra_ext cannot work with an option, a parameter, a gradient or a saved state."""
 
 
 class InvalidBound(HydraError, ValueError):
-    """An error bound that is negative or not finite."""
+    """An error bound is negative or not finite."""
 
 
 class DamagedStream(HydraError, ValueError):
-    """Bytes that are no whole stream of compressed numbers: cut off, inconsistent, or of another version."""
+    """A stream of compressed numbers is cut off, inconsistent, or of another version."""
 
 
 class NonFiniteNorm(HydraError, RuntimeError):
-    """The norm of the gradients is infinite or NaN, and clipping was told not to go on then."""
+    """The norm of the gradients is infinite or NaN, and ``error_if_nonfinite=True`` was given."""
 
 
 class ReplicasDiffer(HydraError, ValueError):
-    """The ranks that train together do not have the same model, or are not at the same place. Raised on all of them.
+    """Ranks that train together have different models, or have taken different steps. All ranks raise it.
 
     Attributes:
-        rank: the first that differs from rank 0, where that is known.
+        rank: First rank that differs from rank 0. None if it is unknown.
     """
 
     def __init__(self, message: str, *, rank: int | None = None) -> None:
@@ -199,10 +199,10 @@ class ReplicasDiffer(HydraError, ValueError):
 
 
 class RankFailed(HydraError, RuntimeError):
-    """Another rank has failed in a step that all of them make together.
+    """Another rank has failed in a step that all ranks make together.
 
     Attributes:
-        rank: which; the last of them if several have.
+        rank: Number of that rank; the last one if several have failed.
     """
 
     def __init__(self, message: str, *, rank: int) -> None:
@@ -211,18 +211,18 @@ class RankFailed(HydraError, RuntimeError):
 
 
 class SplitError(HydraError, RuntimeError):
-    """A model that cannot be cut into stages here, or that does not run as it did when it was rehearsed.
+    """A model cannot be cut into stages here, or does not run as it did in the rehearsal.
 
-    The message gives the reason and the way out. Nothing was computed wrongly: no loss was returned, and no gradient.
+    The message gives the reason and the remedy. Nothing was computed wrongly: no loss and no gradient was returned.
     """
 
 
 class CheckpointError(HydraError, RuntimeError):
-    """A checkpoint that is not there, is damaged, or was not made by hydra_ext; nothing of it was taken.
+    """A checkpoint is missing, damaged, or not made by hydra_ext. Nothing was loaded from it.
 
     Attributes:
-        file: which file, or folder.
-        tensor: the tensor's name, where it is about one.
+        file: Path of the file or folder.
+        tensor: Name of the tensor. None if the error is not about one tensor.
     """
 
     def __init__(self, message: str, *, file: Path, tensor: str | None = None) -> None:
@@ -232,11 +232,11 @@ class CheckpointError(HydraError, RuntimeError):
 
 
 class CheckpointUnavailable(CheckpointError):
-    """Files of a checkpoint could not be opened, which tells nothing against what is in them."""
+    """Files of a checkpoint could not be opened. Their contents may still be good."""
 
 
 class CheckpointRemoved(CheckpointUnavailable):
-    """A checkpoint was removed before all files of it were open that are needed."""
+    """A checkpoint was removed before all the files that are needed from it were open."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -251,10 +251,10 @@ class TooManyFiles(CheckpointUnavailable):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A whole checkpoint, of another model or another optimizer; nothing of it was taken.
+    """A whole checkpoint is of another model or another optimizer. Nothing was loaded from it.
 
     Attributes:
-        differences: all of them, a line each.
+        differences: All differences, one line each.
     """
 
     def __init__(self, message: str, *, file: Path, differences: tuple[str, ...]) -> None:
@@ -263,15 +263,16 @@ class CheckpointMismatch(CheckpointError):
 
 
 class UnsupportedState(HydraError, ValueError):
-    """Something of a training that no checkpoint can hold, so that it would be lost; nothing was written."""
+    """A checkpoint cannot hold a part of the training's state, which would be lost. Nothing was written."""
 
 
 class SaveFailed(HydraError, RuntimeError):
-    """A checkpoint could not be written. Those that were there before are as they were.
+    """A checkpoint could not be written. Earlier checkpoints are unchanged.
 
     Attributes:
-        path: of the folder.
-        needed_bytes, free_bytes: where there is not enough room; else None.
+        path: Folder of the checkpoints.
+        needed_bytes: Bytes that the checkpoint takes, if the disk has too little room; otherwise None.
+        free_bytes: Bytes that are free, if the disk has too little room; otherwise None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``hydra_ext.offload``: trains, or evaluates, a model whose weights do not fit on the device."""
+"""``hydra_ext.offload``: trains or evaluates a model whose weights do not fit on the device."""
 
 from __future__ import annotations
 
@@ -38,54 +38,54 @@ _BLOCKS_PER_BUDGET = 4
 class offload:  # noqa: N801 - a verb: it is used as a function
     """Keeps a model's weights on the host and brings each block to the device when it is needed.
 
-    Inside the context the training loop is what it was: parameters are ordinary CPU tensors to optimizers, clipping,
-    ``state_dict()``; forward and backward see device tensors. Losses, gradients and weights are bit for bit those of
-    plain PyTorch. After the context the model is a plain model again.
+    The training loop stays as it is. Parameters are ordinary CPU tensors to optimizers, clipping and ``state_dict()``;
+    forward and backward see device tensors. Losses, gradients and weights are bit for bit those of plain PyTorch.
+    After the context the model is a plain model again.
 
-    Of a model that :func:`hydra_ext.materialize` has made, each block gets its numbers on entering, just before it
-    moves to its home. The host holds the homes, and beside them the block that is moving and 64 MiB of the file that it
-    is read from; or up to 2 GiB of blocks that have been drawn and wait for their homes, whose place they take. To draw
-    them the constructor is run once for each 2 GiB.
+    A model that :func:`hydra_ext.materialize` made gets its numbers on entering, each block just before it moves to its
+    home. If they are read from a file, the host holds the homes, the block that is moving and 64 MiB of the file.
+    Otherwise the constructor is run once for each 2 GiB of blocks, and up to 2 GiB of drawn blocks wait for their
+    homes. They wait in the memory that their homes will take.
 
     Args:
-        model: any module, on the CPU, or as :func:`hydra_ext.materialize` has returned it.
-        optimizer: the optimizer of its parameters, if it is trained.
-        budget: device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
-        device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
-            ``"simulated"``, a :class:`SimulatedDevice`.
-        blocks: modules, or their names, that are to move as one; found by size unless given.
-        host_budget: host bytes for weights, gradients and the optimizer's state together, and for working memory; the
-            optimizer, if there is one, is of :mod:`hydra_ext.optim`. What is more goes to the disk, state before
-            gradients before weights. What ``run.sync()``, ``state_dict()`` and operations outside the model bring to
-            the host, and the end of the context brings all, comes on top.
-        spill_dir: the folder for that, on a disk of this machine; made if it is not there. Its file has no name, is
-            readable for this user alone, and is gone however the process ends.
-        param_dtype: dtype in which weights are moved and computed with; the model's own unless given.
-        grad_dtype: dtype in which gradients leave the device; their own unless given.
-        activations: what becomes of what the forward saves for backward, as the policy of :class:`hydra_ext.stash`: a
-            policy such as ``hydra_ext.Offload()``, or one for each module. All of it stays on the device unless given.
-        process_group: the ranks that train copies of this model together: None takes torch.distributed's default
-            group if it is initialised and has several, False none. The copies have to be alike; they begin with
-            rank 0's parameters and buffers, as in ``DistributedDataParallel``, and so should the optimizers' states.
-        checks: switches for tests.
+        model: Any module on the CPU, or one as :func:`hydra_ext.materialize` has returned it.
+        optimizer: The optimizer of the model's parameters. None for evaluation.
+        budget: Device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
+        device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`SimulatedDevice`. ``None`` takes CUDA if there is
+            one, otherwise a simulated device.
+        blocks: Modules, or their names, that move as one. Other blocks are found by size.
+        host_budget: Host bytes for weights, gradients, optimizer state and working memory together. The rest goes to
+            the disk: state before gradients, gradients before weights. The optimizer, if any, has to be one of
+            :mod:`hydra_ext.optim`. Tensors that ``run.sync()``, ``state_dict()`` and operations outside the model
+            bring back to the host come on top. So does everything that the end of the context brings back.
+        spill_dir: Folder for the rest, on a disk of this machine. It is made if it does not exist. The file in it has
+            no name, is readable for this user alone, and is gone however the process ends.
+        param_dtype: Dtype in which weights move and compute; by default the model's own.
+        grad_dtype: Dtype in which gradients leave the device; by default their own.
+        activations: Policy for tensors that the forward saves for backward, as :class:`hydra_ext.stash` takes it: one
+            policy such as ``hydra_ext.Offload()``, or one for each module. By default they stay on the device.
+        process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
+            it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
+            rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
+        checks: Switches for tests.
 
     Raises:
-        InvalidArgument: an argument is not of the type given here.
-        InvalidBudget: the budget is no size.
-        InvalidDevice: there is no such device, or this build cannot use it.
-        BudgetTooSmall: the budget cannot hold the largest block. Nothing was changed.
-        HostBudgetTooSmall: on entering: the host budget cannot hold what has to stay on the host.
-        SpillError: ``spill_dir`` cannot be used; on entering, or later, the disk fails.
-        UnsupportedModel: the model has parameters that cannot be offloaded.
-        AlreadyOffloaded: the model, or a part of it, is inside another context.
-        ReplicasDiffer: on entering: the ranks' models are not alike. Nothing was changed.
-        ModelChanged: on entering: a parameter on meta is not what the constructor made. Nothing was changed.
-        InvalidOptimizer: on entering: its state is on meta. Nothing was changed.
-        WeightsError: on entering: the files are not what they were when the model was built, and nothing was changed;
-            or one fails while it is read. What has its numbers then keeps them, and entering again goes on from there.
-        BuildDiffers: on entering: the constructor makes something else now. As above.
-        RankFailed: on entering: that happened on another rank.
-        MissingDependency: on entering: this torch is none in which compiled models can be followed.
+        InvalidArgument: An argument is not of the type given here.
+        InvalidBudget: The budget is not a size.
+        InvalidDevice: The device does not exist, or this build cannot use it.
+        BudgetTooSmall: The budget cannot hold the largest block. Nothing was changed.
+        HostBudgetTooSmall: On entering: the host budget cannot hold the bytes that have to stay on the host.
+        SpillError: ``spill_dir`` cannot be used, or the disk fails, on entering or later.
+        UnsupportedModel: The model has parameters that cannot be offloaded.
+        AlreadyOffloaded: The model, or a part of it, is inside another context.
+        ReplicasDiffer: On entering: the ranks' models are not alike. Nothing was changed.
+        ModelChanged: On entering: a parameter on meta is not the one that the constructor made. Nothing was changed.
+        InvalidOptimizer: On entering: the optimizer's state is on meta. Nothing was changed.
+        WeightsError: On entering: the files have changed since the model was built, and nothing was changed; or reading
+            one failed. Blocks that have their numbers by then keep them, and entering again goes on from there.
+        BuildDiffers: On entering: the constructor makes another model now. Blocks keep their numbers as above.
+        RankFailed: On entering: another rank failed.
+        MissingDependency: On entering: compiled models cannot be followed in this version of torch.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._process_group = process_group
         self._activations = activations
         if activations is not None:
-            default_policy(activations)  # raises what is wrong with it
+            default_policy(activations)  # raises InvalidArgument for an invalid policy
             policies_of(activations, model)
         self._checks = checks or Checks()
         self._run: Run | None = None
@@ -149,9 +149,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             raise BudgetTooSmall(
                 f"budget={self._budget} cannot hold the largest block '{name}' of {_C.human_bytes(size)}"
                 + (f" beside buffers of {_C.human_bytes(buffers)}" if buffers else "")
-                + f": give at least {smallest} bytes, and room for activations on top, or name smaller blocks=; what "
-                "activations take can leave the device (activations=) or be made again (recompute= in run.step), and "
-                "is less with fewer microbatches together (round_size=)",
+                + f": give at least {smallest} bytes, and room for activations on top, or name smaller blocks=; "
+                "activations can leave the device (activations=) or be computed again (recompute= in run.step), and "
+                "take less with fewer microbatches together (round_size=)",
                 block=name,
                 block_bytes=size,
                 needed=smallest,
@@ -219,7 +219,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         around = {outer for outer in self._model.modules() if not modules.isdisjoint([*outer.modules()][1:])}
 
         def whole(module: nn.Module) -> bool:
-            """In a round other microbatches run before each site, and so between the sites inside a module."""
+            """Whether a module runs without other microbatches in between; in a round these run before each site."""
             return fibers.current() is None or module not in around
 
         return Saving(

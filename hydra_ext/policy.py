@@ -1,4 +1,4 @@
-"""What can be chosen: frozen dataclasses and the text form of sizes. Knows neither torch nor the engine."""
+"""Options that a user can choose, as frozen dataclasses, and the text form of sizes. Imports neither torch nor `_C`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydra_ext.errors import InvalidArgument, InvalidBudget
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_MOST = 2**63 - 1  # what the engine counts in
+_MOST = 2**63 - 1  # the engine counts in signed 64-bit integers
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -19,10 +19,10 @@ def parse_bytes(size: int | str, *, named: str = "budget") -> int:
     """Bytes of a size: a whole number of bytes, or a text such as ``"8GiB"``, ``"512 MiB"``, ``"1.5GB"``.
 
     Args:
-        named: the option that it was given as.
+        named: Name of the option, for the message.
 
     Raises:
-        InvalidBudget: not a positive size.
+        InvalidBudget: The size is not positive, or cannot be read.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise InvalidBudget(
@@ -32,7 +32,7 @@ def parse_bytes(size: int | str, *, named: str = "budget") -> int:
         match = _SIZE.fullmatch(size)
         unit = _UNITS.get(match.group(2).lower()) if match else None
         if match is None or unit is None:
-            raise InvalidBudget(f"{named}={size!r} is no size: write a number and a unit, such as '8GiB' or '512MB'")
+            raise InvalidBudget(f"{named}={size!r} is not a size: write a number and a unit, such as '8GiB' or '512MB'")
         size = int(Fraction(match.group(1)) * unit)
     if size <= 0:
         raise InvalidBudget(f"{named}={size!r} leaves no memory: give a positive number of bytes")
@@ -47,19 +47,20 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedDevice:
-    """A device made of host memory: the budget is enforced to the byte, the link can be given a speed.
+    """A device made of host memory. Its budget is enforced to the byte, and its link can be given a speed.
 
     Attributes:
-        to_device_bytes_per_second: speed of the host-to-device lane; None for as fast as memory copies.
-        to_host_bytes_per_second: speed of the device-to-host lane; None likewise.
-        latency_seconds: what every transfer takes at least.
-        host_memory_bytes_per_second: what optimizer steps that run behind the next forward (:mod:`hydra_ext.optim`) may
-            read and write in a second; None for as much as this machine can. A block's update takes at least its bytes
-            by this speed.
-        poison: fill evicted slots with NaN, so that a stale read shows.
-        asynchronous: finish compute late on a lane of its own and check slots then: finds missing waits.
-        seed: of the delays in the asynchronous mode.
-        faults: scripted faults, for tests (``_C.testing.FaultScript``).
+        to_device_bytes_per_second: Speed of the host-to-device lane; None for as fast as memory copies.
+        to_host_bytes_per_second: Speed of the device-to-host lane; None likewise.
+        latency_seconds: Shortest time of a transfer.
+        host_memory_bytes_per_second: Speed at which optimizer steps that run behind the next forward
+            (:mod:`hydra_ext.optim`) read and write host memory; None for this machine's own. A block's update takes at
+            least its bytes divided by this speed.
+        poison: Whether evicted slots are filled with NaN, so that a stale read shows.
+        asynchronous: Whether compute finishes late, on a lane of its own, and slots are checked then. Finds missing
+            waits.
+        seed: Seed of the delays in the asynchronous mode.
+        faults: Scripted faults, for tests (``_C.testing.FaultScript``).
     """
 
     to_device_bytes_per_second: float | None = None
@@ -82,14 +83,15 @@ class SimulatedDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """Switches for tests and for hunting a fault; all of them cost time.
+    """Switches for tests and for hunting a fault. All of them cost time.
 
     Attributes:
-        poison_hosts: host parameters read as NaN while forward and backward run, so that a weight taken from the
-            wrong face shows in the loss. A penalty on host parameters reads them then and is wrong by this switch
-            alone; an optimizer that steps inside backward writes to them, which raises.
-        fault_path: serve reads of absent parameters; off, they raise :class:`~hydra_ext.errors.PageFaultError`.
-        spill_files: does what ``spill_dir``'s file is asked for, or fails to; the system unless given.
+        poison_hosts: Whether host parameters read as NaN while forward and backward run, so that a weight taken from
+            the wrong face shows in the loss. A penalty on host parameters reads these NaNs, too. An optimizer that
+            steps inside backward writes to them, which raises.
+        fault_path: Whether reads of absent parameters are served. If not, they raise
+            :class:`~hydra_ext.errors.PageFaultError`.
+        spill_files: Files for ``spill_dir``, which may fail as a test asks; by default the system's.
     """
 
     poison_hosts: bool = False
@@ -104,13 +106,13 @@ class Keep:
 
 @dataclass(frozen=True)
 class Offload:
-    """Saved tensors leave for host memory, and come back ahead of their use. Lossless.
+    """Saved tensors leave for host memory, and return ahead of their use. Lossless.
 
     Attributes:
-        which: of vDNN's policies (Rhu et al., MICRO 2016, section 3.3): ``"all"`` tensors; ``"conv"``: the inputs of
-            convolutions, while all others stay; or ``"dynamic"``, for a whole model and with a budget: nothing leaves
-            if everything fits, else both are timed in the first passes, and the faster one that fits is taken. A pass
-            is a forward and its backward.
+        which: Policy of vDNN (Rhu et al., MICRO 2016, section 3.3). ``"all"`` tensors leave. With ``"conv"`` only the
+            inputs of convolutions do. ``"dynamic"`` needs a budget, and holds for a whole model: if everything fits,
+            nothing leaves. Otherwise the first passes time ``"all"`` and ``"conv"``, and the faster one that fits is
+            taken. A pass here is a forward and its backward.
     """
 
     which: Literal["all", "conv", "dynamic"] = "all"
@@ -122,34 +124,44 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class Compress:
-    """What backward need not have exactly is stored within an error bound, the rest as :class:`Offload` does.
+    """Tensors that backward does not need exactly are stored within an error bound; others as by :class:`Offload`.
 
-    Not exactly: the inputs of convolutions and linear layers, whose errors reach the gradient of the layer's own weight
-    and nothing else; what a ReLU saves, of which signs and zeros are exact; what pools only look at the shape of.
-    Attention, norms, products of activations and everything else have what they saved bit for bit, also where a layer
-    above saved the same tensor.
+    Backward does not need these exactly:
+
+    - the inputs of convolutions and linear layers, whose errors reach the gradient of the layer's own weight and
+      nothing else;
+    - the tensors that a ReLU saves, whose signs and zeros stay exact;
+    - the tensors of which a pool needs only the shape.
+
+    Attention, norms, products of activations and all other operations get their saved tensors back bit for bit, even
+    if one of the layers above saved the same tensor.
 
     The adaptive bound b keeps the error of a weight's gradient dW at ``fraction`` of the momentum::
 
         b = min(fraction * m * |dW| / |G| * sqrt(3 / (r * n)), sqrt(2 * fraction) * s)
 
-    G is the gradient of the layer's output, r the share of its input that is not 0, s the root of the mean square of
-    that, and n the number of elements of dW that one of G adds to: input channels times kernel elements (of a
-    transposed convolution divided by its strides), or input features. For errors that are independent and uniform
-    within the bound ``E|error of dW|^2 = b^2/3 * r * n * |G|^2``; errors of numbers that are not larger than b are not,
-    hence the second term, by which their mean stays below ``fraction``. All are measured in the backward of a layer's
-    1st, 2nd, 4th, 8th, ... forward up to the ``every``-th, and of one in ``every`` from then on, in changing places,
-    and averaged with half the weight for each older one; the first term lets a bound change by no more than a factor
-    of 2 at a time. m is the norm of the optimizer's momentum (Adam's first moment, SGD's buffer times 1 - momentum,
-    nothing else) over that of the gradient, in every ``every``-th step, and at most 1; without an optimizer it is 1.
-    Until a layer's first backward its input is stored exactly. Source: COMET (Jin et al., VLDB 2022,
-    arXiv:2011.09017), section 4, whose fitted constants the variance above replaces.
+    G is the gradient of the layer's output. r is the share of numbers in the layer's input that are not 0, and s is
+    their root mean square. n is the number of elements of dW that one element of G adds to: input channels times kernel
+    elements (divided by the strides for a transposed convolution), or input features.
+
+    For errors that are independent and uniform within the bound, ``E|error of dW|^2 = b^2/3 * r * n * |G|^2``. Errors
+    of numbers that are not larger than b are not independent. The second term keeps their mean below ``fraction``.
+
+    Statistics are taken in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the ``every``-th. From then
+    on they are taken in one of ``every`` backwards, in changing places. In the average each older one has half the
+    weight. The first term changes by at most a factor of 2 at a time. Until a layer's first backward its input is
+    stored exactly.
+
+    m is the norm of the optimizer's momentum over that of the gradient, taken in every ``every``-th step, and at most
+    1. The momentum is Adam's first moment, or SGD's buffer times 1 - momentum. Without such an optimizer m is 1.
+
+    Source: COMET (Jin et al., VLDB 2022, arXiv:2011.09017), section 4. The variance above replaces its fitted
+    constants.
 
     Attributes:
-        error: the bound for all layers, in units of the tensors themselves, from the first forward on; or
-            ``"adaptive"``.
-        fraction: of the momentum's norm.
-        every: how often statistics are taken.
+        error: Bound for all layers from the first forward on, in units of the tensors; or ``"adaptive"``.
+        fraction: Error of a weight's gradient as a fraction of the momentum's norm.
+        every: Number of forwards, or steps, from one measurement to the next.
     """
 
     error: float | Literal["adaptive"] = "adaptive"
@@ -167,16 +179,17 @@ class Compress:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Saved tensors of a module are not kept: its forward is called again in backward. For modules, chosen by name or
-    by a function. Lossless.
+    """A module's saved tensors are not kept: backward calls its forward again. Lossless.
+
+    It has to be chosen for modules, by name or by a function.
 
     The second call has the same inputs, random numbers, autocast state, buffers and attributes. Random numbers are
-    those of torch, of Python's ``random`` and of numpy's global generator; generators of the user's own go on. What
-    the second call saves is compared with what the first saved. Where it differs UnsupportedModel is raised, before a
-    gradient is computed from it, and the module is not called again from then on. The inputs are kept by the policy
-    that holds around the module. Of several such modules inside each other the outermost is called again, whatever is
-    chosen for those inside it.
+    those of torch, of Python's ``random`` and of numpy's global generator; generators of the user's own go on. The
+    module's inputs are kept by the policy around the module. If such modules are nested, the outermost is called
+    again, whatever is chosen inside it.
 
-    Saved memory is compared as it is: a forward that saves what was never written, such as the rest of a
-    ``torch.empty``, differs even where no gradient depends on it. Fill it, or choose another policy.
+    The tensors that the second call saves are compared with those of the first. A difference raises UnsupportedModel
+    before a gradient is computed from it, and the module is not called again from then on. Memory that was never
+    written, such as the rest of a ``torch.empty``, is compared too, and may differ even if no gradient depends on it.
+    Fill it, or choose another policy.
     """

@@ -1,4 +1,4 @@
-"""``hydra_ext.stash``: what autograd saves for backward, away from the device until backward needs it."""
+"""``hydra_ext.stash``: keeps the tensors that autograd saves off the device until backward needs them."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ from hydra_ext.runtime.rounds import fibers
 
 
 class stash:  # noqa: N801 - a verb: it is used as a function
-    """What is saved for backward inside the context leaves the device, and comes back ahead of its use.
+    """Moves tensors that are saved for backward off the device, and brings them back ahead of their use.
 
-    Any model, wrapped or not: in place of :class:`torch.autograd.graph.save_on_cpu`. Gradients are bit for bit those of
-    plain PyTorch, in-place writes to saved tensors raise as there. Transfers run beside forward and backward, each
-    tensor once however often it is saved, the oldest first, and come back newest first. Parameters, their views, and
-    tensors below 1 KiB stay. Only forwards have to be inside; backward may follow outside. One object may be entered
-    again for each step, and should: it then uses its host memory again and knows what will fit. Several threads may
-    be inside at once.
+    It works on any model, offloaded or not, in place of :class:`torch.autograd.graph.save_on_cpu`. Gradients are bit
+    for bit those of plain PyTorch, and in-place writes to saved tensors raise as there. Transfers run beside forward
+    and backward. Each tensor moves once however often it is saved: the oldest leaves first, the newest returns first.
+    Parameters, their views, and tensors below 1 KiB stay.
 
-    Inside ``torch.compile`` and ``torch.func`` transforms nothing is seen by such hooks: compile blocks, not the whole.
-    Tensors that a custom ``autograd.Function`` keeps without ``save_for_backward`` stay, too.
+    Only forwards have to be inside; backward may follow outside. Enter one object again for each step: it then reuses
+    its host memory and knows which tensors will fit. Several threads may be inside at once.
+
+    Hooks on saved tensors see nothing inside ``torch.compile`` and ``torch.func`` transforms: compile blocks, not the
+    whole model. Tensors that a custom ``autograd.Function`` keeps without ``save_for_backward`` stay, too.
 
     Args:
-        policy: :class:`hydra_ext.Offload`, :class:`hydra_ext.Compress` or :class:`hydra_ext.Keep` for everything; or
-            for each module, by a mapping from names (patterns as of :mod:`fnmatch`, ``"layers.*"``) to policies, or by
-            a function of a module's name and the module, that returns a policy or None. What is saved in no such module
-            stays. :class:`hydra_ext.Recompute` can only be chosen so.
-        budget: device bytes of saved tensors that may stay: an int, or a text such as ``"6GiB"``; the newest stay. What
-            forward and backward themselves use at a moment comes on top. Without one as little as transfers need stays:
+        policy: :class:`hydra_ext.Offload`, :class:`hydra_ext.Compress` or :class:`hydra_ext.Keep` for everything; or a
+            policy for each module. These are given as a mapping from names (:mod:`fnmatch` patterns such as
+            ``"layers.*"``) to policies, or as a function of a module's name and the module that returns a policy or
+            None. Tensors that are saved in no such module stay. :class:`hydra_ext.Recompute` has to be chosen by
+            module.
+        budget: Device bytes of saved tensors that may stay, an int or a text such as ``"6GiB"``; the newest stay.
+            Memory that forward and backward themselves use comes on top. By default as little stays as transfers need:
             twice the largest saved tensor.
-        model: whose parameters and buffers are left alone, wherever views of them are saved; needed for policies by
-            module, and for the names of layers in the report.
-        optimizer: whose momentum :class:`hydra_ext.Compress` measures errors by, where it is adaptive.
-        device: where tensors are saved: ``None`` takes CUDA if there is one, else a simulated device; or as
-            :class:`hydra_ext.offload` takes it.
+        model: Model whose parameters and buffers stay, wherever views of them are saved. Needed for policies by module
+            and for the names of layers in the report.
+        optimizer: Optimizer whose momentum an adaptive :class:`hydra_ext.Compress` measures errors by.
+        device: Device whose tensors are saved, as :class:`hydra_ext.offload` takes it. ``None`` takes CUDA if there is
+            one, otherwise a simulated device.
 
     Raises:
-        InvalidArgument: a policy is none, or names no module.
-        UnsupportedModel: a module's policy cannot be followed.
-        InvalidBudget: the budget is no size.
-        InvalidDevice: there is no such device, or this build cannot use it.
+        InvalidArgument: A policy has the wrong type, or its name fits no module.
+        UnsupportedModel: A module's policy cannot be followed.
+        InvalidBudget: The budget is not a size.
+        InvalidDevice: The device does not exist, or this build cannot use it.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ class stash:  # noqa: N801 - a verb: it is used as a function
         self._lock = threading.Lock()
         self._inside = 0
         self._threads = threading.local()
-        # Graphs keep the core alive, but what it keeps for a next pass is not wanted then.
+        # Graphs may keep the core alive for longer, but it need not keep host memory for a next pass.
         weakref.finalize(self, core.close)
 
     def report(self) -> StashReport:
-        """What was saved and moved so far, once the transfers under way have ended."""
+        """Waits for the transfers under way, and reports what was saved and moved so far."""
         return self._saving.report()
 
     def __enter__(self) -> stash:

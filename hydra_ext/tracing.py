@@ -1,4 +1,4 @@
-"""What torch.compile is to leave alone."""
+"""Marks functions that torch.compile must not trace."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def not_traced(function: Function) -> Function:
-    """Runs ``function`` as it is, while what it calls is compiled as usual.
+    """Runs ``function`` without tracing it, while the functions that it calls are compiled as usual.
 
-    ``torch.compiler.disable(recursive=False)`` does the same, but imports torch's compiler, which takes seconds:
-    ``import hydra_ext`` would take them.
+    ``torch.compiler.disable(recursive=False)`` does the same, but imports torch's compiler. That would make
+    ``import hydra_ext`` seconds slower.
     """
     return _left_alone(function, eval_frame._FrameAction.DEFAULT)
 
 
 def nothing_traced(function: Function) -> Function:
-    """Runs ``function``, and all that it calls, as it is. Dynamo raises at what it cannot trace with fullgraph=True."""
+    """Runs ``function`` and all that it calls without tracing. With fullgraph=True Dynamo raises at its call."""
     return _left_alone(function, eval_frame._FrameAction.SKIP)
 
 

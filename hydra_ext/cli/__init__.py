@@ -1,1 +1,1 @@
-"""The command line, `hydra-ext VERB` or `python -m hydra_ext VERB`. The only part of the package that prints."""
+"""The command line, `hydra-ext VERB` or `python -m hydra_ext VERB`. No other part of the package prints."""

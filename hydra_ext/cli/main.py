@@ -1,7 +1,7 @@
 """Verbs and their parser.
 
-A verb is a module with `add_arguments(parser)` and `run(options) -> exit code`. It is imported only when it is the one
-asked for: `doctor` has to run where nothing else can be imported.
+A verb is a module with `add_arguments(parser)` and `run(options) -> exit code`. Only the chosen verb is imported:
+`doctor` has to run where nothing else can be imported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ VERBS = {
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; the exit code. `arguments` default to those of the process. Without any, says what there is."""
-    # As argparse itself does from Python 3.14 on.
+    """Runs one verb and returns its exit code. `arguments` default to the process's. Without any, prints the help."""
+    # argparse does the same from Python 3.14 on.
     prog = "python -m hydra_ext" if Path(sys.argv[0]).name == "__main__.py" else "hydra-ext"
     parser = argparse.ArgumentParser(prog=prog, description="Train models bigger than the GPU.")
     lines = "\n".join(f"  {name:<10} {entry.summary}" for name, entry in VERBS.items())
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parser.epilog = f"verbs:\n{lines}\n\n`{prog} VERB --help` says more."
     parser.add_argument("verb", choices=list(VERBS), metavar="VERB")
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    rest.required = False  # else a missing verb is reported as "VERB, rest"
+    rest.required = False  # otherwise a missing verb is reported as "VERB, rest"
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
         parser.print_help()
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = verb.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has read enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the buffered rest, written at exit
         return 128 + signal.SIGPIPE
     return code

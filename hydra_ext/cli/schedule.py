@@ -14,17 +14,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", help=f"{', '.join(KINDS)}, or a file with a schedule's text")
     parser.add_argument("--stages", type=int, help="stages of the model (4)")
     parser.add_argument("--ranks", type=int, help="ranks that share them (one a stage)")
-    parser.add_argument("--microbatches", type=int, help="of a batch (8; 1 for pipedream)")
+    parser.add_argument("--microbatches", type=int, help="microbatches in a batch (8; 1 for pipedream)")
     parser.add_argument("--vertical-sync", action="store_true", help="pipedream: one version on all stages")
-    parser.add_argument("--ahead", type=int, default=0, help="1f1b, 2bw: more in flight, by which hops are hidden (0)")
+    parser.add_argument("--ahead", type=int, default=0, help="1f1b, 2bw: microbatches in flight to hide hops (0)")
     parser.add_argument("--batches", type=int, default=3, help="steps that are drawn (3)")
     parser.add_argument("--forward", type=float, default=1.0, help="seconds of a microbatch's forward on a stage (1)")
     parser.add_argument("--backward", type=float, default=2.0, help="seconds of its backward (2)")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds from a stage to the next (0)")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--text", action="store_true", help="print the schedule's text instead of drawing it")
-    output.add_argument("--png", type=Path, metavar="FILE", help="draw it there")
-    output.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace for https://ui.perfetto.dev there")
+    output.add_argument("--png", type=Path, metavar="FILE", help="draw the schedule to this file")
+    output.add_argument("--perfetto", type=Path, metavar="FILE", help="write a trace for https://ui.perfetto.dev")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,12 +68,17 @@ def _read(options: argparse.Namespace) -> Schedule:
         )
     given = (options.stages, options.ranks, options.microbatches, options.vertical_sync, options.ahead)
     if given != (None, None, None, False, 0):
-        raise InvalidSchedule(f"'{options.kind}' is taken for a file, which says itself how many stages there are")
+        raise InvalidSchedule(
+            f"'{options.kind}' is read as a file, which has its own stages and microbatches: leave out --stages, "
+            "--ranks, --microbatches, --vertical-sync and --ahead"
+        )
     try:
         return Schedule.parse(Path(options.kind).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(KINDS)
-        raise InvalidSchedule(f"'{options.kind}' is none of {names}, nor a text that can be read: {error}") from error
+        raise InvalidSchedule(
+            f"'{options.kind}' is neither one of {names} nor a file that can be read: {error}"
+        ) from error
 
 
 def _summary(schedule: Schedule, verified: Verification, simulation: Simulation) -> str:

@@ -15,11 +15,11 @@ from hydra_ext.errors import CheckpointError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, help="a folder of checkpoints, or one checkpoint")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if there is a checkpoint and none is damaged, else 1."""
+    """Returns 0 if there is a whole checkpoint and none is damaged, otherwise 1."""
     try:
         verdicts = verify(options.folder)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""One model out of its constructor, of which only some parameters have memory."""
+"""Runs a model's constructor so that only some of its parameters have memory."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.state.randomness import RandomState
 
 _log = logging.getLogger(__name__)
-_building = threading.Lock()  # nn.Parameter is watched meanwhile, for the whole process
+_building = threading.Lock()  # a build watches nn.Parameter for the whole process
 _builder: list[int] = []
 
 
 @dataclass(frozen=True)
 class Built:
-    """What one run of the constructor made.
+    """Result of one run of the constructor. Parameters are numbered in the order in which they were made.
 
     Attributes:
-        model: its parameters on meta, but for those that were asked for; buffers are real.
-        numbers: of every name of every parameter (tied ones have several), in the order in which parameters were made.
-        made: shapes and dtypes of all parameters that were made, temporary ones too.
-        needs: other parameters that have to be kept for a parameter's numbers to be right.
-        born: parameters whose memory was made by this run, and has not been there before.
-        end: the random states when the constructor had returned.
-        generators: that it drew from besides torch's own, with their states before.
+        model: The model. Its parameters are on meta, except for those that were asked for; buffers are real.
+        numbers: Number of each parameter by name; tied parameters have several names.
+        made: Shapes and dtypes of all parameters that were made, including temporary ones.
+        needs: Other parameters that have to be kept so that a parameter's values are right.
+        born: Parameters whose memory this run allocated.
+        end: Random states when the constructor returned.
+        generators: Generators besides torch's own that the constructor drew from, with their states before.
     """
 
     model: nn.Module
@@ -56,16 +56,19 @@ def build_part(
     needed: frozenset[int] = frozenset(),
     draw: bool = True,
 ) -> Built:
-    """Runs the constructor, if need be several times, from the same random state each time.
+    """Runs the constructor, several times if necessary, from the same random state each time.
 
     Args:
-        own: parameters that get memory and their ordinary numbers, by the order in which they are made.
-        needed: parameters that are known to be necessary for that.
-        draw: False leaves out initialising what is not kept, where nothing reads it.
+        build: The constructor.
+        surroundings: Random states and torch's defaults that it runs with.
+        own: Numbers of the parameters that get memory and their ordinary values.
+        needed: Numbers of the parameters that are known to be necessary for these values.
+        draw: Whether to initialise parameters that are not kept and that nothing reads.
 
     Raises:
-        UnsupportedModel: what it returns is no module, or has parameters that it cannot be built without.
-        StateError: called from inside a constructor.
+        UnsupportedModel: The constructor does not return a module, or the module has parameters that cannot be
+            withheld.
+        StateError: The call comes from inside a constructor.
     """
     kept = own | needed
     generators: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -81,7 +84,8 @@ def build_part(
                 return outcome
             if draw and outcome <= kept:
                 raise UnsupportedModel(
-                    "the constructor reads numbers of parameters in a way that cannot be followed; build it as always"
+                    "the constructor reads values of parameters in a way that cannot be followed: build the model "
+                    "without materialize()"
                 )
             if draw:
                 _log.info("the constructor is run again with %d more parameters kept", len(outcome - kept))
@@ -93,7 +97,9 @@ def build_part(
 def _alone() -> Iterator[None]:
     me = threading.get_ident()
     if me in _builder:
-        raise StateError("materialize() or fill() was called inside the constructor that is being run by one of them")
+        raise StateError(
+            "materialize() or fill() was called inside the constructor that one of them runs: call it outside"
+        )
     with _building:
         _builder.append(me)
         try:
@@ -103,14 +109,14 @@ def _alone() -> Iterator[None]:
 
 
 def _run_once(build: Callable[[], nn.Module], run: Withholding, own: frozenset[int]) -> Built | frozenset[int]:
-    """What was built, or the parameters that have to be kept too."""
+    """The built model, or the numbers of parameters that have to be kept as well."""
     try:
         try:
             with run:
                 model = build()
         except Missing as missing:
             return missing.parameters
-        return frozenset(run.missing) or _finish(model, run, own)  # something may have caught it
+        return frozenset(run.missing) or _finish(model, run, own)  # the constructor may have caught Missing
     finally:
         run.abandon()
 
@@ -133,18 +139,18 @@ def _finish(model: nn.Module, run: Withholding, own: frozenset[int]) -> Built | 
 
 def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
     if not isinstance(model, nn.Module):
-        raise UnsupportedModel(f"the constructor returned a {type(model).__name__}; a torch.nn.Module is needed")
+        raise UnsupportedModel(f"the constructor returned a {type(model).__name__}: return a torch.nn.Module")
     known = {id(parameter): number for number, parameter in enumerate(run.made)}
     numbers = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedModel(
-                f"{name} is lazy: its shape is known after a forward only; give the module its sizes "
+                f"{name} is lazy: its shape is known only after a forward; give the module its sizes "
                 "(nn.Linear instead of nn.LazyLinear)"
             )
         if id(parameter) not in known:
             raise UnsupportedModel(
-                f"{name} was there before: the constructor has to make the whole model anew at each call, "
+                f"{name} was made before this call: the constructor has to make the whole model anew at each call, "
                 "as in materialize(lambda: MyModel(config))"
             )
         if (
@@ -154,7 +160,7 @@ def _numbers(model: nn.Module, run: Withholding) -> dict[str, int]:
         ):
             raise UnsupportedModel(
                 f"{name} is made as a {type(parameter.data).__name__} ({parameter.layout}) on {parameter.device}: "
-                "parameters are to be made as ordinary tensors on the CPU (not under torch.device(...), "
+                "parameters have to be made as ordinary tensors on the CPU (not under torch.device(...), "
                 "not by from_pretrained(), which materialize(..., weights=...) replaces)"
             )
         numbers[name] = known[id(parameter)]
@@ -175,7 +181,7 @@ def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own
     """Moves parameters to meta, keeping their identity.
 
     Returns:
-        What has to be kept because of tensors elsewhere that were made from parameters.
+        Numbers of the parameters that have to be kept, because other tensors were computed from them.
     """
     _refuse_overlaps(run, numbers)
     names = {number: name for name, number in numbers.items()}
@@ -188,7 +194,7 @@ def _to_meta(model: nn.Module, run: Withholding, numbers: Mapping[str, int], own
 
 @dataclass(frozen=True)
 class _Watched:
-    """Memory that should be gone when its parameters are on meta."""
+    """Memory that should be freed once its parameters are on meta."""
 
     storage: StorageWeakRef
     names: tuple[str, ...]
@@ -205,13 +211,13 @@ def _to_be_watched(run: Withholding, names: Mapping[int, str], own: frozenset[in
 
 
 def move_to_meta(parameter: nn.Parameter, name: str) -> None:
-    """Lets go of its memory. Raises as :func:`replace_contents`."""
+    """Drops the parameter's memory. Raises as :func:`replace_contents`."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     replace_contents(parameter, empty, name)
 
 
 def _still_held(watched: list[_Watched]) -> frozenset[int]:
-    """The parameters that others than parameters depend on."""
+    """Numbers of the parameters that tensors other than parameters depend on."""
     held = [each for each in watched if not is_gone(each.storage)]
     if held:
         gc.collect()
@@ -219,7 +225,7 @@ def _still_held(watched: list[_Watched]) -> frozenset[int]:
     for each in held:
         if each.names:
             raise UnsupportedModel(
-                f"something else than a parameter shares the memory of {each.names[0]} (a buffer or an attribute that "
+                f"another tensor than a parameter shares the memory of {each.names[0]} (a buffer or an attribute that "
                 "is a view of it, or its .data): keep a copy, or make the view in forward"
             )
     return frozenset().union(*(each.unknown for each in held))
@@ -238,17 +244,17 @@ def _refuse_overlaps(run: Withholding, numbers: Mapping[str, int]) -> None:
 
 
 def _span(tensor: Tensor, name: str) -> tuple[int, int, str]:
-    """First element, and the one after the last, in its storage."""
+    """Index of the first element in its storage, and of the one after the last; and the name."""
     begin = int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1 if tensor.numel() else 0), name
 
 
 def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
-    """Makes ``parameter`` have ``data``'s memory, device and strides; it stays the same object.
+    """Gives ``parameter`` the memory, device and strides of ``data``. The parameter stays the same object.
 
     Raises:
-        UnsupportedModel: as :func:`refuse_held`.
+        UnsupportedModel: As :func:`refuse_held`.
     """
     refuse_held(parameter, name)
     other = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)
@@ -256,15 +262,16 @@ def replace_contents(parameter: nn.Parameter, data: Tensor, name: str) -> None:
 
 
 def refuse_held(parameter: nn.Parameter, name: str) -> None:
-    """
+    """Refuses a parameter that cannot be given other contents.
+
     Raises:
-        UnsupportedModel: the parameter has hooks, or something in torch holds it.
+        UnsupportedModel: The parameter has hooks, or a graph or a view holds it.
     """
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise UnsupportedModel(f"{name} has hooks while it is on meta: register them once it has memory")
-    # Twice: by the object, and by a graph or a view.
+    # The object is one use; a graph or a view is another.
     if parameter._use_count() > 1:  # type: ignore[attr-defined]
         raise UnsupportedModel(
-            f"something in torch holds {name}: an attribute or a buffer that was computed from it with a graph, or is "
-            "a view of it (torch.no_grad() and .clone() in the constructor help)"
+            f"torch still uses {name}: an attribute or a buffer was computed from it with a graph, or is a view of it "
+            "(use torch.no_grad() and .clone() in the constructor)"
         )

@@ -1,4 +1,4 @@
-"""What an operation of torch reads, writes and makes, by its schema."""
+"""Reads from a torch operation's schema what it reads, writes and makes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-# Only the shape of their tensor arguments counts.
+# Operations that read only the shapes of their tensor arguments.
 SHAPE_ONLY = frozenset(
     (
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 )
-# What a parameter's memory is usually asked for with. What is given back before leaves room for it.
+# Operations that usually allocate a parameter. Other parameters' memory is freed first, to make room.
 NEW = frozenset(("empty", "empty_strided", "zeros", "ones", "full", "rand", "randn"))
 ROOM_ELEMENTS = 2**18
-# Nothing of what their first argument held is left.
+# Operations that overwrite their first argument completely.
 _OVERWRITING = frozenset(
     (
         *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
         *("zero_", "fill_", "copy_"),
     )
 )
-# What they return, or its shape, depends on numbers.
+# Tags of operations whose result, or its shape, depends on values.
 DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _WORTH_GIVING_BACK = 2**18  # bytes
 _c_library = ctypes.CDLL(None)
 
 
 def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """As long as it is there, no other storage has the same address."""
+    """A weak reference. While it exists, no other storage has the same address."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -45,26 +45,26 @@ def is_gone(storage: StorageWeakRef) -> bool:
 
 
 def may_be_given_back(storage: torch.UntypedStorage) -> bool:
-    """Not what numpy has seen, nor what a device may be copying to."""
+    """Whether the storage may be freed: numpy does not share it, and no device may be copying to it."""
     return storage.resizable() and not (torch.cuda.is_available() and storage.is_pinned())
 
 
 def give_back(storage: torch.UntypedStorage) -> None:
-    """Frees its memory, to the system too.
+    """Frees a storage's memory and returns its pages to the system.
 
-    The C library keeps what lies between other blocks of its heap; with a small block after every parameter that is
-    nearly all of a model.
+    The C library keeps freed memory that lies between other blocks of its heap. A small block behind each parameter
+    would make it keep nearly the whole model.
     """
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if end - begin >= _WORTH_GIVING_BACK:
-        # An error leaves the pages where they are.
+        # If madvise fails, the pages stay; an error needs no handling.
         _c_library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_DONTNEED))
     storage.resize_(0)
 
 
 def give_back_freed() -> None:
-    """Gives the system what was freed and the C library keeps for later, which may be as much as all that was freed."""
+    """Returns memory to the system that was freed and that the C library keeps, which may be all that was freed."""
     _c_library.malloc_trim(ctypes.c_size_t(0))
 
 
@@ -94,13 +94,13 @@ def operands_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, boo
 
 
 def overwrites(func: Any, name: str, tensor: Tensor, whole_bytes: int) -> bool:
-    """Whether writing to ``tensor`` leaves nothing of what its whole storage held."""
+    """Whether writing to ``tensor`` overwrites its whole storage."""
     every = tensor.numel() * tensor.element_size() == whole_bytes
     return every and (name in _OVERWRITING or func._schema.overload_name.endswith("out"))
 
 
 def only_result(func: Any, operands: list[tuple[Tensor, bool]]) -> Tensor | None:
-    """The tensor that is all that this operation writes to and returns."""
+    """The tensor that the operation writes and returns, if it writes and returns no other; otherwise None."""
     written = [tensor for tensor, is_written in operands if is_written]
     returns: Any = getattr(getattr(func, "_schema", None), "returns", ())
     alone = len(written) == 1 and len(returns) == 1 and returns[0].alias_info is not None

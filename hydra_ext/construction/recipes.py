@@ -1,4 +1,4 @@
-"""``materialize`` and ``fill``: a model without memory, and memory for the parts of it that are wanted."""
+"""``materialize`` builds a model without memory; ``fill`` gives chosen parameters theirs."""
 
 from __future__ import annotations
 
@@ -20,58 +20,63 @@ from hydra_ext.errors import BuildDiffers, InvalidArgument, InvalidDevice, Model
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How a model was built, kept beside it."""
+    """How a model was built. Kept beside the model, for :func:`fill`."""
 
     build: Callable[[], nn.Module]
     surroundings: Surroundings
-    built: Built  # without its model, which would be kept alive
+    built: Built  # without its model, which it would keep alive
     files: WeightFiles | None
     stored: Mapping[str, str]
 
 
-# Of parameters that one run of the constructor fills, where a model is filled part by part.
+# Bytes of parameters that one run of the constructor fills when a model is filled part by part.
 GROUP_BYTES = 2 * 2**30
-_FREED_BYTES = 64 * 2**20  # so much may be free at a time, and not the system's yet
+_FREED_BYTES = 64 * 2**20  # most freed memory that has not been returned to the system yet
 
 _recipes: weakref.WeakKeyDictionary[nn.Module, _Recipe] = weakref.WeakKeyDictionary()
 
 
 def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
-    """Builds a model whose parameters have no memory yet: :class:`hydra_ext.offload` gives it to them block by block,
-    :class:`hydra_ext.Pipeline` to those of a rank's own stages, and :func:`fill` to those that are named.
+    """Builds a model whose parameters have no memory yet.
 
-    The constructor runs as always, but the memory of a parameter is given back as soon as the next one is worked on.
-    Parameters end on meta, each an object of its own that it stays when it is filled (tied ones stay tied, optimizers
-    may be made at once); buffers are real and hold what they always do (but see below for random ones).
+    :class:`hydra_ext.offload` gives them memory block by block. :class:`hydra_ext.Pipeline` gives it to the parameters
+    of a rank's own stages, and :func:`fill` to parameters by name.
 
-    Without ``weights``, all random numbers are drawn: torch's CPU generator, Python's ``random`` and numpy's end where
-    the ordinary constructor leaves them. That takes its time, and the memory of its largest parameter. With
-    ``weights``, they stay where they are, and initialising is left out where nothing depends on it: what the
-    constructor draws for something that is in no file (a buffer that is not persistent, an attribute) is random all
-    the same, but not the numbers that it would have drawn after initialising everything.
+    The constructor runs as always, but a parameter's memory is freed as soon as the next parameter is worked on. In
+    the end parameters are on meta. They stay the same objects when they are filled: tied ones stay tied, and optimizers
+    may be made at once. Buffers are real and have their ordinary values, except for random ones as below.
+
+    Without ``weights``, all random numbers are drawn, and torch's CPU generator, Python's ``random`` and numpy's end in
+    the same state as after the ordinary constructor. That takes as long as the constructor, and the memory of its
+    largest parameter.
+
+    With ``weights``, the generators stay as they are, and initialisation on which nothing depends is left out. If the
+    constructor draws values that are in no file (for an attribute, or a buffer that is not persistent), they are still
+    random. They are not those of the ordinary constructor, though.
 
     Args:
-        build: called without arguments, here and by every :func:`fill`; it makes the whole model anew, on the CPU,
-            and changes nothing outside. What it captures must not change afterwards, and no other thread may draw from
-            the global generators meanwhile (:class:`~hydra_ext.errors.BuildDiffers` says so).
-        weights: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json`` and
-            its shards, that parameters are filled from; persistent buffers are read at once. In a checkpoint's folder
-            every tensor is compared with its checksum in the manifest while it is read.
+        build: Function without arguments that makes the whole model anew, on the CPU, and changes nothing outside.
+            It is called here and by every :func:`fill`. Its captured variables must not change afterwards, and no other
+            thread may draw from the global generators meanwhile. :class:`~hydra_ext.errors.BuildDiffers` reports a
+            difference.
+        weights: A safetensors file from which parameters are filled; or a folder with ``model.safetensors``, or with
+            ``model.safetensors.index.json`` and its shards. Persistent buffers are read at once. In a checkpoint's
+            folder every tensor is compared with its checksum in the manifest while it is read.
 
     Returns:
         The model. Values that the constructor takes from parameters (buffers, branches, attributes, other parameters)
-        are right; the constructor is run again, and again, with those parameters kept meanwhile.
+        are right: the constructor is run again with those parameters kept, as often as necessary.
 
     Raises:
         InvalidArgument: ``build`` cannot be called.
-        UnsupportedModel: lazy parameters; parameters on another device; some that were there before; two of them in
-            the same memory; something else that shares a parameter's memory.
-        WeightsError: what is in ``weights`` is not what the model has, is damaged, or has two names of one parameter
-            with different numbers.
+        UnsupportedModel: A parameter is lazy, on another device, or was made before; two parameters lie in the same
+            memory; or another tensor shares a parameter's memory.
+        WeightsError: The tensors in ``weights`` are not the model's, or are damaged, or two names of one parameter
+            have different numbers.
     """
     if not callable(build):
         raise InvalidArgument(
-            f"materialize(build={build!r}): a function that builds the model is needed, as in "
+            f"materialize(build={build!r}): give a function that builds the model, as in "
             "materialize(lambda: MyModel(config))"
         )
     files = None if weights is None else WeightFiles(weights)
@@ -91,25 +96,27 @@ def materialize(build: Callable[[], nn.Module], *, weights: str | os.PathLike[st
 def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.device | str = "cpu") -> None:
     """Gives parameters of a model made by :func:`materialize` their memory and their values.
 
-    Without ``weights`` these are, bit for bit, those of the ordinary constructor in the random state of the call of
-    materialize(): it is run once more, from that state; all generators are put back afterwards. Takes the memory of
-    what is filled (and of parameters that it is computed from), of the largest other parameter and of the buffers; all
-    numbers are drawn at each call, so fill what is wanted with one.
+    Without ``weights`` the values are, bit for bit, those of the ordinary constructor in the random state in which
+    materialize() was called. The constructor is run once more from that state, and all generators are put back.
+
+    This takes the memory of the filled parameters, of those that they are computed from, of the largest other parameter
+    and of the buffers. Each call draws all numbers, so fill all wanted parameters with one call.
 
     Args:
-        names: as in ``named_parameters()``, tied ones under any of their names; None for all. What has memory already
-            stays as it is.
-        device: where the memory is to be. Values are made on the CPU.
+        model: Model that :func:`materialize` returned.
+        names: Names as in ``named_parameters()``, tied parameters under any of theirs; None for all. Parameters that
+            have memory already stay as they are.
+        device: Device of the memory. Values are made on the CPU.
 
     Raises:
-        StateError: the model was not made by materialize(), or this is called inside a constructor.
-        InvalidDevice: ``device`` is none, or is meta.
-        InvalidArgument: a name that the model has not. Nothing was filled.
-        ModelChanged: a parameter has another shape or dtype than the one that was built. Nothing was filled.
-        BuildDiffers: the constructor made something else than before. Nothing was filled.
-        UnsupportedModel: a parameter has hooks already, or is part of a graph.
-        WeightsError: a file cannot be read any more, is not what it was, or its bytes are not those that a checkpoint
-            was written with. Nothing was filled.
+        StateError: The model was not made by materialize(), or the call comes from inside a constructor.
+        InvalidDevice: ``device`` is not a device, or is meta.
+        InvalidArgument: The model has no parameter of such a name. Nothing was filled.
+        ModelChanged: A parameter has another shape or dtype than the one that was built. Nothing was filled.
+        BuildDiffers: The constructor made another model than before. Nothing was filled.
+        UnsupportedModel: A parameter has hooks already, or is part of a graph.
+        WeightsError: A file cannot be read any more, has changed, or its bytes do not have the checkpoint's checksums.
+            Nothing was filled.
     """
     recipe = _recipe_of(model)
     target = _device(device)
@@ -124,15 +131,15 @@ def fill(model: nn.Module, names: Iterable[str] | None = None, *, device: torch.
 
 
 def was_materialized(model: nn.Module) -> bool:
-    """Whether this is a model that :func:`materialize` has returned, and :func:`fill` knows."""
+    """Whether :func:`materialize` returned this model, so that :func:`fill` can fill it."""
     return model in _recipes
 
 
 def check_fillable(model: nn.Module) -> None:
-    """That :func:`fill` will find what it needs for all parameters without memory. Of files only headers are read.
+    """Checks that :func:`fill` can fill all parameters without memory. Reads only the headers of files.
 
     Raises:
-        StateError, ModelChanged, UnsupportedModel, WeightsError: as fill().
+        StateError, ModelChanged, UnsupportedModel, WeightsError: As fill().
     """
     recipe = _recipe_of(model)
     wanted = _wanted(model, recipe, None)
@@ -143,17 +150,19 @@ def check_fillable(model: nn.Module) -> None:
 
 
 def in_groups(model: nn.Module, parts: Sequence[Sequence[str]], *, room: int | None = None) -> list[list[str]]:
-    """What to give to :func:`fill` before each of a model's parts, so that few numbers wait for their part's turn.
+    """Names to give to :func:`fill` before each part of a model, so that few values wait for their part's turn.
 
-    From files a part's own parameters. From the constructor, which draws all numbers at each call, at the first part
-    of a group those of the whole group: parts of :data:`GROUP_BYTES` together, or of ``room`` bytes if there are fewer,
-    or one larger part. It is so run once for each group.
+    From files a part gets its own parameters. The constructor draws all numbers at each run, so it is run once for a
+    group of parts: the first part of a group gets the parameters of all of them. A group is parts of
+    :data:`GROUP_BYTES` together, or of ``room`` bytes if that is less, or one larger part.
 
     Args:
-        parts: names of parameters.
+        model: Model that :func:`materialize` returned.
+        parts: Names of parameters, for each part.
+        room: Bytes of values that may wait; None for :data:`GROUP_BYTES`.
 
     Returns:
-        Names, for every part.
+        Names, for each part.
     """
     recipe = _recipe_of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -175,8 +184,8 @@ def _recipe_of(model: nn.Module) -> _Recipe:
     recipe = _recipes.get(model)
     if recipe is None:
         raise StateError(
-            f"a {type(model).__name__} was to be filled that materialize() did not return; copies of such a "
-            "model, and modules around it, are none either"
+            f"fill() was given a {type(model).__name__} that materialize() did not return: give the model itself, not "
+            "a copy or a module around it"
         )
     return recipe
 
@@ -187,14 +196,14 @@ def _device(device: torch.device | str) -> torch.device:
     except RuntimeError as error:
         raise InvalidDevice(f"fill(device={device!r}): {error}") from error
     if target.type == "meta":
-        raise InvalidDevice(f"fill(device={device!r}): there is no memory on meta")
+        raise InvalidDevice(f"fill(device={device!r}): tensors have no memory on meta; give a device that has memory")
     return target
 
 
 def _wanted(model: nn.Module, recipe: _Recipe, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """The parameters that are to be filled, each under one name."""
+    """The parameters to fill, each under one name."""
     if isinstance(names, str):
-        raise InvalidArgument(f"fill(names={names!r}): a collection of names is needed, as in [{names!r}]")
+        raise InvalidArgument(f"fill(names={names!r}): give a collection of names, as in [{names!r}]")
     there = dict(model.named_parameters(remove_duplicate=False))
     chosen = list(there if names is None else dict.fromkeys(names))
     unknown = [name for name in chosen if name not in there]
@@ -228,7 +237,7 @@ def _fill_from_files(
         for name, parameter in wanted.items()
     }
     files.read({stored[name]: data[name] for name in wanted})
-    for name, parameter in wanted.items():  # none if a file fails: a parameter with memory counts as filled
+    for name, parameter in wanted.items():  # after all reads: a parameter with memory counts as filled
         replace_contents(parameter, data.pop(name), name)
 
 
@@ -247,7 +256,7 @@ def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], 
         data = values[name].data
         dense = torch.empty_like(data, device="meta").stride() == data.stride()
         if (dense and again.numbers[name] in again.born) or data.untyped_storage().nbytes() > data.nbytes:
-            # What an object of Python's has stood for, as in every run, no arena can take.
+            # Copied: an arena cannot take a storage that has had a Python object, and this run made one for each.
             data = data.to(device, copy=True)
         move_to_meta(values[name], name)
         replace_contents(parameter, data.to(device), name)
@@ -259,7 +268,7 @@ def _fill_from_constructor(recipe: _Recipe, wanted: Mapping[str, nn.Parameter], 
 
 
 def _compare(first: Built, again: Built) -> None:
-    """Raises BuildDiffers unless two runs of the constructor made the same."""
+    """Raises BuildDiffers unless two runs of the constructor made the same model."""
     if first.numbers != again.numbers:
         differing = set(first.numbers.items()) ^ set(again.numbers.items())
         what = f"parameters differ: {min(name for name, _ in differing)} is new, gone, or made at another time"
@@ -274,8 +283,8 @@ def _compare(first: Built, again: Built) -> None:
     else:
         return
     raise BuildDiffers(
-        f"the constructor does not build the same model at each call: {what}. What it captures must not change, and "
-        "what it draws must come from torch's, Python's or numpy's global generators"
+        f"the constructor does not build the same model at each call: {what}. Its captured variables must not change, "
+        "and it must draw from torch's, Python's or numpy's global generators"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a constructor's outcome depends on besides its code: random states, and torch's defaults."""
+"""The state that a constructor's result depends on besides its code: random states, and torch's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_ext.state.randomness import RandomState
 
 @dataclass(frozen=True)
 class Surroundings:
-    """With which a constructor was run first, so that it can be run again."""
+    """The state of a constructor's first run, so that it can be run again."""
 
     random: RandomState
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts everything back afterwards."""
+        """Runs the body with this state, and puts the present one back."""
         before = Surroundings.now()
         with ExitStack() as entered:
             entered.callback(before.random.restore)

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint's manifest vouches for: what is read of them is what was written."""
+"""Compares weights that are read from a checkpoint with the checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ADVICE = "take another checkpoint, or a whole copy of this one"
 
 
 class Vouched:
-    """What the manifest beside a checkpoint's weights says of them; nothing where there is none.
+    """The records of the manifest beside a checkpoint's weights. Without a manifest nothing is checked.
 
     Args:
-        path: a folder, or a file in one.
+        path: Folder of the weights, or a file in it.
 
     Raises:
-        WeightsError: the manifest is damaged, or the checkpoint has never been whole.
+        WeightsError: The manifest is damaged, or the checkpoint has never been whole.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,12 +37,14 @@ class Vouched:
             self._records = manifest.tensors.get("model", {})
 
     def check_header(self, file: Path, opened: Any) -> None:
-        """
+        """Compares a file's header with the manifest.
+
         Args:
-            opened: the file, as safetensors gives it.
+            file: Path of the file, for the message.
+            opened: The file as opened by safetensors.
 
         Raises:
-            WeightsError: its header has other tensors than were written.
+            WeightsError: The header has other tensors than were written.
         """
         if self._records is None:
             return
@@ -56,20 +58,22 @@ class Vouched:
         found = {(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
         if found != written:
             name = min(found ^ written)[0]
-            raise _differs(file, name, "its header does not say of it what the manifest beside it does")
+            raise _differs(file, name, "its entry in the header differs from the manifest beside it")
 
     def follow(self, sums: dict[str, str], name: str, part: Tensor) -> None:
-        """Takes the next part of a tensor into the sums that :meth:`check_sums` looks at."""
+        """Adds the next part of a tensor to the sums that :meth:`check_sums` compares."""
         if self._records is not None:
             sums[name] = checksum.follow(sums.get(name, checksum.EMPTY), bytes_of(part))
 
     def check_sums(self, file: Path, sums: Mapping[str, str]) -> None:
-        """
+        """Compares checksums with the manifest.
+
         Args:
-            sums: of whole tensors.
+            file: Path of the file, for the message.
+            sums: Checksums of whole tensors, by name.
 
         Raises:
-            WeightsError: the bytes of one are not those that were written.
+            WeightsError: A tensor's bytes are not those that were written.
         """
         records = self._records or {}
         for name, summed in sums.items():
@@ -87,11 +91,11 @@ def _manifest_in(folder: Path) -> Manifest | None:
         unfinished = folder / manifests.UNFINISHED
         if os.path.lexists(unfinished):
             raise WeightsError(
-                f"{folder} was being written, or removed, and is no whole checkpoint; {_ADVICE}", file=unfinished
+                f"{folder} was being written, or removed, and is not a whole checkpoint; {_ADVICE}", file=unfinished
             )
         return None
     if not file.is_file():
-        raise WeightsError(f"{file} is no file, or a link that leads nowhere; {_ADVICE}", file=file)
+        raise WeightsError(f"{file} is not a file, or is a broken link; {_ADVICE}", file=file)
     try:
         with file.open("rb") as opened:
             data = opened.read(manifests.LONGEST + 1)

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read tensor by tensor. Only headers are read until then."""
+"""Weights in safetensors files. Headers are read at once, tensors one by one when they are needed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from hydra_ext.errors import WeightsError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# A file's pages count as the process's memory while it is mapped.
+# Pages of a mapped file count as the process's memory, so little of it is mapped at a time.
 _MAPPED_BYTES = 64 * 2**20
 
 
 class WeightFiles:
-    """A model's tensors by name, in one file or in shards with an index. Where a checkpoint's manifest is beside them,
-    they have to be as it says.
+    """A model's tensors by name, in one file or in shards with an index.
+
+    If a checkpoint's manifest lies beside the files, they have to match it.
 
     Args:
-        path: a safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        path: A safetensors file, or a folder with ``model.safetensors`` or ``model.safetensors.index.json``.
 
     Raises:
-        WeightsError: there is no such file, or it is damaged.
+        WeightsError: The file does not exist or is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,20 +44,20 @@ class WeightFiles:
                 self._vouched.check_header(file, opened)
             if promised is not None and promised - there:
                 raise WeightsError(
-                    f"{file} has no tensor {min(promised - there)}, which {self.path / _INDEX} says is in it",
+                    f"{file} has no tensor {min(promised - there)}, which {self.path / _INDEX} lists for it",
                     file=file,
                     tensor=min(promised - there),
                 )
             self._file_of.update(dict.fromkeys(there if promised is None else promised, file))
 
     def find(self, model: nn.Module) -> dict[str, str]:
-        """For every name of a parameter or persistent buffer, the tensor's name in the files.
+        """The tensor's name in the files, for every name of a parameter or persistent buffer.
 
-        Tied parameters may be there under any of their names, and under several if the bytes are the same.
+        The files may have tied parameters under any of their names, and under several if the bytes are the same.
 
         Raises:
-            WeightsError: a tensor is missing, is there and not in the model, has another shape or dtype, or is there
-                under two names with different bytes.
+            WeightsError: A tensor is missing, or not in the model, or has another shape or dtype; or two names of a
+                tied parameter have different bytes.
         """
         found: dict[str, str] = {}
         wanted = _wanted(model)
@@ -74,7 +75,7 @@ class WeightFiles:
         if extra:
             name = min(extra)
             raise WeightsError(
-                f"{self._file_of[name]} has a tensor {name}, which the model has not"
+                f"{self._file_of[name]} has a tensor {name}, which the model does not have"
                 + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""),
                 file=self._file_of[name],
                 tensor=name,
@@ -87,11 +88,14 @@ class WeightFiles:
         return found
 
     def read(self, stored: Mapping[str, Tensor]) -> None:
-        """Copies tensors of the files into the ones given for their names, a part of the files mapped at a time.
+        """Copies tensors of the files into the given ones, with a part of the files mapped at a time.
+
+        Args:
+            stored: Tensors to write to, by their names in the files.
 
         Raises:
-            WeightsError: as :meth:`check`, or bytes are not those that a checkpoint's manifest says were written. The
-                tensors may have been written to, and are not to be used.
+            WeightsError: As :meth:`check`; or the bytes do not have the manifest's checksums. The given tensors may
+                have been written to, and must not be used.
         """
         for file, names in self._by_file(stored).items():
             sums: dict[str, str] = {}
@@ -101,17 +105,17 @@ class WeightFiles:
                         part = _part(opened, file, name, stored[name])[rows]
                         stored[name][rows].copy_(part)
                         self._vouched.follow(sums, name, part)
-                        del part  # or the file stays mapped
+                        del part  # otherwise the file stays mapped
             self._vouched.check_sums(file, sums)
 
     def check(self, stored: Mapping[str, Tensor]) -> None:
-        """Reads the headers of the files that these tensors are in.
+        """Compares tensors with the headers of their files.
 
         Args:
-            stored: what each tensor is to be like, by its name in the files.
+            stored: Tensors of the expected shapes and dtypes, by their names in the files.
 
         Raises:
-            WeightsError: one is missing, or has another shape or dtype.
+            WeightsError: A tensor is missing, or has another shape or dtype.
         """
         for file, names in self._by_file(stored).items():
             with _opened(file) as opened:
@@ -119,10 +123,10 @@ class WeightFiles:
                     _part(opened, file, name, stored[name])
 
     def _compare(self, name: str, other: str, tensor: Tensor) -> None:
-        """Two tensors of the files that are one in the model, a part of each mapped at a time.
+        """Compares two tensors of the files that are one in the model, with a part of each mapped at a time.
 
         Raises:
-            WeightsError: they differ.
+            WeightsError: They differ.
         """
         file, other_file = self._file_of[name], self._file_of[other]
         for rows, _ in _pieces(tensor, _MAPPED_BYTES // 2):
@@ -146,7 +150,7 @@ class WeightFiles:
         return by_file
 
     def _files(self) -> dict[Path, set[str] | None]:
-        """The files and what has to be in them."""
+        """The files, each with the names that the index lists for it; None without an index."""
         if not self.path.is_dir():
             return {self.path: None}
         if (self.path / _SINGLE).exists():
@@ -158,19 +162,19 @@ class WeightFiles:
         except FileNotFoundError as error:
             raise WeightsError(f"{self.path} has neither {_SINGLE} nor {_INDEX}", file=self.path) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{index} is no index of safetensors files: {error!r}", file=index) from error
+            raise WeightsError(f"{index} is not an index of safetensors files: {error!r}", file=index) from error
         files: dict[Path, set[str] | None] = {}
         promised: dict[str, set[str]] = {}
         for name, file in entries:
             if PurePosixPath(file).name != file or file in ("", ".", ".."):
-                raise WeightsError(f"{index} names {file!r}: only files beside it can be", file=index, tensor=name)
+                raise WeightsError(f"{index} names {file!r}: it may name only files beside it", file=index, tensor=name)
             promised.setdefault(file, set()).add(name)
         files.update({self.path / file: names for file, names in promised.items()})
         return files
 
 
 def _part(opened: Any, file: Path, name: str, wanted: Tensor) -> Any:
-    """A tensor in a file, to be read by indexing."""
+    """A tensor in a file, which indexing reads. Its shape and dtype are those of ``wanted``."""
     try:
         part = opened.get_slice(name)
     except SafetensorError as error:
@@ -198,7 +202,7 @@ def _opened(file: Path) -> Any:
 
 
 def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Any]]]:
-    """Names and rows, of at most so many bytes together as may be mapped; of a larger row that one alone."""
+    """Names and rows of at most ``_MAPPED_BYTES`` together, or one larger row alone."""
     batch: list[tuple[str, Any]] = []
     size = 0
     for name in names:
@@ -213,7 +217,7 @@ def _batches(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[list[t
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[tuple[Any, int]]:
-    """Rows of at most so many bytes, or one larger row, in their order."""
+    """Rows of at most ``most`` bytes, or one larger row, in order, with their bytes."""
     if tensor.nbytes <= most:
         yield ..., tensor.nbytes
         return
@@ -225,13 +229,13 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[tuple[Any, int]]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A NaN equals no NaN, but its bytes do."""
+    """The tensor's bytes, to compare NaNs as well."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(-1).view(torch.uint8)
 
 
 def _wanted(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Parameters and persistent buffers with all their names."""
+    """Parameters and persistent buffers, each with all its names."""
     tensors: dict[int, tuple[list[str], Tensor]] = {}
     persistent = model.state_dict(keep_vars=True)
     for name, tensor in persistent.items():

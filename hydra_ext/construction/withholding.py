@@ -1,16 +1,18 @@
-"""Running a model's constructor with the memory of one parameter.
+"""Runs a model's constructor with the memory of one parameter.
 
-While a :class:`Withholding` is active, the memory of a parameter that is not *kept* is given back as soon as an
-operation touches another one, and taken again, with whatever it then holds, when an operation needs it. Every
-operation still runs on real memory, so initialisers of any kind see the numbers that they made (rejection loops, QR,
-masks) and the random numbers are those of the ordinary constructor; only what is read *after* another parameter was
-touched is lost. That is noticed: what was computed from lost numbers is *unknown*, and so is what was computed from
-that. Unknown numbers in a parameter that is not asked for do no harm. Where they would decide something (a branch,
-a shape, a buffer, a parameter that is kept), :class:`Missing` says which parameters have to be kept for it, and the
-constructor is run again with those.
+While a :class:`Withholding` is active, a parameter that is not *kept* loses its memory as soon as an operation touches
+another parameter. It gets memory again, with arbitrary contents, when an operation needs it. Every operation runs on
+real memory. So initialisers of any kind (rejection loops, QR, masks) see the numbers that they made, and the random
+numbers are those of the ordinary constructor. Only numbers that are read *after* another parameter was touched are
+lost.
 
-All of this is by storage, so that views, ``.data`` and parameters made from others follow by themselves. Memory that
-was there before is never given back. One thread: what other threads do meanwhile is not seen.
+Such reads are noticed. Numbers that were computed from lost ones are *unknown*, and so are numbers computed from
+these. In a parameter that is not asked for, unknown numbers do no harm. If they would decide a branch, a shape, a
+buffer or a kept parameter, :class:`Missing` names the parameters that have to be kept, and the constructor is run
+again with these.
+
+Memory is tracked by storage, so that views, ``.data`` and parameters made from others are covered. Memory that was
+allocated before the run is never freed. Only one thread is watched.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from hydra_ext.construction.operations import (
     weak,
 )
 
-# They hand out the address, or read it without an operation.
+# Functions that return a tensor's address, or read its memory without an operation.
 _RAW = frozenset(
     (
         *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage),
@@ -56,26 +58,27 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Missing(BaseException):
-    """Numbers that were let go are needed. Not an Exception: constructors catch those.
+    """Lost numbers are needed. Not an Exception, since constructors catch those.
 
     Attributes:
-        parameters: which have to be kept, by the order in which they were made.
+        parameters: Numbers of the parameters that have to be kept, in the order in which they were made.
     """
 
     def __init__(self, parameters: Iterable[int]) -> None:
-        super().__init__("numbers that were let go are needed")
+        super().__init__("lost numbers are needed")
         self.parameters = frozenset(parameters)
 
 
 @dataclass(eq=False)
 class Memory:
-    """One storage.
+    """One storage. Parameters are numbered in the order in which they were made.
 
     Attributes:
-        nbytes: when it is there.
-        parameters: that live in it, by the order in which they were made.
-        withheld: it may be given back.
-        unknown: what would have to be kept for its numbers to be right; empty where they are.
+        storage: The storage, with its memory or without.
+        nbytes: Its size while it has memory.
+        parameters: Numbers of the parameters that lie in it.
+        withheld: Whether its memory may be freed.
+        unknown: Parameters that would have to be kept so that its numbers are right; empty if they are.
     """
 
     storage: torch.UntypedStorage
@@ -90,12 +93,12 @@ class Memory:
 
 
 class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active as a context, around one run of the constructor.
+    """A context around one run of the constructor.
 
     Args:
-        kept: parameters that keep their memory, by the order in which they are made.
-        draw: False leaves out what would only write to memory that is given back anyway. Random numbers are then not
-            drawn, and what reads such memory, even at once, is Missing.
+        kept: Numbers of the parameters that keep their memory.
+        draw: Whether to run operations that only write to memory that will be freed. If not, their random numbers are
+            not drawn, and an operation that reads such memory, even at once, raises Missing.
     """
 
     def __init__(self, kept: frozenset[int], *, draw: bool) -> None:
@@ -127,9 +130,9 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._contexts.close()
 
-    # ---- what is asked afterwards, and by the two other watches --------------------------------------------------
+    # ---- for the two other watches, and after the run -------------------------------------------------------------
     def memory(self, tensor: Tensor) -> Memory | None:
-        """That ``tensor`` lives in, if anything is known about it."""
+        """The tracked memory that ``tensor`` lies in, or None."""
         storage = storage_of(tensor)
         return None if storage is None else self._known.get(storage._cdata)
 
@@ -137,12 +140,12 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._known.values()
 
     def was_born(self, storage: torch.UntypedStorage) -> bool:
-        """During this run, by an operation."""
+        """Whether an operation of this run made the storage."""
         known = self._born.get(storage._cdata)
         return known is not None and not is_gone(known)
 
     def forget(self) -> None:
-        """Lets go of every tensor."""
+        """Drops every tensor."""
         self._emptied += [(weak(one.storage), one.nbytes) for one in self._known.values() if one.is_empty]
         self.made.clear()
         self._number.clear()
@@ -150,9 +153,9 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._there.clear()
 
     def abandon(self) -> None:
-        """Lets go of every tensor; what others still hold of those without memory gets some, whatever it holds.
+        """Drops every tensor. Storages without memory that have another owner get memory with arbitrary contents.
 
-        Code that looks at such a tensor (through a traceback, a list outside the model) must not find a null address.
+        Code that reads such a tensor (through a traceback, or a list outside the model) must not find a null address.
         """
         self.forget()
         for storage, nbytes in self._emptied:
@@ -167,7 +170,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle(number, parameter)
 
     def note_data_set(self, tensor: Tensor, before: Memory | None) -> None:
-        """``tensor.data`` has been assigned to; it lived in ``before``."""
+        """Notes that ``tensor.data`` was assigned to. The tensor lay in ``before``."""
         number = self._number.get(id(tensor))
         if number is None:
             return
@@ -178,7 +181,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._settle(number, self.made[number])
 
     def note_raw_access(self, tensor: Tensor) -> None:
-        """From now on the memory has to stay where it is."""
+        """Notes that the tensor's address is known outside: its memory stays from now on."""
         memory = self.memory(tensor)
         if memory is None:
             return
@@ -228,7 +231,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _lose(self, writing: list[tuple[Memory, Tensor]]) -> bool:
-        """Whether all that is written may be lost; if so, it is."""
+        """Marks all written memory as lost, if all of it may be lost. Returns whether it did."""
         if not writing or not all(memory.withheld for memory, _ in writing):
             return False
         for memory, _ in writing:
@@ -246,12 +249,12 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if memory.is_empty:
                     memory.storage.resize_(memory.nbytes)
                     if memory in reading:
-                        # The same at every run, and never NaN. Not an operation: that would be seen.
+                        # Zeros are the same in every run, and never NaN. An operation would be dispatched to us again.
                         ctypes.memset(memory.storage.data_ptr(), 0, memory.nbytes)
                 self._there.append(memory)
 
     def _spread(self, sources: set[int], written: list[Tensor], born: list[torch.UntypedStorage]) -> None:
-        """What was written or made from unknown numbers is unknown."""
+        """Marks memory that was written or made from unknown numbers as unknown."""
         for storage in born:
             memory = self._know(storage)
             memory.withheld = True
@@ -262,7 +265,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._know(changed).unknown |= sources
 
     def _note_births(self, func: Any, operands: list[tuple[Tensor, bool]], result: Any) -> list[torch.UntypedStorage]:
-        """The storages that this operation has made."""
+        """Notes and returns the storages that this operation has made."""
         if getattr(func, "is_view", False) and "lift_fresh" not in str(func):
             return []
         before = {storage._cdata for tensor, _ in operands if (storage := storage_of(tensor)) is not None}
@@ -278,7 +281,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return born
 
     def _release(self, memory: Memory) -> None:
-        """Nothing more has to be known about it: it goes with the last tensor that lives in it."""
+        """Stops tracking the memory. It is freed with the last tensor that lies in it."""
         self._known.pop(memory.storage._cdata, None)
         self._there = [there for there in self._there if there is not memory]
 
@@ -289,7 +292,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return memory
 
     def _settle(self, number: int, parameter: nn.Parameter) -> None:
-        """A parameter has come to live in its storage."""
+        """Tracks the storage that a parameter lies in from now on."""
         storage = storage_of(parameter)
         if (
             storage is None
@@ -310,7 +313,7 @@ class Withholding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _CreationWatch(AbstractContextManager[None]):
-    """Tells of every parameter that this thread makes, deep copies of parameters included."""
+    """Notes every parameter that this thread makes, including deep copies of parameters."""
 
     def __init__(self, withholding: Withholding) -> None:
         self._withholding = withholding
@@ -333,7 +336,7 @@ class _CreationWatch(AbstractContextManager[None]):
 
 
 class _RawAccess(TorchFunctionMode):
-    """What reads or replaces a tensor's memory without an operation."""
+    """Notes calls that read or replace a tensor's memory without an operation."""
 
     def __init__(self, withholding: Withholding) -> None:
         super().__init__()

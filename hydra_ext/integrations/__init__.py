@@ -1,1 +1,1 @@
-"""What knows other libraries and model families by name. Nothing else in the package does."""
+"""Code that names other libraries and model families. No other part of the package does."""

@@ -40,7 +40,7 @@ def model(*, layers: int, width: int, length: int, seed: int = 0) -> nn.Module:
         eos_token_id=0,
     )
     built: Any = GPT2LMHeadModel(config)
-    built.loss_type = "ForCausalLM"  # what it would guess, with a warning
+    built.loss_type = "ForCausalLM"  # transformers would guess it, with a warning
     return cast(nn.Module, built)
 
 

@@ -1,5 +1,5 @@
-"""Optimizers that update host parameters in one native pass, clipping by the same norm that the engine uses, and, only
-where they are named, optimizers for gradients that are one step late."""
+"""Optimizers that update host parameters in one native pass, clipping by the engine's norm, and optimizers for late
+gradients."""
 
 from hydra_ext.optim.adam import Adam, AdamW
 from hydra_ext.optim.clip import clip_grad_norm_

@@ -73,19 +73,19 @@ class AdamW(Adam):
     Its ``state_dict`` can be loaded into ``torch.optim.AdamW`` and the other way round.
 
     Args:
-        params: as in torch.optim; fp32, bf16 or fp16, on the host; on meta until the first step, as those of
-            ``hydra_ext.materialize`` are. Gradients may be of any of these types.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled from the gradient.
-        master: where the exact fp32 number behind a bf16 weight is kept: ``"split"`` keeps only what the weight lacks,
-            2 bytes, ``"fp32"`` all of it. Both give the same weights, bit for bit. fp16 weights have ``"fp32"``.
-        moments: type of the moments. ``torch.bfloat16`` halves them, and rounds them stochastically.
-        threads: how many; as many as torch computes with unless given.
+        params: Parameters or groups as in torch.optim; fp32, bf16 or fp16, on the host. They may be on meta until the
+            first step, as those of ``hydra_ext.materialize`` are. Gradients may have any of these dtypes.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Number added to the root of the second moment.
+        weight_decay: Weight decay, decoupled from the gradient.
+        master: Form of the exact fp32 number behind a bf16 weight. ``"split"`` keeps the 2 bytes that the weight
+            lacks, ``"fp32"`` all 4. Both give the same weights, bit for bit. fp16 weights always have ``"fp32"``.
+        moments: Dtype of the moments. ``torch.bfloat16`` takes half the memory and is rounded stochastically.
+        threads: Number of threads; by default as many as torch computes with.
 
     Raises:
-        InvalidOptimizer: an option, or a parameter, that this optimizer cannot work with.
+        InvalidOptimizer: This optimizer cannot work with an option or a parameter.
     """
 
     _DECOUPLED = True

@@ -1,4 +1,4 @@
-"""What these optimizers do not work with, said before anything is changed."""
+"""Refuses options, parameters and gradients that these optimizers cannot work with, before anything is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydra_ext.optim import masters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float32, bfloat16 or float16"
 
-# Options of torch.optim that these optimizers have not; any other value than these asks for them.
+# Options of torch.optim that these optimizers lack, with the values that do not ask for them.
 WITHOUT: Mapping[str, tuple[object, ...]] = {
     "amsgrad": (False,),
     "maximize": (False,),
@@ -32,25 +32,26 @@ _WAY_OUT = {
     "foreach": "leave it out: the update of all parameters is one native pass already",
     "fused": "leave it out: the update is one native pass already",
 }
-# Those that change what a step does, rather than how.
+# Options that change the result of a step.
 _RULES = ("amsgrad", "maximize")
 
 
 def refuse_options(owner: str, options: Mapping[str, object]) -> None:
-    """Options that torch.optim has are refused by name where they ask for something, others as Python does."""
+    """Refuses options: those of torch.optim by name if they ask for something, others as Python does."""
     for name, value in options.items():
         if name not in WITHOUT:
             raise TypeError(f"{owner}() got an unexpected keyword argument '{name}'")
         if value not in WITHOUT[name]:
-            raise InvalidOptimizer(f"{owner}({name}={value!r}): there is no {name} here; {_WAY_OUT[name]}")
+            raise InvalidOptimizer(f"{owner}({name}={value!r}): {name} is not supported; {_WAY_OUT[name]}")
 
 
 def refuse_rules(owner: str, group: Mapping[str, Any]) -> None:
-    """The same for a group that was loaded: how it was stepped before does not matter, by which rule does."""
+    """Refuses a loaded group that was stepped by another rule. Options that only change how a step runs are ignored."""
     for name in _RULES:
         if group.get(name):
             raise InvalidOptimizer(
-                f"the state to be loaded was made with {name}={group[name]!r}, which {owner} has not; {_WAY_OUT[name]}"
+                f"the state to be loaded was made with {name}={group[name]!r}, which {owner} does not support; "
+                f"{_WAY_OUT[name]}"
             )
 
 
@@ -64,10 +65,11 @@ def check_threads(threads: int | None) -> None:
 
 
 def check_group(group: Mapping[str, Any], first: int) -> None:
-    """The options that every rule has, and the parameters; ``first`` is the number of the first one."""
+    """Checks the options that every rule has, and the parameters. ``first`` is the first parameter's number."""
     expect(
         group["master"] in masters.KINDS,
-        f"master={group['master']!r}: 'split' keeps the fp32 number of a bf16 weight in 2 bytes more, 'fp32' in 4 more",
+        f"master={group['master']!r}: give 'split', which keeps a bf16 weight's fp32 number in 2 bytes more, or "
+        "'fp32', which takes 4 more",
     )
     expect(
         group["moments"] in (torch.float32, torch.bfloat16),
@@ -84,7 +86,7 @@ def _why_not_updatable(parameter: Tensor) -> str | None:
     wraps_others: bool = is_traceable_wrapper_subclass(parameter)
     if wraps_others:
         return f"is a {type(parameter).__name__}, whose memory is not its own: use torch.optim for it"
-    if parameter.device.type not in ("cpu", "meta"):  # on meta: it gets its memory before the first step
+    if parameter.device.type not in ("cpu", "meta"):  # on meta a parameter gets its memory before the first step
         return f"is on {parameter.device}: these optimizers update host memory; use torch.optim(fused=True) for it"
     if parameter.dtype not in DTYPES:
         return f"is of {parameter.dtype}: use {_DTYPE_NAMES}, or torch.optim for it"
@@ -104,8 +106,8 @@ def check_gradient(gradient: Tensor, ordinal: int) -> None:
         )
     expect(
         gradient.device.type == "cpu",
-        f"the gradient of parameter {ordinal} is on {gradient.device}: these optimizers update host memory; bring it "
-        "there",
+        f"the gradient of parameter {ordinal} is on {gradient.device}: these optimizers update host memory; move it "
+        "to the CPU",
     )
     expect(gradient.dtype in DTYPES, f"the gradient of parameter {ordinal} is of {gradient.dtype}, not {_DTYPE_NAMES}")
 
@@ -116,7 +118,7 @@ def check_destination(destination: Tensor, parameter: Tensor, ordinal: int) -> N
         and destination.dtype == parameter.dtype
         and destination.shape == parameter.shape
         and destination.stride() == parameter.stride(),
-        f"the destination of parameter {ordinal}, {_described(destination)}, is not as the parameter, "
+        f"the destination of parameter {ordinal}, {_described(destination)}, differs from the parameter, "
         f"{_described(parameter)}: make it with torch.empty_like(parameter)",
     )
     expect(

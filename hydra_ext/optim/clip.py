@@ -1,4 +1,4 @@
-"""Clipping by the global norm, which is the same bits whatever the threads and the machine."""
+"""Clipping by the global norm, whose bits depend neither on the threads nor on the machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm, taken over all of them together, is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` for the Euclidean norm, which is here defined to the bit: fp64 sums over
-    fixed pieces of every gradient, added in the order of the parameters.
+    It does the same as ``torch.nn.utils.clip_grad_norm_`` with the Euclidean norm. Here the norm is defined to the bit:
+    fp64 sums over fixed pieces of every gradient, added in the order of the parameters.
+
+    Args:
+        parameters: Parameters whose gradients are scaled.
+        max_norm: Largest norm after scaling.
+        error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
     Returns:
         The norm before clipping, fp32.
 
     Raises:
-        NonFiniteNorm: a gradient is not finite, and ``error_if_nonfinite`` is set. Nothing was scaled.
-        InvalidOptimizer: a gradient is sparse, not on the host, or of another type than fp32, bf16, fp16.
+        NonFiniteNorm: A gradient is not finite, and ``error_if_nonfinite`` is set. Nothing was scaled.
+        InvalidOptimizer: A gradient is sparse, not on the host, or of another dtype than fp32, bf16 and fp16.
     """
     owners = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm, factor = combined(sums_of_squares(owners, [None] * len(owners)), max_norm)
@@ -47,7 +52,7 @@ def clip_grad_norm_(
 
 
 def sums_of_squares(parameters: Sequence[Tensor], known: Sequence[float | None]) -> list[float]:
-    """Of the gradient of each parameter that has one. What is known of a parameter need not be summed."""
+    """Sums of squares of the gradients, for each parameter that has one. Sums that are ``known`` are taken as given."""
     sums: list[float | None] = []
     missing: dict[int, Tensor] = {}
     for ordinal, (parameter, its_sum) in enumerate(zip(parameters, known, strict=True)):

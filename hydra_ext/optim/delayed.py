@@ -1,29 +1,28 @@
-"""Optimizers for gradients that are one step late, as PipeDream-2BW's are: W(t+1) = W(t) - u(g(W(t-1))).
+"""Optimizers for gradients that are one step late, as in PipeDream-2BW: W(t+1) = W(t) - u(g(W(t-1))).
 
-None is used unless it is named. They are made of torch's operations, so that they work where the weights are, in the
-weights' own precision: fp32 or fp64.
+They are made of torch's operations, so they run on the weights' device, in the weights' own precision: fp32 or fp64.
 
-What is known of the delay, and from where:
+Facts about the delay, with their sources:
 
-- AdamW loses much by it, optimizers with a long memory little: Muon, or Adam with a high first beta ("One-step gradient
-  delay is not a barrier", arXiv 2606.30634; "Nesterov method for asynchronous pipeline parallel optimization",
-  arXiv 2505.01099, which takes NAdam with a beta of 0.99).
-- The correction, for any rule that turns gradients into updates ``u``, is that of 2606.30634 as two independent
-  accounts of it give it; the paper itself was not at hand. Their wording for the first step and for weight decay
-  differs, so these are ours, from what follows::
+- AdamW loses much by it. Optimizers with a long memory lose little: Muon, or Adam with a high first beta ("One-step
+  gradient delay is not a barrier", arXiv 2606.30634; "Nesterov method for asynchronous pipeline parallel
+  optimization", arXiv 2505.01099, which takes NAdam with a beta of 0.99).
+- The correction fits any rule that turns gradients into updates ``u``. It is that of 2606.30634, taken from two
+  independent accounts of the paper, which itself was not available. The accounts differ on the first step and on weight
+  decay; those here are derived below::
 
       W(t+1) = W(t) - u(t) - correction * (u(t) - u(t-1))          u(t): made of the late gradient g(W(t-1))
 
-  With a correction of 1 the weights are W(t) = Y(t) - u(t-1) where Y(t+1) = Y(t) - u(t), Y(1) = W(0): they run one
-  update ahead of a sequence Y. The gradient that Y(t+1) is made with was taken at W(t-1) = Y(t-1) - u(t-2), which is
-  Y(t) but for the difference of two successive updates. So Y does what training without a delay does, to first order.
-  It follows, too, that the correction does harm where gradients are not late, and that what differs much from step to
-  step, as small batches make it, is amplified.
-- A first step has no step before it, is not late in 2BW either (its gradient is taken at the weights it is applied to),
-  and is not corrected. Weight decay is taken of the newest weights, is not late, and no part of ``u``.
-- Error by delay grows with the rate and with how fast updates change, which is fastest in the beginning: warm the rate
-  up. No rule for how long was found (the PipeDream-2BW paper, arXiv 2006.09503, was not at hand); 2606.30634 is said to
-  warm up over the first tenth of the steps, and so does benchmarks/delay_convergence.py.
+  With a correction of 1 the weights are W(t) = Y(t) - u(t-1), where Y(t+1) = Y(t) - u(t) and Y(1) = W(0). So they run
+  one update ahead of a sequence Y. The gradient for Y(t+1) was taken at W(t-1) = Y(t-1) - u(t-2). That is Y(t) but for
+  the difference of two successive updates. To first order, Y is trained as without a delay. It also follows that the
+  correction does harm if gradients are not late, and that it amplifies differences between steps, as small batches
+  cause them.
+- A first step has no previous update and is not corrected. In 2BW it is not late either: its gradient is taken at the
+  weights that it updates. Weight decay uses the newest weights; it is not late, and not a part of ``u``.
+- The error grows with the learning rate and with the change between updates, which is largest in the beginning: warm
+  the rate up. No rule for the length was found (the PipeDream-2BW paper, arXiv 2006.09503, was not available).
+  2606.30634 is said to warm up over the first tenth of the steps; benchmarks/delay_convergence.py does so, too.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from hydra_ext.optim import checks
 
 _DTYPES = (torch.float32, torch.float64)
 _PREVIOUS = "previous_update"
-_TORCHS = {*checks.WITHOUT, "decoupled_weight_decay"}  # options of torch.optim that have no meaning here
+_TORCHS = {*checks.WITHOUT, "decoupled_weight_decay"}  # options of torch.optim that are dropped at load
 
 
 class DelayedOptimizer(torch.optim.Optimizer, ABC):
-    """Base. A subclass makes updates of gradients; here they are corrected and applied, and weights decayed before."""
+    """Base class. A subclass turns gradients into updates; this class decays the weights, corrects and applies."""
 
     @abstractmethod
     def _check_rule(self, group: dict[str, Any]) -> None: ...
 
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> frozenset[str]:
-        """What the rule keeps of a parameter, the count of its steps apart."""
+        """Names of the rule's state for a parameter, without the count of its steps."""
 
     @abstractmethod
     def _update(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], step: int) -> Tensor:
-        """What is to be subtracted from the weights, in a new tensor; the rule's state goes on. Steps count from 1."""
+        """The update to subtract from the weights, as a new tensor. Advances the rule's state; steps count from 1."""
 
     # ---- for users --------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class DelayedOptimizer(torch.optim.Optimizer, ABC):
         """Updates every parameter that has a gradient.
 
         Raises:
-            InvalidOptimizer: a gradient is sparse. Nothing was changed.
+            InvalidOptimizer: A gradient is sparse. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -102,7 +101,7 @@ class DelayedOptimizer(torch.optim.Optimizer, ABC):
             state[_PREVIOUS] = update
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; a group that cannot be worked with is not added."""
+        """Adds a group as in torch.optim. A group that this optimizer cannot work with is not added."""
         first = sum(len(group["params"]) for group in self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -131,11 +130,12 @@ class DelayedOptimizer(torch.optim.Optimizer, ABC):
     # ---- loading ----------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """As in torch.optim. That of the optimizer of the same rule in torch.optim is taken, too: options that it lacks
-        stay as they are here, and the first step after it is not corrected.
+        """Loads the state of this optimizer, or of torch.optim's optimizer of the same rule.
+
+        With the latter, options that it lacks stay as they are here, and the first step after it is not corrected.
 
         Raises:
-            InvalidOptimizer: the state belongs to another rule. Nothing was changed.
+            InvalidOptimizer: The state belongs to another rule. Nothing was changed.
         """
         groups = []
         for current, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
@@ -147,32 +147,32 @@ class DelayedOptimizer(torch.optim.Optimizer, ABC):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def _refuse_other_rules(self, saved: dict[str, Any], loaded: dict[str, Any], state: dict[Any, Any]) -> None:
-        """A group as it was saved, and as it is to be here."""
+        """Refuses state of another rule. ``saved`` is the group as it was saved, ``loaded`` as it will be here."""
         owner = type(self).__name__
         checks.refuse_rules(owner, saved)
         checks.expect(
             saved.get("decoupled_weight_decay", True) or not saved["weight_decay"],
-            f"the state to be loaded was made with weight decay as part of the gradient, which {owner} has not: "
-            "set its weight_decay to 0",
+            f"the state to be loaded was made with weight decay as part of the gradient, which {owner} does not "
+            "support: set its weight_decay to 0",
         )
         wanted = self._state_names(loaded)
         for number in saved["params"]:
             found = frozenset(state.get(number, wanted)) - {"step", _PREVIOUS}
             checks.expect(
                 found == wanted,
-                f"the state to be loaded has {', '.join(sorted(found))} of parameter {number}, where {owner} keeps "
+                f"the state to be loaded has {', '.join(sorted(found))} for parameter {number}, where {owner} keeps "
                 f"{', '.join(sorted(wanted))}: it belongs to another rule",
             )
 
 
 def adam_update(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], step: int) -> Tensor:
-    """Adam's, with both moments' corrections for their start from zero."""
+    """Adam's update, with the bias corrections of both moments."""
     first, divisor = _moments(gradient, state, group, step)
     return first.div(divisor).mul_(float(group["lr"]) / (1.0 - float(group["betas"][0]) ** step))
 
 
 def _moments(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], step: int) -> tuple[Tensor, Tensor]:
-    """The first moment, and a new tensor with what Adam divides by; the gradient is taken into both moments."""
+    """Adds the gradient to both moments. Returns the first one, and Adam's divisor as a new tensor."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
@@ -183,18 +183,18 @@ def _moments(gradient: Tensor, state: dict[str, Any], group: dict[str, Any], ste
 
 
 class DelayCorrectedAdamW(DelayedOptimizer):
-    """AdamW whose updates are corrected for a delay of one step; see the module for the formula and its sources.
+    """AdamW whose updates are corrected for a delay of one step. The module has the formula and its sources.
 
-    Takes one number more of memory for each parameter than AdamW: the update before. Where gradients are not late it is
-    not AdamW; with ``correction=0`` it is, and keeps no more than AdamW.
+    It keeps one number more for each parameter than AdamW: the previous update. With ``correction=0`` it is AdamW, and
+    keeps no more. With another correction it differs from AdamW even if gradients are not late.
 
     Args:
-        params: as in torch.optim; dense, fp32 or fp64, on any device.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        correction: of the difference to the update before, how much is added to an update; 1 makes up for one step.
+        params: Parameters or groups as in torch.optim; dense, fp32 or fp64, on any device.
+        lr, betas, eps, weight_decay: Options as in ``torch.optim.AdamW``.
+        correction: Share of the difference to the previous update that is added to an update; 1 makes up for one step.
 
     Raises:
-        InvalidOptimizer: an option, or a parameter, that this optimizer cannot work with.
+        InvalidOptimizer: This optimizer cannot work with an option or a parameter.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class DelayCorrectedAdamW(DelayedOptimizer):
         super().__init__(params, defaults)
 
     def _check_rule(self, group: dict[str, Any]) -> None:
-        """That of the base is all."""
+        """The base class checks all options."""
 
     def _state_names(self, group: dict[str, Any]) -> frozenset[str]:
         return frozenset({"exp_avg", "exp_avg_sq"})
@@ -221,25 +221,27 @@ class DelayCorrectedAdamW(DelayedOptimizer):
 
 
 class NAdamW(DelayedOptimizer):
-    """NAdam with a long first moment and decoupled decay, as "Nesterov method for asynchronous pipeline parallel
-    optimization" (arXiv 2505.01099) trains with late gradients: their published runs use torch's NAdam with a first
-    beta of 0.99, ``momentum_decay=0.004`` and ``decoupled_weight_decay=True``, which is the rule here::
+    """NAdam with a long first moment and decoupled decay, for late gradients.
+
+    "Nesterov method for asynchronous pipeline parallel optimization" (arXiv 2505.01099) trains so. Its published runs
+    use torch's NAdam with a first beta of 0.99, ``momentum_decay=0.004`` and ``decoupled_weight_decay=True``. The rule
+    here is the same::
 
         mu(t) = beta1 * (1 - 0.96 ** (t * momentum_decay) / 2)
         u(t)  = lr * (mu(t+1) * m(t) / (1 - mu(1)..mu(t+1))  +  (1 - mu(t)) * g(t) / (1 - mu(1)..mu(t)))
                    / (sqrt(v(t) / (1 - beta2 ** t)) + eps)
 
-    The late gradient itself enters by 1 - mu(t) only, a hundredth in the end, and that is what makes it robust.
+    The late gradient itself has the weight 1 - mu(t), a hundredth in the end. So its delay changes little.
 
     Args:
-        params: as in torch.optim; dense, fp32 or fp64, on any device.
-        lr, eps, weight_decay: as in ``torch.optim.NAdam``.
-        betas: decay of the two moments.
-        momentum_decay: how fast mu rises from half of the first beta to all of it.
-        correction: see :class:`DelayCorrectedAdamW`; none unless given.
+        params: Parameters or groups as in torch.optim; dense, fp32 or fp64, on any device.
+        lr, eps, weight_decay: Options as in ``torch.optim.NAdam``.
+        betas: Decay of the two moments.
+        momentum_decay: Speed at which mu rises from half of the first beta to all of it.
+        correction: Correction as in :class:`DelayCorrectedAdamW`; by default none.
 
     Raises:
-        InvalidOptimizer: an option, or a parameter, that this optimizer cannot work with.
+        InvalidOptimizer: This optimizer cannot work with an option or a parameter.
     """
 
     def __init__(

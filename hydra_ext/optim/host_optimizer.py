@@ -1,4 +1,4 @@
-"""What the optimizers have in common: state, its loading, and the way from gradients to a native plan."""
+"""Base of the native optimizers: state, its loading, and the native plan of a step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hydra_ext.optim.layout import as_parameter_lies
 
 @dataclass
 class PreparedStep:
-    """One step of some parameters: all that is known before the gradients' scale, and kept alive until it has run.
+    """One step of some parameters, complete but for the gradients' scale. It is kept alive until the step has run.
 
     Attributes:
-        plan: runs it; its n-th update is that of the n-th parameter.
-        parameters: in the order they were given.
-        gradients: theirs, as the plan reads them.
-        written: where the new weights go: the parameter itself, or its destination.
+        plan: Native plan; its n-th update is that of the n-th parameter.
+        parameters: Parameters in the order in which they were given.
+        gradients: Gradients as the plan reads them.
+        written: Tensors that get the new weights: the parameter itself, or its destination.
     """
 
     plan: _C.TensorPlan = field(default_factory=_C.TensorPlan)
@@ -39,30 +39,30 @@ class StepRunner(Protocol):
     """Runs an optimizer's steps in its place, part by part, and perhaps later.
 
     Attributes:
-        destinations: where parameters' new weights go; see :meth:`HostOptimizer.prepare`.
+        destinations: Tensors for the parameters' new weights; see :meth:`HostOptimizer.prepare`.
     """
 
     destinations: Mapping[Tensor, Tensor] | None
 
     def parts(self, gradients: list[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-        """The parameters with their gradients, grouped and ordered as the runner wants them prepared.
+        """Groups and orders parameters with their gradients as the runner wants them prepared.
 
-        What was to run later has run.
+        Earlier steps that it had put off have run when it returns.
         """
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
-        """Zeros that lie as the parameter does; or the parameter's numbers, if it ``copies`` them."""
+        """New state with the parameter's strides: zeros, or with ``copies`` the parameter's numbers."""
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
         """Runs the plans of :meth:`parts`, in any order, now or later."""
 
     def sync(self) -> None:
-        """Returns when nothing that was to run later is left, and all tensors have their bytes."""
+        """Waits until all steps have run and all tensors have their bytes."""
 
 
 @dataclass(frozen=True)
 class _Shielded:
-    """A tensor on its way through torch's loading, which would cast it to the parameter's type."""
+    """Hides a tensor from torch's loading, which would cast it to the parameter's dtype."""
 
     tensor: Tensor
 
@@ -101,7 +101,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         """Updates every parameter that has a gradient.
 
         Raises:
-            InvalidOptimizer: a gradient is sparse, not on the host or of another type. Nothing was changed.
+            InvalidOptimizer: A gradient is sparse, not on the host, or of another dtype. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -126,7 +126,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return exact.detach().to(torch.float32, copy=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch.optim; a group that cannot be worked with is not added."""
+        """Adds a group as in torch.optim. A group that this optimizer cannot work with is not added."""
         first = sum(len(group["params"]) for group in self.param_groups)
         super().add_param_group(param_group)
         try:
@@ -140,28 +140,28 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def pool(self) -> _C.ThreadPool:
-        """The threads that updates are to run on."""
+        """The threads that run updates."""
         return threads.pool(self._threads)
 
     @torch.no_grad()
     def prepare(
         self, parts: list[list[tuple[Tensor, Tensor]]], destinations: Mapping[Tensor, Tensor] | None = None
     ) -> list[PreparedStep]:
-        """Begins a step of parameters, given with their gradients in parts: state is made, steps are counted.
+        """Begins a step: makes missing state, counts the step, and makes a plan for each part.
 
-        Each part's plan is then to be run, once and completely, by whatever threads, and :meth:`finish` called. Until
-        it has run weights, gradients and state must stay where they are. A step that is not to be taken must not be
-        prepared.
+        The caller then runs each part's plan once and completely, on any threads, and calls :meth:`finish`. Until a
+        plan has run, its weights, gradients and state must stay where they are. A step that will not be taken must not
+        be prepared.
 
         Args:
-            parts: parameters with their gradients.
-            destinations: where a parameter's new weights go instead of into the parameter, which is then only read:
-                a tensor of its type and shape that lies in memory as it does, and shares none with it. The state goes
-                on with the new weights, so that they have to be the parameter's when its next step is prepared:
-                ``parameter.data = destination``. What is in ``destinations`` but not in ``parts`` is not written.
+            parts: Parameters with their gradients, in parts.
+            destinations: Tensors that get parameters' new weights, while the parameters are only read. A destination
+                has its parameter's dtype, shape and strides, and shares no memory with it. The state advances with the
+                new weights, so they have to be the parameter's when its next step is prepared:
+                ``parameter.data = destination``. Destinations of parameters that are not in ``parts`` are not written.
 
         Raises:
-            InvalidOptimizer: a gradient or a destination that cannot be worked with. Nothing was changed.
+            InvalidOptimizer: This optimizer cannot work with a gradient or a destination. Nothing was changed.
         """
         destinations = {} if destinations is None else destinations
         places = {parameter: (ordinal, group) for ordinal, group, parameter in self._enumerate()}
@@ -209,7 +209,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return prepared
 
     def tensors_of(self, prepared: PreparedStep) -> list[Tensor]:
-        """All that a prepared step reads or writes."""
+        """All tensors that a prepared step reads or writes."""
         kept = [tensor for parameter in prepared.parameters for tensor in self.tensors_beside(parameter)]
         pairs = zip(prepared.parameters, prepared.written, strict=True)
         elsewhere = [written for parameter, written in pairs if written is not parameter]
@@ -221,7 +221,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return [value for name, value in state.items() if name != "step" and torch.is_tensor(value)]
 
     def state_sizes(self) -> dict[Tensor, list[int]]:
-        """Bytes of each of the tensors that :meth:`tensors_beside` gives once its parameter was stepped."""
+        """Bytes of each tensor that :meth:`tensors_beside` returns after a parameter's first step."""
         sizes = {}
         for _, group, parameter in self._enumerate():
             count = len(self._MOMENTS) if self._has_moments(group) else 0
@@ -232,7 +232,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         return sizes
 
     def finish(self, prepared: PreparedStep) -> None:
-        """Autograd is told what was written, or is about to be before it can be read."""
+        """Tells autograd that the weights were written. A step that is put off writes them before they can be read."""
         increment_version(prepared.written)
         for parameter in prepared.parameters:
             if masters.FULL in self.state[parameter]:
@@ -246,7 +246,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
                 ordinal += 1
 
     def _state_of(self, parameter: Tensor, group: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The parameter's state, whatever is missing made; and whether its moments are new."""
+        """The parameter's state, completed if necessary, and whether its moments are new."""
         state: dict[str, Any] = self.state[parameter]
         first = False
         if self._has_moments(group):
@@ -260,7 +260,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
         if kind is not None:
             name = masters.LOWER if kind == "split" else masters.FULL
             if name not in state:
-                # Nothing is rounded off yet: of "split" all is zero.
+                # Nothing has been rounded off yet, so the part kept by "split" is zero.
                 state[name] = self._new(parameter, masters.dtype_of(kind), copies=kind != "split")
             elif kind == "fp32" and self._written.get(parameter) != parameter._version:
                 masters.follow(state[name], parameter)
@@ -274,7 +274,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
     # ---- saving and loading -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
-        """As in torch.optim; a step under way is waited for."""
+        """The state as in torch.optim. Waits for a step under way."""
         self._sync()
         return super().state_dict()
 
@@ -283,15 +283,16 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
             self.runner.sync()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads the state of this optimizer, or of the one of the same name in torch.optim, in any type of moments
-        and any kind of master. Load the weights first: a master counts where it rounds to the weight that is there.
+        """Loads the state of this optimizer, or of the one of the same name in torch.optim.
+
+        The moments may have any dtype, and the masters any form. Load the weights first: a master is used only if it
+        rounds to its weight.
 
         Raises:
-            InvalidOptimizer: the state is that of a rule that is not this optimizer's, or of parameters of other
-                shapes. Nothing was changed.
+            InvalidOptimizer: The state is that of another rule, or of parameters of other shapes. Nothing was changed.
         """
         self._sync()
-        # The last one to be called: what it is given is what will be loaded.
+        # Registered last, so that it is called last and gets exactly the state that will be loaded.
         handle = self.register_load_state_dict_pre_hook(lambda _, given: _shield(self, given))
         try:
             super().load_state_dict(state_dict)
@@ -312,7 +313,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def _adopted(self, parameter: Tensor, group: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
-        """State as this parameter and this group have it, from state that was loaded."""
+        """Converts loaded state to the dtypes and the form of master of this parameter and group."""
         found = {name: value.tensor if isinstance(value, _Shielded) else value for name, value in loaded.items()}
         state = {name: value for name, value in found.items() if value is not None}
         if "step" in state:
@@ -334,7 +335,7 @@ class HostOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _fitted(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself where it lies as the parameter does."""
+    """The tensor itself if it has the parameter's strides and the dtype, otherwise a copy that has them."""
     _expect_shape(value, parameter)
     if value.dtype == dtype and value.device.type == "cpu" and value.stride() == parameter.stride():
         return value
@@ -343,7 +344,10 @@ def _fitted(value: Tensor, parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _expect_shape(value: Tensor, parameter: Tensor) -> None:
     if value.shape != parameter.shape:
-        raise InvalidOptimizer(f"state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+        raise InvalidOptimizer(
+            f"the state to be loaded has a tensor of shape {tuple(value.shape)} for a parameter of "
+            f"{tuple(parameter.shape)}: load the state of the same model"
+        )
 
 
 def _shield(optimizer: HostOptimizer, state_dict: StateDict) -> StateDict:
@@ -370,7 +374,7 @@ def _shield(optimizer: HostOptimizer, state_dict: StateDict) -> StateDict:
 
 
 def _refuse_conversion(entries: Any, kind: str | None) -> None:
-    """One form of master is made from another by the weight, which is not there yet."""
+    """Refuses masters in another form for a weight without memory, since the conversion needs the weight."""
     found = {masters.LOWER, masters.FULL}.intersection(entries if isinstance(entries, dict) else ())
     there = kind is None or not found or (masters.LOWER if kind == "split" else masters.FULL) in found
     checks.expect(

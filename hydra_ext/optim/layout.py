@@ -1,4 +1,4 @@
-"""How a gradient lies in memory: the native loops want it as the parameter lies."""
+"""Layout of gradients in memory: the native loops need the parameter's strides."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def as_parameter_lies(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """The gradient, or a copy that lies as the parameter does."""
+    """The gradient if it has the parameter's strides, otherwise a copy that has them."""
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -1,4 +1,4 @@
-"""Muon: momentum, made orthogonal."""
+"""Muon: orthogonalized momentum."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _ADAM_RMS = 0.2
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """The nearest orthogonal matrix, roughly: the same singular vectors, singular values of 0.7 to 1.2.
+    """Approximates the nearest orthogonal matrix: the same singular vectors, singular values of 0.7 to 1.2.
 
-    Five iterations of X <- aX + (bA + cA²)X, A = XX^T, from the matrix over its Frobenius norm; the coefficients are
-    those of Jordan et al. (https://kellerjordan.github.io/posts/muon), chosen for speed from small singular values at
-    the price of not converging to 1. In bf16 on a GPU, as published; in the matrix's own precision on a CPU.
+    Five iterations of X <- aX + (bA + cA²)X with A = XX^T start from the matrix divided by its Frobenius norm. The
+    coefficients are those of Jordan et al. (https://kellerjordan.github.io/posts/muon). They make small singular values
+    grow fast, at the price of not converging to 1. The iterations run in bf16 on a GPU, as published, and in the
+    matrix's own precision on a CPU.
     """
     a, b, c = _COEFFICIENTS
     wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
@@ -36,28 +37,29 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 
 class Muon(DelayedOptimizer):
-    """Nesterov momentum of matrices, made orthogonal; AdamW for the groups that say ``"orthogonalize": False``.
+    """Orthogonalized Nesterov momentum for matrices; AdamW for groups with ``"orthogonalize": False``.
 
-    Little is lost by gradients that are one step late, whose direction the momentum hardly shows (arXiv 2606.30634).
-    Update of a matrix of a rows and b columns: ``lr * 0.2 * sqrt(max(a, b)) * orthogonalized(g + momentum * B)`` with
+    Gradients that are one step late cost little: they hardly change the momentum's direction (arXiv 2606.30634). The
+    update of a matrix of a rows and b columns is ``lr * 0.2 * sqrt(max(a, b)) * orthogonalized(g + momentum * B)`` with
     B = momentum * B + g. The factor gives it the root mean square of AdamW's updates (Liu et al., arXiv 2502.16982,
-    section 2.2), so that one rate, schedule and decay serve both kinds of groups::
+    section 2.2). So both kinds of groups share one rate, schedule and decay::
 
         Muon([{"params": hidden_matrices}, {"params": rest, "orthogonalize": False}], lr=1e-3)
 
-    Biases, norms, embeddings and the output layer belong to the rest. The rows of an embedding or of an output layer
-    are one token's each, and only users know which matrices these are.
+    Biases, norms, embeddings and the output layer belong to the rest. Each row of an embedding or of an output layer
+    belongs to one token. Only users know which matrices these are.
 
     Args:
-        params: as in torch.optim; dense, fp32 or fp64, on any device; of two dimensions where they are orthogonalized.
-        lr, weight_decay: as in AdamW.
-        momentum: decay of the momentum of matrices.
-        betas, eps: of the groups with AdamW.
-        orthogonalize: default of the groups.
-        correction: see :class:`hydra_ext.optim.DelayCorrectedAdamW`; none unless given.
+        params: Parameters or groups as in torch.optim; dense, fp32 or fp64, on any device. Those that are
+            orthogonalized have two dimensions.
+        lr, weight_decay: Options as in AdamW.
+        momentum: Decay of the momentum of matrices.
+        betas, eps: Options of the groups with AdamW.
+        orthogonalize: Default for groups that do not say it.
+        correction: Correction as in :class:`hydra_ext.optim.DelayCorrectedAdamW`; by default none.
 
     Raises:
-        InvalidOptimizer: an option, or a parameter, that this optimizer cannot work with.
+        InvalidOptimizer: This optimizer cannot work with an option or a parameter.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Muon(DelayedOptimizer):
         for parameter in group["params"] if group["orthogonalize"] else ():
             checks.expect(
                 parameter.dim() == 2,
-                f"a parameter of shape {tuple(parameter.shape)} is no matrix and cannot be made orthogonal: "
+                f"a parameter of shape {tuple(parameter.shape)} is not a matrix and cannot be made orthogonal: "
                 'put it into a group with "orthogonalize": False',
             )
 
@@ -101,7 +103,7 @@ class Muon(DelayedOptimizer):
         momentum = float(group["momentum"])
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        # The buffer is (1 - momentum) * B, as torch.optim.Muon's; the factor is lost in orthogonalized().
+        # The buffer is (1 - momentum) * B, as in torch.optim.Muon; orthogonalized() cancels the factor.
         buffer = state["momentum_buffer"].lerp_(gradient, 1.0 - momentum)
         direction = orthogonalized(gradient.lerp(buffer, momentum))
         return direction.mul_(float(group["lr"]) * _ADAM_RMS * math.sqrt(max(gradient.shape)))

@@ -49,7 +49,7 @@ class SGD(HostOptimizer):
         checks.expect(
             not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0),
             f"nesterov=True with momentum={group['momentum']!r}, dampening={group['dampening']!r}: "
-            "it needs a momentum and no dampening",
+            "give a momentum above 0 and no dampening",
         )
 
     def _has_moments(self, group: dict[str, Any]) -> bool:

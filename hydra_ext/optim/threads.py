@@ -1,4 +1,4 @@
-"""Threads for updates and norms: one pool for each number of them."""
+"""Thread pools for updates and norms: one for each number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydra_ext import _C
 
 
 def pool(threads: int | None) -> _C.ThreadPool:
-    """As many as torch computes with, unless a number is given."""
+    """The pool of ``threads``, or of as many as torch computes with."""
     return _pool(torch.get_num_threads() if threads is None else threads)
 
 

@@ -1,4 +1,4 @@
-"""Planners: what to put where, before anything runs. Decisions only; no tensors, no torch."""
+"""Planners, which decide before a run where a model is cut. They see numbers only: no tensors, no torch."""
 
 from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
 

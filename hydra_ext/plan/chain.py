@@ -15,8 +15,10 @@ class Event:
     """The n-th call of a block, for one microbatch.
 
     Attributes:
-        parameter_bytes: of parameters that no other event uses; what a version of them takes.
-        activation_bytes: that are kept from its forward to its backward.
+        forward_seconds: Time of the forward.
+        backward_seconds: Time of the backward.
+        parameter_bytes: Bytes of one version of the parameters that no other event uses.
+        activation_bytes: Bytes that are kept from the forward to the backward.
     """
 
     forward_seconds: float
@@ -27,11 +29,11 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Between an event and the next.
+    """The place between an event and the next.
 
     Attributes:
-        crossing_bytes: of the values that cross it for one microbatch; as many of gradients come back.
-        possible: whether a cut may be here.
+        crossing_bytes: Bytes of the values that cross it for one microbatch. As many bytes of gradients come back.
+        possible: Whether a cut may be here.
     """
 
     crossing_bytes: int = 0
@@ -40,7 +42,7 @@ class Boundary:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameters:
-    """Parameters that several events use: each stage that has one of these holds them."""
+    """Parameters that several events use. Each stage that has one of these events holds them."""
 
     nbytes: int
     events: tuple[int, ...]
@@ -48,10 +50,12 @@ class SharedParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Events ``begin`` to ``end - 1``.
+    """The events ``begin`` to ``end - 1``.
 
     Attributes:
-        seconds: for one microbatch: the sum of the two above, or the larger of them where they overlap.
+        compute_seconds: Time of forward and backward for one microbatch.
+        communication_seconds: Time of the crossings for one microbatch.
+        seconds: Sum of the two, or the larger one if they overlap.
         nbytes: versions * parameters + microbatches in flight * activations.
     """
 
@@ -68,8 +72,9 @@ class Partition:
     """A chain in stages.
 
     Attributes:
-        period_seconds: of the slowest stage: what a full pipeline takes for a microbatch.
-        crossing_bytes: at all cuts together, for one microbatch in one direction.
+        stages: Stages in order.
+        period_seconds: Time of the slowest stage: a full pipeline takes it for each microbatch.
+        crossing_bytes: Bytes at all cuts together, for one microbatch in one direction.
     """
 
     stages: tuple[Stage, ...]
@@ -94,25 +99,31 @@ def partition_chain(
     versions: int = 1,
     memory: int | Sequence[int | None] | None = None,
 ) -> Partition:
-    """The division into ``stages`` stages whose slowest one is fastest: exact, in O(events² stages).
+    """Divides a chain into ``stages`` stages so that the slowest one is as fast as possible.
 
-    Among equals (to one part in 10^12) the one with the fewest crossing bytes, then the most even one.
+    The result is exact, in O(events² stages). Among equals (to one part in 10^12) the one with the fewest crossing
+    bytes is taken, then the most even one.
 
-    A stage takes its events' forward and backward and, for each of its one or two boundaries, twice
+    A stage takes the time of its events' forward and backward. Each of its one or two boundaries adds twice
     ``latency + crossing_bytes / bandwidth``, once in each direction (as PipeDream-2BW's planner; Narayanan et al.,
-    2021, section 5). It holds ``versions`` of its parameters and, stage s of S, the activations of S - s microbatches,
-    as 1F1B and 2BW do.
+    2021, section 5). It holds ``versions`` of its parameters. As in 1F1B and 2BW, stage s of S holds the activations of
+    S - s microbatches.
 
     Args:
-        boundaries: one less than events; the n-th is before event n + 1.
-        bandwidth: bytes a second between two stages, in each direction.
-        latency: seconds.
-        overlapped: computing and communicating go on at the same time.
-        memory: bytes that a stage may hold: one number for all, or one for each, first to last; None for any number.
+        events: Events of the chain, in order.
+        boundaries: Boundaries between events, one fewer than these; the n-th is before event n + 1.
+        stages: Number of stages.
+        shared: Parameters that several events use.
+        bandwidth: Bytes a second between two stages, in each direction.
+        latency: Seconds from one stage to the next.
+        overlapped: Whether computing and communicating go on at the same time.
+        versions: Number of copies of the weights that a stage holds.
+        memory: Bytes that a stage may hold: one number for all, or one for each stage in order. None for no limit.
 
     Raises:
-        PlanDoesNotFit: the memory allows no division; names the stage that lacks most, and what it needs.
-        PlanError: more stages than the possible cuts allow; negative numbers; numbers that do not go together.
+        PlanDoesNotFit: The memory allows no division. Names the stage that lacks the most, and the bytes that it needs.
+        PlanError: There are fewer possible cuts than the stages need, or negative numbers, or numbers that do not fit
+            together.
         InvalidArgument: ``memory`` does not have one entry for each stage.
     """
     if memory is None or isinstance(memory, int):
@@ -120,9 +131,7 @@ def partition_chain(
     elif len(memory) == stages:
         limits = list(memory)
     else:
-        raise InvalidArgument(
-            f"partition_chain(memory={memory!r}): one entry for each of the {stages} stages is needed"
-        )
+        raise InvalidArgument(f"partition_chain(memory={memory!r}): give one entry for each of the {stages} stages")
     found = _C.partition_chain(
         [(one.forward_seconds, one.backward_seconds, one.parameter_bytes, one.activation_bytes) for one in events],
         [(one.crossing_bytes, one.possible) for one in boundaries],

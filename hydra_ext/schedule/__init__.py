@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what every rank does, in which order, before anything runs.
+"""Pipeline schedules as data: the actions of every rank in order, known before anything runs.
 
     >>> from hydra_ext import schedule
     >>> print(schedule.make("1f1b", stages=2, microbatches=3).simulate(batches=1).grid())
@@ -6,11 +6,11 @@
     rank 0 | 0  1  .  . [ 0  ] 2 [ 1  ] . [ 2  ]| 25% idle
     rank 1 | .  0 [ 0  ] 1 [ 1  ] 2 [ 2  ] .  . | 25% idle
 
-A *stage* is consecutive blocks on one rank, a *microbatch* what runs through the stages at once, a *batch* what one
-step trains with. A schedule has for every rank a *body*: its actions in one step, in order, with batches counted from
-that of the step. Version t + 1 of a stage's weights is made by the update with batch t's gradients.
+A *stage* is consecutive blocks on one rank. A *microbatch* is the part of a batch that runs through the stages at once;
+one step trains with a *batch*. A schedule has a *body* for every rank: its actions in one step, in order, with batches
+counted from that of the step. The update with batch t's gradients makes version t + 1 of a stage's weights.
 
-Built-in ones come from :func:`make`, any other from :meth:`Schedule.parse`; for both there is a verifier, a simulator,
+:func:`make` returns built-in schedules, :meth:`Schedule.parse` reads others. Both have a verifier, a simulator,
 pictures, and the stream of actions that a rank runs.
 """
 

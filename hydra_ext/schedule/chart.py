@@ -1,4 +1,4 @@
-"""Ranks by time, as a PNG."""
+"""A simulated schedule as a PNG: ranks by time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hydra_ext._C import ActionKind, TimedAction
 from hydra_ext.errors import MissingDependency, TraceFileError
 from hydra_ext.schedule.labels import label, shortest, work_by_rank
 
-_COLOURS = {  # of even and odd batches
+_COLOURS = {  # for even and odd batches
     ActionKind.FORWARD: ("#5b8def", "#9dbcf7"),
     ActionKind.BACKWARD: ("#3fa66b", "#93d3ae"),
     ActionKind.UPDATE: ("#f2a03d", "#f2a03d"),

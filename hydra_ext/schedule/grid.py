@@ -1,4 +1,4 @@
-"""Ranks by time, in text."""
+"""A simulated schedule as text: ranks by time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IDLE = "."
 
 
 def draw(core: _C.Schedule, timeline: _C.Timeline, *, column: float | None = None) -> str:
-    """One line for every rank. What lasts less than half a column is drawn as one."""
+    """One line for every rank. An action shorter than half a column is drawn as a whole one."""
     ranks = work_by_rank(core, timeline)
     seconds = shortest(ranks) if column is None else column
     width = 2 + max((len(label(core, timed.action)) for rank in ranks for timed in rank), default=1)

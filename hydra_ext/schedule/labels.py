@@ -1,4 +1,4 @@
-"""How pictures name a microbatch."""
+"""Labels of microbatches in pictures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from hydra_ext import _C
 from hydra_ext._C import Action, ActionKind, TimedAction
 
 WORK = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.UPDATE)
-"""What holds a rank."""
+"""Actions that occupy a rank."""
 
 
 def label(core: _C.Schedule, action: Action) -> str:
-    """The microbatch counted through all batches; behind it a letter for which of its rank's stages it is on, where
-    there are several. "U" for an update."""
+    """The microbatch's number, counted through all batches; "U" for an update.
+
+    If the rank has several stages, a letter for the stage follows.
+    """
     stages = core.stages_of(core.rank_of(action.stage))
     letter = chr(ord("a") + stages.index(action.stage) % 26) if len(stages) > 1 else ""
     if action.kind == ActionKind.UPDATE:
@@ -20,7 +22,7 @@ def label(core: _C.Schedule, action: Action) -> str:
 
 
 def work_by_rank(core: _C.Schedule, timeline: _C.Timeline) -> list[list[TimedAction]]:
-    """What lasts and holds each rank, in its order."""
+    """Actions that occupy each rank for some time, in order."""
     ranks: list[list[TimedAction]] = [[] for _ in range(core.ranks)]
     for timed in timeline.actions:
         if timed.action.kind in WORK and timed.end > timed.start:
@@ -29,6 +31,6 @@ def work_by_rank(core: _C.Schedule, timeline: _C.Timeline) -> list[list[TimedAct
 
 
 def shortest(ranks: list[list[TimedAction]]) -> float:
-    """Seconds of the shortest forward or backward; 1 where none lasts."""
+    """Seconds of the shortest forward or backward; 1 if there is none."""
     durations = [t.end - t.start for rank in ranks for t in rank if t.action.kind != ActionKind.UPDATE]
     return min(durations, default=1.0)

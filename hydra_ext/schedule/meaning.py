@@ -1,4 +1,4 @@
-"""What a schedule makes of the numbers."""
+"""Effects of a schedule on the numbers: late gradients, and whether a norm over all stages is possible."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from hydra_ext.schedule import ActionKind, Schedule
 
 
 def delay_of(schedule: Schedule) -> int:
-    """By how many updates its gradients are late at most."""
-    settled = schedule.stages + 1  # the first batches' are late by less
+    """Largest number of updates by which a schedule's gradients are late."""
+    settled = schedule.stages + 1  # gradients of the first batches are late by less
     return max(settled - schedule.version_of(stage, settled) for stage in range(schedule.stages))
 
 
 def meaning_of(delay: int) -> str:
-    """In words, for whatever prints."""
+    """The delay in words."""
     if delay == 0:
         return "the numbers of plain training"
     if delay == 1:
@@ -25,7 +25,7 @@ def meaning_of(delay: int) -> str:
 def norm_comes_in_time(schedule: Schedule) -> bool:
     """Whether every stage's gradients of a batch are complete by the step in which any stage is updated with them.
 
-    Else a rank would wait, inside a step, for what another does in a later one.
+    Otherwise a rank would wait in one step for an action that another rank takes in a later one.
     """
     steps: dict[ActionKind, list[int]] = {ActionKind.REDUCE: [], ActionKind.UPDATE: []}
     for rank in range(schedule.ranks):

@@ -1,4 +1,4 @@
-"""Schedules and what one rank gets of them, step after step."""
+"""Schedules, and the stream of actions that a rank takes from one, step after step."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from hydra_ext.errors import InvalidSchedule
 from hydra_ext.schedule.simulation import Simulation, per_place
 
 KINDS = ("gpipe", "1f1b", "interleaved", "2bw", "pipedream")
-"""The built-in kinds; :func:`make` says what they are."""
+"""The built-in kinds, described in :func:`make`."""
 
 Stream = _C.ScheduleStream
-"""What one rank does, in order, with batches counted from the start of training.
+"""One rank's actions in order, with batches counted from the start of training. Used by one thread.
 
-``next_batch(microbatches)`` is the step of the next batch. ``drain()`` is what is left of the batches so far, updates
-included; nothing where the schedule flushes. After a drain the next batch fills the pipeline anew, and uses the version
-that it would use without it. ``batches`` is the number of the next batch. Owned by one thread.
+``next_batch(microbatches)`` returns the actions of the next batch's step. ``drain()`` returns the remaining actions of
+the batches so far, including updates; a schedule that flushes has none. After a drain the next batch fills the pipeline
+anew. It uses the same version of the weights as without the drain. ``batches`` is the number of the next batch.
 """
 
 
 class Schedule:
-    """What every rank does in one step; immutable. Made by :func:`make` or :meth:`parse`."""
+    """The actions of every rank in one step. Immutable; made by :func:`make` or :meth:`parse`."""
 
     def __init__(self, core: _C.Schedule) -> None:
         self._core = core
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """A user's own schedule, or one that was stored. ``Schedule.parse(schedule.text) == schedule``.
+        """Reads a user's own schedule, or one that was stored. ``Schedule.parse(schedule.text) == schedule``.
 
-        The first line has the numbers and the version rule (:meth:`version_of`), then each rank has a line. An action
-        is a letter, the stage, a point and the microbatch, and how many batches before that of the step, where it is
-        not of that one. ``#`` begins a comment. ::
+        The first line has the numbers and the version rule (:meth:`version_of`); then each rank has a line. An action
+        is a letter, the stage, a point and the microbatch. If the action belongs to an earlier batch than the step, a
+        minus and the number of batches in between follow. ``#`` begins a comment. ::
 
             hydra-schedule 1 stages=2 ranks=2 microbatches=3 versions=delay-1
             rank 0: U0-2 F0.0 B0.2-1 R0-1 F0.1 B0.0 F0.2 B0.1
             rank 1: U1-2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 R1
 
-        ``F`` is a forward, ``B`` a backward, ``R`` says that a batch's gradients of the stage are complete and their
-        sums over ranks begin, ``U`` waits for these and updates the stage. ``SF`` and ``RF`` send and receive what the
-        next stage's forward needs, ``SB`` and ``RB`` the gradients that come back, named after the stage that does it;
-        where there are none at all, they are added. A stage lives on the rank whose line has its actions.
+        ``F`` is a forward, ``B`` a backward. ``R`` begins the sums over ranks of a batch's gradients, which are
+        complete on the stage by then. ``U`` waits for these sums and updates the stage. ``SF`` and ``RF`` send and
+        receive the values that the next stage's forward needs; ``SB`` and ``RB`` do the same for their gradients. Each
+        is named after the stage that sends or receives. If a text has no sends and receives, they are added. A stage
+        lives on the rank whose line has its actions.
 
         Raises:
-            InvalidSchedule: with line and word. Whether the schedule can run is what :meth:`verify` says.
+            InvalidSchedule: The text cannot be read; the message has line and word. :meth:`verify` checks whether the
+                schedule can run.
         """
         return Schedule(_C.parse_schedule(text))
 
     @property
     def text(self) -> str:
-        """As :meth:`parse` reads it; also ``str(schedule)``."""
+        """The text that :meth:`parse` reads; also ``str(schedule)``."""
         return self._core.text
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ class Schedule:
         header = self.text.partition("\n")[0].removeprefix("hydra-schedule 1 ")
         return f"<Schedule {self.kind or 'of its own'} {header}>"
 
-    # ---- what it says -----------------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------------
 
     @property
     def stages(self) -> int:
@@ -74,12 +76,12 @@ class Schedule:
 
     @property
     def microbatches(self) -> int:
-        """Of the batch that the bodies are written for."""
+        """Number of microbatches in the batch that the bodies are written for."""
         return self._core.microbatches
 
     @property
     def kind(self) -> str | None:
-        """One of :data:`KINDS`; None for a user's own."""
+        """One of :data:`KINDS`; None for a user's own schedule."""
         return self._core.recipe
 
     @property
@@ -89,17 +91,17 @@ class Schedule:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of each stage: versions of its weights that are held. The next update writes over the oldest."""
+        """Number of versions of its weights that each stage holds. The next update overwrites the oldest."""
         return tuple(self._core.buffers(stage) for stage in range(self.stages))
 
     @property
     def flushes(self) -> bool:
-        """Whether a step leaves nothing behind: no microbatch in flight, no update to come."""
+        """Whether every step ends without a microbatch in flight and without an update to come."""
         return self._core.flushes
 
     @property
     def communicates(self) -> bool:
-        """Whether sends and receives are written in the bodies; else :meth:`stream` and :meth:`unroll` add them."""
+        """Whether the bodies have sends and receives. If not, :meth:`stream` and :meth:`unroll` add them."""
         return self._core.communicates
 
     def body(self, rank: int) -> list[Action]:
@@ -107,83 +109,86 @@ class Schedule:
         return self._core.body(rank)
 
     def stage_rank(self, stage: int) -> int:
-        """Where the stage lives."""
+        """The rank that the stage lives on."""
         return self._core.rank_of(stage)
 
     def stages_of(self, rank: int) -> list[int]:
-        """In the order of the model."""
+        """The rank's stages, in the order of the model."""
         return self._core.stages_of(rank)
 
     def version_of(self, stage: int, batch: int) -> int:
         """The version that forward and backward of all the batch's microbatches use on the stage.
 
-        Of batch t, on stage s of S: t under ``flush``, max(t - 1, 0) under ``delay-1``, max(t - (S - 1 - s), 0) under
-        ``stashing``, max(t - (S - 1), 0) under ``vertical-sync``.
+        For batch t and stage s of S it is t under ``flush``, max(t - 1, 0) under ``delay-1``, max(t - (S - 1 - s), 0)
+        under ``stashing``, and max(t - (S - 1), 0) under ``vertical-sync``.
         """
         return self._core.version_of(stage, batch)
 
     def __eq__(self, other: object) -> bool:
-        """By what the bodies say, however they were made."""
+        """Compares the bodies, however the schedules were made."""
         return isinstance(other, Schedule) and self._core == other._core
 
     def __hash__(self) -> int:
         return hash(self._core)
 
-    # ---- what comes of it -------------------------------------------------------------------------------------------
+    # ---- streams, checks and simulation -----------------------------------------------------------------------------
 
     def with_communication(self) -> Schedule:
-        """With sends and receives in the bodies, as a user's own schedule: for batches of one size.
+        """This schedule with sends and receives in the bodies, as a user's own, for batches of one size.
 
-        A receive comes before the forward or backward that precedes the one that needs it, so that values travel
-        while that one computes; the first of a body comes first of all. Each direction of each hop is a queue of its
-        own, with one order on both its ends.
+        A receive is placed one forward or backward before the one that needs it, so that values travel while that one
+        computes. A body's first receive is its first action. Each direction of each hop is a queue of its own, with the
+        same order at both ends.
         """
         return Schedule(self._core.with_communication())
 
     def stream(self, rank: int, *, first_batch: int = 0) -> Stream:
-        """What the rank does from the first batch on, communication included.
+        """The rank's actions from the first batch on, including communication.
+
+        Batches may have any size under a built-in schedule that flushes, and under ``2bw`` with one stage a rank. Under
+        all others ``next_batch`` of another size raises InvalidSchedule.
 
         Args:
-            first_batch: its number, where a training goes on that has made the updates of all batches before it.
-
-        Batches may be of any size under a built-in schedule that flushes, and under ``2bw`` with one stage a rank;
-        ``next_batch`` of another size raises InvalidSchedule for all others.
+            rank: Number of the rank.
+            first_batch: Number of the first batch, for a training that has made the updates of all batches before it.
         """
         return self._core.stream(rank, first_batch=first_batch)
 
     def unroll(self, batches: int) -> list[list[Action]]:
-        """Of each rank: all it does in so many steps and a drain, communication included."""
+        """All actions of each rank in this number of steps and a drain, including communication."""
         return self._core.unroll(batches)
 
     def verify(
         self, *, in_flight: int | None = None, versions: int | None = None, gradients: int | None = None
     ) -> Verification:
-        """Runs through whole batches and a drain.
+        """Checks the schedule over whole batches and a drain.
 
-        Every forward and backward is there once, in an order that the stages allow; ranks do not block each other,
-        also where updates wait for the reductions of all stages (a norm over the whole model); both ends of every hop
-        name microbatches in the same order; the version that a microbatch uses is there for its forward and not
-        written over before its backward; updates come in the order of batches, after their reductions.
+        - Every forward and backward happens once, in an order that the stages allow.
+        - Ranks do not block each other, even if updates wait for the reductions of all stages (a norm over the whole
+          model).
+        - Both ends of every hop name microbatches in the same order.
+        - The version that a microbatch uses exists at its forward, and is not overwritten before its backward.
+        - Updates come in the order of batches, after their reductions.
 
         Args:
-            in_flight: microbatches that a stage may have between forward and backward at most; any number if None.
-            versions: of a stage's weights that may be held at most, likewise.
-            gradients: batches that a stage may have gradients of at most, likewise.
+            in_flight: Most microbatches that a stage may have between forward and backward; None for any number.
+            versions: Most versions of its weights that a stage may hold; None for any number.
+            gradients: Most batches that a stage may have gradients of; None for any number.
 
         Returns:
-            The peaks of these, per stage and per rank.
+            The peaks of these three, per stage and per rank.
 
         Raises:
-            InvalidSchedule: what is wrong, where, why.
+            InvalidSchedule: A check failed. The message has the action, the rank and the reason.
         """
         return self._core.verify(in_flight=in_flight, versions=versions, gradients=gradients)
 
     def verify_actions(self, ranks: Sequence[Sequence[Action]], *, microbatches: Sequence[int]) -> Verification:
-        """As :meth:`verify`, of all that streams gave.
+        """Checks the actions that streams returned, as :meth:`verify` does.
 
         Args:
-            ranks: of each rank: what ``next_batch`` returned for each batch, and ``drain`` at the end.
-            microbatches: of each batch.
+            ranks: Actions of each rank: those of ``next_batch`` for each batch, then those of ``drain``.
+            microbatches: Number of microbatches in each batch.
         """
         return self._core.verify_actions([list(actions) for actions in ranks], microbatches=list(microbatches))
 
@@ -201,21 +206,23 @@ class Schedule:
         overlap: bool = True,
         global_norm: bool = False,
     ) -> Simulation:
-        """When the actions of so many steps and a drain run. For a schedule that :meth:`verify` accepts.
+        """Computes when the actions of some steps and a drain run. :meth:`verify` has to accept the schedule.
 
         Args:
-            forward, backward: seconds of one microbatch; one number, or one per stage.
-            update: seconds of a stage's optimizer step.
-            reduce: seconds that sums over ranks of a stage's gradients take, beside computes.
-            crossing_bytes: of one microbatch from a stage to the next, and of the gradients back; one number, or one
-                per hop (there are ``stages - 1``).
-            bytes_per_second: that pass each direction of a hop.
-            latency: seconds on top, in which the hop is free for the next value.
-            overlap: sends and reductions run beside computes; else they hold up the rank that begins them.
-            global_norm: updates wait for the reductions of all stages, as clipping by the norm of the whole model does.
+            batches: Number of steps.
+            forward, backward: Seconds of one microbatch; one number, or one per stage.
+            update: Seconds of a stage's optimizer step.
+            reduce: Seconds of the sums over ranks of a stage's gradients, which run beside computes.
+            crossing_bytes: Bytes of one microbatch from a stage to the next, and of the gradients back; one number, or
+                one per hop (there are ``stages - 1``).
+            bytes_per_second: Speed of each direction of a hop.
+            latency: Additional seconds, in which the hop is free for the next value.
+            overlap: Whether sends and reductions run beside computes. If not, they occupy the rank that begins them.
+            global_norm: Whether updates wait for the reductions of all stages, as for clipping by the whole model's
+                norm.
 
         Raises:
-            InvalidSchedule: costs that are negative, not finite, or of another number.
+            InvalidSchedule: Costs are negative or not finite, or there are too few or too many of them.
         """
         hops = self.stages - 1
         crossing = per_place("crossing_bytes", crossing_bytes, hops)
@@ -246,28 +253,30 @@ def make(
     vertical_sync: bool = False,
     ahead: int = 0,
 ) -> Schedule:
-    """A built-in schedule. Stage s lives on rank s % ranks.
+    """Makes a built-in schedule. Stage s lives on rank s % ranks.
 
     - ``gpipe``: all forwards, then all backwards, then the update. With more stages than ranks, each rank runs one
       stage for all microbatches before its next (Harmony's wrapped pipeline), so that weights move twice a batch.
-    - ``1f1b``: at most ``stages - s`` microbatches in flight at stage s; empties at the end of every batch
-      (PipeDream-Flush). Same numbers and same time as ``gpipe``, less memory.
+    - ``1f1b``: at most ``stages - s`` microbatches are in flight at stage s. The pipeline empties at the end of every
+      batch (PipeDream-Flush). It has the numbers and the time of ``gpipe``, and takes less memory.
     - ``interleaved``: ``1f1b`` with several stages a rank and a shorter bubble (Narayanan et al., SC'21).
-    - ``2bw``: never empties; batch t uses W(max(t - 1, 0)), two versions on every stage (PipeDream-2BW, ICML'21).
-      Needs at least ``(ranks - 1) * (1 + ahead)`` microbatches a batch.
-    - ``pipedream``: never empties; one microbatch is a batch and makes an update; stage s keeps ``stages - s`` versions
-      (weight stashing, SOSP'19), or all ``stages`` with ``vertical_sync``.
+    - ``2bw``: the pipeline never empties. Batch t uses W(max(t - 1, 0)), and every stage keeps two versions
+      (PipeDream-2BW, ICML'21). Needs at least ``(ranks - 1) * (1 + ahead)`` microbatches a batch.
+    - ``pipedream``: the pipeline never empties. Each microbatch is a batch and makes an update. Stage s keeps
+      ``stages - s`` versions (weight stashing, SOSP'19), or all ``stages`` with ``vertical_sync``.
 
     Args:
-        microbatches: a batch.
-        ranks: as many as stages unless given; a divisor of ``stages``.
-        vertical_sync: ``pipedream`` only: every stage uses the version that stage 0 uses.
-        ahead: ``1f1b`` and ``2bw`` with one stage a rank: stage s has up to ``ahead * (stages - 1 - s)`` microbatches
-            more in flight. They hide what values take from stage to stage, up to ``ahead * (forward + backward) / 2``,
-            and keep their activations. Same numbers.
+        kind: One of :data:`KINDS`.
+        stages: Number of stages.
+        microbatches: Number of microbatches in a batch.
+        ranks: Number of ranks, a divisor of ``stages``; by default one for each stage.
+        vertical_sync: Whether every stage uses the version that stage 0 uses. For ``pipedream`` only.
+        ahead: Additional microbatches in flight, for ``1f1b`` and ``2bw`` with one stage a rank: up to
+            ``ahead * (stages - 1 - s)`` at stage s. They hide the time of values between stages, up to
+            ``ahead * (forward + backward) / 2``, and keep their activations. The numbers are the same.
 
     Raises:
-        InvalidSchedule: unknown kind, or numbers that the kind cannot do.
+        InvalidSchedule: The kind is unknown, or does not allow these numbers.
     """
     core = _C.make_schedule(
         kind,

@@ -1,4 +1,4 @@
-"""Weights that stages on several ranks train, and the schedules that leave no time to add up their gradients."""
+"""Refuses schedules that update a weight before the ranks that train it have added up its gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from hydra_ext.schedule.meaning import norm_comes_in_time
 
 
 def refuse_late_sums(weights: Iterable[tuple[str, Iterable[int]]], schedule: Schedule) -> None:
-    """An update would wait, inside a step, for a gradient that another rank has some steps later, and that rank for
-    this step's loss if it is read.
+    """Refuses weights on several ranks whose sums of gradients this schedule would wait for too early.
+
+    An update would wait in one step for a gradient that another rank has some steps later. That rank would wait for
+    this step's loss, if it is read.
 
     Args:
-        weights: what each is, with the stages that train it.
+        weights: Description of each weight, with the stages that train it.
+        schedule: Schedule of the pipeline.
 
     Raises:
-        UnsupportedModel: this schedule updates a stage before all stages have the batch's gradients.
+        UnsupportedModel: The schedule updates a stage before all stages have the batch's gradients.
     """
     if norm_comes_in_time(schedule):
         return

@@ -1,4 +1,4 @@
-"""What a simulated schedule took, and its pictures."""
+"""The times of a simulated schedule, and its pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def per_place(name: str, costs: float | Sequence[float], count: int) -> list[flo
 
 
 class Simulation:
-    """When every action of some steps and a drain ran. Seconds, from the start of the first."""
+    """Times of the actions of some steps and a drain, in seconds from the start of the first."""
 
     def __init__(self, core: _C.Schedule, timeline: _C.Timeline, batches: int) -> None:
         self._core = core
@@ -30,7 +30,7 @@ class Simulation:
 
     @property
     def actions(self) -> list[TimedAction]:
-        """Rank by rank, each in its order. A send lasts until its value has arrived, a receive no time."""
+        """Actions by rank, in order. A send lasts until its value has arrived; a receive takes no time."""
         return self._timeline.actions
 
     @property
@@ -39,41 +39,42 @@ class Simulation:
 
     @property
     def period(self) -> float:
-        """What a batch adds to the makespan, over the later half of the batches; the makespan of a single one."""
+        """Seconds that a batch adds to the makespan, over the later half of the batches; for one batch the makespan."""
         return self._timeline.period
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Of each rank: in forwards, backwards and updates."""
+        """Seconds of each rank in forwards, backwards and updates."""
         return tuple(self._timeline.busy)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Of each rank: the fraction of a period in which it has nothing to compute."""
+        """Fraction of a period in which each rank has nothing to compute."""
         return tuple(self._timeline.bubbles)
 
     # ---- pictures ---------------------------------------------------------------------------------------------------
 
     def grid(self, *, column: float | None = None) -> str:
-        """Ranks by time, as papers draw it, in text. Microbatches are counted through all batches.
+        """Draws ranks by time in text, as papers do. Microbatches are counted through all batches.
 
         Args:
-            column: seconds; the shortest forward or backward unless given.
+            column: Seconds of a column; by default those of the shortest forward or backward.
         """
         return grid.draw(self._core, self._timeline, column=column)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """
+        """Draws ranks by time as a PNG.
+
         Raises:
             MissingDependency: matplotlib is not installed.
-            TraceFileError: the file cannot be written.
+            TraceFileError: The file cannot be written.
         """
         chart.save(self._core, self._timeline, path)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """A Chrome trace-event file, which opens in https://ui.perfetto.dev: a process for every rank.
+        """Writes a Chrome trace-event file for https://ui.perfetto.dev, with a process for every rank.
 
         Raises:
-            TraceFileError: the file cannot be written.
+            TraceFileError: The file cannot be written.
         """
         trace_file.save(self._core, self._timeline, path)

@@ -1,4 +1,4 @@
-"""A simulated schedule as a Chrome trace-event file: a process for every rank."""
+"""A simulated schedule as a Chrome trace-event file, with a process for every rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where strips are computed: what goes there, what comes back, and what it may hold.
+"""Devices that compute strips: copies to and from them, and their budgets.
 
-Maps are ordinary tensors on the host. A :class:`StripDevice` copies rows of them to the device and results back; while
-it is entered, what is allocated on the device counts in the budget. Nothing else ever does.
+Maps are ordinary tensors on the host. A :class:`StripDevice` copies rows of them to the device, and results back. While
+it is entered, allocations on the device count in the budget. No others do.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class StripDevice(ABC):
     """One device. Enter it to allocate on it; one thread at a time.
 
     Attributes:
-        device: where the strips' tensors are.
-        most_strip_bytes: what one strip is to take at most, operands and results together, whatever the budget.
-        ample_bytes: what a strip's own rows are to take at most, unless its halo takes a large part of that.
-        to_device_bytes: copied to it so far.
-        to_host_bytes: copied from it so far.
+        device: Device of the strips' tensors.
+        most_strip_bytes: Most bytes of one strip, operands and results together, whatever the budget.
+        ample_bytes: Most bytes of a strip's own rows, unless its halo takes a large part of that.
+        to_device_bytes: Bytes copied to the device so far.
+        to_host_bytes: Bytes copied from the device so far.
     """
 
-    # Libraries of kernels count a tensor's elements in 32 bits: no strip has more bytes, and so no more elements.
+    # Kernel libraries count a tensor's elements in 32 bits. A strip has no more bytes, and so no more elements.
     most_strip_bytes = 2**31 - 1
     ample_bytes = most_strip_bytes
 
@@ -50,26 +50,26 @@ class StripDevice(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing is allocated any more; what was changed for the budget is as before."""
+        """Ends allocations, and undoes changes that were made for the budget."""
 
     @property
     @abstractmethod
     def peak_bytes(self) -> int:
-        """What it held at most."""
+        """Most bytes that the device held."""
 
     @abstractmethod
     def _copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Host to device, same shape and dtype. In the order of the device's work."""
+        """Copies to the device, with the same shape and dtype, in the order of the device's work."""
 
     @abstractmethod
     def _copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Device to host, same shape and dtype. The bytes may arrive later: :meth:`settle` waits for them."""
+        """Copies to the host, with the same shape and dtype. The bytes may arrive later; :meth:`settle` waits."""
 
-    def settle(self) -> None:  # noqa: B027 - where copies are made at once there is nothing to wait for
-        """Waits for everything that was stored."""
+    def settle(self) -> None:  # noqa: B027 - synchronous copies need no wait
+        """Waits for all stored strips to reach the host."""
 
     def load(self, source: torch.Tensor, rows: Rows | None = None, *, dim: int = -2) -> torch.Tensor:
-        """Rows of a host tensor along ``dim``, or all of it, as a dense tensor on the device, channels last or not."""
+        """Copies rows of a host tensor along ``dim``, or all of it, to a dense tensor of the same memory format."""
         view = source.unchanged() if isinstance(source, Pixels) else source
         if rows is not None:
             view = view.narrow(dim, rows.begin, rows.count)
@@ -79,16 +79,16 @@ class StripDevice(ABC):
         return source.normalised(strip) if isinstance(source, Pixels) else strip
 
     def store(self, strip: torch.Tensor, target: torch.Tensor, rows: Rows, *, dim: int = -2) -> None:
-        """A strip into rows of a host tensor."""
+        """Copies a strip into rows of a host tensor."""
         self._copy_out(target.narrow(dim, rows.begin, rows.count), strip)
         self.to_host_bytes += strip.nbytes
 
 
 class SimulatedStrips(StripDevice):
-    """Host memory with a budget, enforced to the byte by the allocator; its link can be given speeds."""
+    """Host memory with a budget that the allocator enforces to the byte. Its link can be given speeds."""
 
-    # Larger tensors get fresh pages from the system each time: a step on 512 x 16384 pixels takes 10.8 s of processor
-    # time in strips of up to 512 MiB, 6.4 s in strips of up to 64 MiB.
+    # The system gives larger tensors fresh pages each time. A step on 512 x 16384 pixels takes 10.8 s of processor time
+    # in strips of up to 512 MiB, and 6.4 s in strips of up to 64 MiB.
     ample_bytes = 64 * 2**20
 
     def __init__(self, budget: int, options: SimulatedDevice) -> None:
@@ -105,7 +105,7 @@ class SimulatedStrips(StripDevice):
         self._charged.__exit__(_type, _error, _trace)
 
     def close(self) -> None:
-        """Nothing to undo: only what is allocated inside is charged."""
+        """Does nothing: only allocations inside the context are charged."""
 
     @property
     def peak_bytes(self) -> int:
@@ -127,10 +127,10 @@ class SimulatedStrips(StripDevice):
 
 
 class CudaStrips(StripDevice):
-    """A GPU. The budget is what torch's allocator may reserve there.
+    """A GPU. torch's allocator may reserve as many bytes there as the budget.
 
-    Maps are too large to be pinned one by one (torch rounds each pinned block up to a power of two), so rows pass
-    through pinned buffers, two for each direction: the host fills, or empties, one of them while the device works.
+    Maps are too large to be pinned one by one: torch rounds each pinned block up to a power of two. So rows pass
+    through two pinned buffers for each direction. The host fills or empties one of them while the device works.
     """
 
     def __init__(self, budget: int, device: torch.device) -> None:
@@ -145,13 +145,13 @@ class CudaStrips(StripDevice):
         self._copies: list[_Outgoing] = []
 
     def __enter__(self) -> None:
-        pass  # the fraction holds for as long as the context is open
+        pass  # the memory fraction is in force from the constructor to close()
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         if _type is not None:
-            self._copies.clear()  # the maps they belong to are given up
+            self._copies.clear()  # the error abandons their maps
 
     def close(self) -> None:
         self._copies.clear()
@@ -168,7 +168,7 @@ class CudaStrips(StripDevice):
         buffer.used.record(torch.cuda.current_stream(self.device))
 
     def _copy_out(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # Of two buffers one is under way: what was stored before the last strip has to be emptied now.
+        # There are two buffers: before a third copy begins, the first one has to be emptied.
         while len(self._copies) >= 2:
             self._copies.pop(0).finish()
         buffer = self._outgoing.take(source)
@@ -182,7 +182,7 @@ class CudaStrips(StripDevice):
 
 
 class _Pinned:
-    """One use of a pinned buffer: its bytes in a strip's shape, and when the device has done with them."""
+    """One use of a pinned buffer: its bytes in a strip's shape, and the event after the device's last use."""
 
     def __init__(self, buffer: torch.Tensor, like: torch.Tensor, used: torch.cuda.Event) -> None:
         self.bytes = buffer[: like.nbytes].view(like.dtype).view(like.shape)
@@ -190,7 +190,7 @@ class _Pinned:
 
 
 class _PinnedPair:
-    """Two pinned buffers by turns, as large as the largest strip so far."""
+    """Two pinned buffers that are used in turn, as large as the largest strip so far."""
 
     def __init__(self) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -217,16 +217,16 @@ class _Outgoing:
         self._target.copy_(self._buffer.bytes)
 
 
-# What a SimulatedDevice can be given and strips have no use for: they page nothing, and update nothing.
+# Options of SimulatedDevice without effect on strips, which neither page nor update.
 _UNUSED = ("host_memory_bytes_per_second", "asynchronous", "seed", "faults")
 
 
 def choose(device: SimulatedDevice | torch.device | str | None, budget: int) -> StripDevice:
-    """The device for what ``strips(device=...)`` was given.
+    """The device for the argument of ``strips(device=...)``.
 
     Raises:
-        InvalidDevice: no such device, or none that torch can use.
-        InvalidArgument: a simulated device with options that mean nothing here.
+        InvalidDevice: The device does not exist, or torch cannot use it.
+        InvalidArgument: A simulated device has options without effect here.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "simulated"
@@ -235,12 +235,12 @@ def choose(device: SimulatedDevice | torch.device | str | None, budget: int) -> 
     if isinstance(device, SimulatedDevice):
         given = [name for name in _UNUSED if getattr(device, name) != getattr(SimulatedDevice(), name)]
         if given:
-            raise InvalidArgument(f"SimulatedDevice({given[0]}=...) is about paged weights; strips have none: omit it")
+            raise InvalidArgument(f"SimulatedDevice({given[0]}=...) has no effect on strips: leave it out")
         return SimulatedStrips(budget, device)
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidDevice(f"device={device!r} is no device: give 'cuda', 'cuda:1' or 'simulated'") from error
+        raise InvalidDevice(f"device={device!r} is not a device: give 'cuda', 'cuda:1' or 'simulated'") from error
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     given_index: int | None = parsed.index
     if parsed.type != "cuda" or count <= (given_index or 0):

@@ -1,8 +1,8 @@
-"""Which rows of one map an operation needs for rows of another: whole numbers only, for maps of any height.
+"""Computes which rows of one map an operation needs for rows of another, in integers, for maps of any height.
 
-Every operation here is run as it stands, with its own padding, on some rows of a map, so that it makes rows that are
-wanted and, at both ends of the strip, rows that are not: those are cut off. A strip begins at a multiple of the
-stride, where the operation's windows lie as in the whole map. At the map's own ends the padding is the map's.
+Every operation runs unchanged, with its own padding, on some rows of a map. It makes the wanted rows and, at both ends
+of the strip, others that are cut off. A strip begins at a multiple of the stride, so that windows lie as in the whole
+map. At the map's own ends the padding is the map's.
 
 ``reach`` is ``dilation * (kernel - 1)``: a window that begins at row r ends at row r + reach.
 """
@@ -25,12 +25,12 @@ class Rows:
         return self.end - self.begin
 
     def within(self, outer: Rows) -> Rows:
-        """The same rows, counted from where ``outer`` begins."""
+        """The same rows, counted from the beginning of ``outer``."""
         return Rows(self.begin - outer.begin, self.end - outer.begin)
 
 
 def strips(height: int, rows: int) -> Iterator[Rows]:
-    """All rows of a map in strips of ``rows``; the last may be lower."""
+    """All rows of a map in strips of ``rows``; the last one may have fewer."""
     for begin in range(0, height, rows):
         yield Rows(begin, min(height, begin + rows))
 
@@ -40,9 +40,9 @@ class Strip:
     """One call of an operation on a part of a map.
 
     Attributes:
-        load: rows of the operand.
-        result: rows of the whole result that the call makes.
-        keep: those of them that are wanted and right.
+        load: Rows of the operand.
+        result: Rows of the whole result that the call makes.
+        keep: Rows of these that are wanted and right.
     """
 
     load: Rows
@@ -55,10 +55,10 @@ class BackwardStrip:
     """One call of an operation's backward: the gradient of some rows of its input.
 
     Attributes:
-        input: rows of the input that the call is given, all of whose gradients it makes.
-        own: those whose gradient is wanted and right.
-        output: rows of the output's gradient that the call is given.
-        own_output: rows of the output that no other strip counts as its own.
+        input: Rows of the input that the call gets, and makes gradients of.
+        own: Rows of these whose gradient is wanted and right.
+        output: Rows of the output's gradient that the call gets.
+        own_output: Rows of the output that no other strip counts as its own.
     """
 
     input: Rows
@@ -72,9 +72,12 @@ class Window:
     """A convolution or pooling along the rows: ``out[o]`` is made of ``in[o * stride - padding + dilation * j]``.
 
     Attributes:
-        height: rows of the input.
-        outputs: rows that the operation makes of a number of rows, in floor or ceil mode.
-        least: a strip has so many rows at least, if the map has; see ``convolutions.py``.
+        height: Number of rows of the input.
+        reach: As above.
+        stride: Stride along the rows.
+        padding: Padding above and below.
+        outputs: Function from a number of input rows to the number of output rows, in floor or ceil mode.
+        least: Least number of rows of a strip, if the map has as many; see ``convolutions.py``.
     """
 
     height: int
@@ -108,11 +111,11 @@ class Window:
         return BackwardStrip(given, own, output, Rows(self._first_after(own.begin), self._first_after(own.end)))
 
     def forward_most(self, rows: int) -> tuple[int, int]:
-        """How many rows a strip of so many wanted ones loads and makes at most, wherever it lies."""
+        """Most rows that a strip loads and makes for this number of wanted rows, wherever it lies."""
         return self._with_outputs(rows * self.stride + self.reach + self.stride - 1)
 
     def backward_most(self, rows: int) -> tuple[int, int]:
-        """How many rows of the input and of the output a strip of so many own ones is given at most."""
+        """Most rows of the input and of the output that a strip gets for this number of own rows."""
         return self._with_outputs(rows + 2 * self.reach + 2 * (self.stride - 1))
 
     def _with_outputs(self, reached: int) -> tuple[int, int]:
@@ -120,7 +123,7 @@ class Window:
         return given, max(0, self.outputs(given))
 
     def _first_after(self, row: int) -> int:
-        """The first output none of whose windows begins before ``row``, padding counted; the ends are the map's."""
+        """The first output whose window begins at or after ``row``, counting padding; at the map's ends, its ends."""
         if row in (0, self.height):
             return 0 if row == 0 else self.outputs(self.height)
         return min(self.outputs(self.height), (row - 1 + self.padding) // self.stride + 1)
@@ -139,9 +142,10 @@ class TransposedWindow:
     """A transposed convolution along the rows: ``in[i]`` goes to ``out[i * stride - padding + dilation * j]``.
 
     Attributes:
-        height: rows of the input.
-        extra: rows of output padding.
-        least: as in :class:`Window`.
+        height: Number of rows of the input.
+        reach, stride, padding: As in :class:`Window`.
+        extra: Number of rows of output padding.
+        least: As in :class:`Window`.
     """
 
     height: int
@@ -165,7 +169,7 @@ class TransposedWindow:
 
     def backward(self, own: Rows) -> BackwardStrip:
         begin = max(0, own.begin - -(-self.padding // self.stride))
-        # The strip's outputs have to hold its own rows' windows, and its own outputs where windows leave gaps.
+        # The strip's outputs have to cover its own rows' windows, and its own outputs in gaps between windows.
         beyond = max(0, self.padding - self.extra, self.padding - self.extra + self.stride - self.reach - 1)
         end = min(self.height, own.end + -(-beyond // self.stride))
         while self.outputs(end - begin) < 1:  # more padding than reach: rows that no output shows

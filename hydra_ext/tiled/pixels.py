@@ -1,7 +1,7 @@
-"""An image that stays bytes on the host: each strip is normalised on the device.
+"""An image that stays bytes on the host. Each strip is normalised on the device.
 
-A photograph of 16000 x 64000 pixels is 3 GB as bytes and 12 GB as numbers; what autograd keeps of a first convolution
-is its input, here the bytes.
+A photograph of 16000 x 64000 pixels takes 3 GB as bytes and 12 GB as numbers. Autograd keeps the input of the first
+convolution: here the bytes.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 
 from hydra_ext.errors import InvalidArgument, UnsupportedOperation
 
-_HIGHEST = 255  # of a byte: the value that becomes 1 before the mean is subtracted
+_HIGHEST = 255  # the byte that becomes 1 before the mean is subtracted
 
 
 class Pixels(torch.Tensor):
-    """A floating image (N, C, H, W) whose memory is bytes: ``(bytes / 255 - mean) / std``, made strip by strip.
+    """A floating image (N, C, H, W) whose memory is bytes: ``(bytes / 255 - mean) / std``, computed strip by strip.
 
-    It has no numbers of its own: only operations inside ``strips`` read it.
+    It holds no numbers: only operations inside ``strips`` can read it.
     """
 
     pixels: torch.Tensor  # (N, C, H, W) uint8, on the host
     channel_mean: torch.Tensor  # (C, 1, 1), of the image's dtype
     channel_std: torch.Tensor
-    version: int | None  # of the bytes, when the image was made
+    version: int | None  # the bytes' version counter when the image was made
 
     @staticmethod
     def __new__(cls, pixels: torch.Tensor, mean: torch.Tensor, _std: torch.Tensor) -> Pixels:
@@ -38,14 +38,14 @@ class Pixels(torch.Tensor):
         self.pixels = pixels
         self.channel_mean = mean
         self.channel_std = std
-        # Tensors of inference mode have no version; nothing could be compared.
+        # Tensors of inference mode have no version counter to compare.
         self.version = None if pixels.is_inference() else pixels._version
 
     def unchanged(self) -> torch.Tensor:
-        """The bytes, if they are those of which the image was made: backward reads them again.
+        """The bytes, if they are unchanged since the image was made: backward reads them again.
 
         Raises:
-            RuntimeError: they were written to, as for what autograd has saved.
+            RuntimeError: They were written to. Autograd raises the same error for saved tensors.
         """
         if self.version is not None and self.pixels._version != self.version:
             raise RuntimeError(
@@ -56,7 +56,7 @@ class Pixels(torch.Tensor):
         return self.pixels
 
     def normalised(self, strip: torch.Tensor) -> torch.Tensor:
-        """Numbers of a strip of bytes (N, C, rows, W), where the strip is."""
+        """Numbers of a strip of bytes (N, C, rows, W), on the strip's device."""
         numbers = strip.to(self.dtype).div_(_HIGHEST)
         return numbers.sub_(self.channel_mean.to(strip.device)).div_(self.channel_std.to(strip.device))
 
@@ -70,8 +70,8 @@ class Pixels(torch.Tensor):
             made.version = args[0].version
             return made
         raise UnsupportedOperation(
-            f"{func} on an image of bytes: hydra_ext.tiled.image makes what convolutions, poolings and pointwise "
-            "operations inside 'with hydra_ext.tiled.strips(...)' read strip by strip; for anything else use the "
+            f"{func} on an image of bytes: only convolutions, poolings and pointwise operations inside 'with "
+            "hydra_ext.tiled.strips(...)' read an image of hydra_ext.tiled.image; for any other operation use the "
             "bytes themselves",
             operation=str(func),
         )
@@ -84,23 +84,23 @@ def image(
     std: Sequence[float] = (1.0,),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """An image of bytes as a network's input: ``(pixels / 255 - mean) / std``, normalised strip by strip.
+    """Makes a network's input from an image of bytes: ``(pixels / 255 - mean) / std``, normalised strip by strip.
 
     The numbers are those of ``pixels.to(dtype).div(255).sub(mean).div(std)``, to the bit.
 
     Args:
-        pixels: uint8 on the CPU, (N, C, H, W) or (C, H, W); it is not copied. Once torch has written to it, strips of
-            the image raise RuntimeError: make another one. What others write to its memory (numpy) is not noticed.
-        mean: of each channel, in the unit of 1 = 255; one for all of them if it is one number.
-        std: likewise; not 0.
-        dtype: a floating dtype.
+        pixels: uint8 tensor on the CPU, (N, C, H, W) or (C, H, W); it is not copied. Once torch has written to it,
+            strips of the image raise RuntimeError: make another image. Writes through numpy are not noticed.
+        mean: Mean of each channel, in units of 255; one number stands for all channels.
+        std: Standard deviation of each channel, likewise; not 0.
+        dtype: Floating dtype of the numbers.
 
     Returns:
         A tensor (N, C, H, W) of ``dtype``, without memory of its own.
 
     Raises:
-        InvalidArgument: ``pixels`` are no such tensor, ``mean`` or ``std`` have another number of channels or what is
-            no finite number in ``dtype``, or ``std`` has a 0.
+        InvalidArgument: ``pixels`` is not such a tensor; or ``mean`` or ``std`` has another number of channels, or
+            numbers that are not finite in ``dtype``; or ``std`` has a 0.
     """
     if not isinstance(pixels, torch.Tensor):
         raise InvalidArgument(f"pixels are a {type(pixels).__name__}: give a tensor, such as torch.from_numpy(pixels)")
@@ -114,12 +114,14 @@ def image(
     pixels = pixels if pixels.dim() == 4 else pixels.unsqueeze(0)
     means, stds = _by_channel("mean", mean, pixels.shape[1], dtype), _by_channel("std", std, pixels.shape[1], dtype)
     if not bool(stds.all()):
-        raise InvalidArgument(f"std={std!r} has a 0 in {dtype}, by which nothing can be divided")
+        raise InvalidArgument(
+            f"std={std!r} has a 0 in {dtype}: give numbers that are not 0, since the image is divided by them"
+        )
     return Pixels(pixels, means, stds)
 
 
 def _by_channel(name: str, values: Sequence[float], channels: int, dtype: torch.dtype) -> torch.Tensor:
-    """(C, 1, 1) or (1, 1, 1)."""
+    """The values as a tensor (C, 1, 1) or (1, 1, 1)."""
     wanted = f"{name}={values!r}: give a sequence of finite numbers, such as (0.5,), one of them or {channels}"
     if isinstance(values, (str, bytes)):
         raise InvalidArgument(wanted)
@@ -128,7 +130,9 @@ def _by_channel(name: str, values: Sequence[float], channels: int, dtype: torch.
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
         raise InvalidArgument(wanted) from error
     if len(numbers) not in (1, channels):
-        raise InvalidArgument(f"{name} has {len(numbers)} numbers, the image {channels} channels: give 1 or as many")
+        raise InvalidArgument(
+            f"{name} has {len(numbers)} numbers, and the image {channels} channels: give 1 or {channels} numbers"
+        )
     if not bool(numbers.isfinite().all()):
-        raise InvalidArgument(f"{wanted}; in {dtype} not all of these are")
+        raise InvalidArgument(f"{wanted}; not all of these are finite in {dtype}")
     return numbers.view(-1, 1, 1)

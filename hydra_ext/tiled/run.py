@@ -1,4 +1,4 @@
-"""One run of strips: its device, how high strips are, and what it has done."""
+"""One run of strips: its device, the height of strips, and a report."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hydra_ext import _C
 from hydra_ext.tiled.devices import StripDevice
 from hydra_ext.tiled.pixels import Pixels
 
-# What a strip is reckoned to take is at most this part of the budget: what kernels need besides is not known ahead.
+# A strip's estimated bytes are at most this part of the budget: the kernels' own memory is not known in advance.
 _STRIPS_PER_BUDGET = 2
 
-# Own rows for each halo, in bytes, where the budget allows: of what is computed, a fifth is computed twice at most.
+# Bytes of own rows for each byte of halo, if the budget allows: at most a fifth of the rows is computed twice.
 _OWN_PER_HALO = 4
 
 
 @dataclass(frozen=True)
 class TiledReport:
-    """What a run did. Bytes are bytes.
+    """Figures of a run.
 
     Attributes:
-        budget_bytes: what the device may hold.
-        peak_bytes: what it held at most.
-        to_device_bytes: copied to it.
-        to_host_bytes: copied from it.
-        operations: that were made in strips.
-        strips: that they were made in.
+        budget_bytes: Bytes that the device may hold.
+        peak_bytes: Most bytes that the device held.
+        to_device_bytes: Bytes copied to the device.
+        to_host_bytes: Bytes copied from the device.
+        operations: Number of operations that ran in strips.
+        strips: Number of strips of all these operations.
     """
 
     budget_bytes: int
@@ -52,10 +52,10 @@ class TiledReport:
 
 
 class TiledRun:
-    """What ``with hydra_ext.tiled.strips(...) as run`` gives.
+    """The run of ``with hydra_ext.tiled.strips(...) as run``.
 
     Attributes:
-        device: where strips are computed.
+        device: Device that computes strips.
     """
 
     def __init__(self, device: StripDevice, *, budget: int, rows: int | None) -> None:
@@ -67,9 +67,9 @@ class TiledRun:
         self._strips = 0
 
     def is_map(self, tensor: torch.Tensor) -> bool:
-        """Whether operations on a tensor have to be made in strips: it is on the host and more than one strip.
+        """Whether operations on a tensor have to run in strips: it is on the host and larger than one strip.
 
-        An image of bytes always is: only strips have its numbers.
+        Those on an image of bytes always do: only strips have its numbers.
         """
         if tensor.device.type != "cpu":
             return False
@@ -80,33 +80,34 @@ class TiledRun:
         return tensor.numel() * tensor.element_size() > min(self._allowance, self.device.ample_bytes)
 
     def rows(self, height: int, strip_bytes: Callable[[int], int]) -> int:
-        """How many rows a strip of an operation has: at least one, and no more than the map.
+        """Number of rows of an operation's strips: at least one, and at most the map's.
 
         Args:
-            height: the map's rows.
-            strip_bytes: what a strip of so many rows takes on the device, operands and results together. Of no rows it
-                is what every strip takes besides, such as its halo. Never less for more rows.
+            height: Number of rows of the map.
+            strip_bytes: Function from a number of rows to the device bytes of such a strip, operands and results
+                together. For 0 rows it returns the bytes that every strip takes besides, such as its halo. It never
+                decreases.
         """
         rows = self.part(height, strip_bytes)
         return rows if self._rows is None else min(rows, self._rows)
 
     def part(self, size: int, part_bytes: Callable[[int], int]) -> int:
-        """Likewise how much of any dimension goes to the device at once: ``rows=`` is about maps' rows."""
+        """The same for any dimension, without the limit of ``rows=``, which is about rows of maps."""
         besides = part_bytes(0)
         most = min(self._allowance, besides + max(self.device.ample_bytes, _OWN_PER_HALO * besides))
         return max(1, bisect.bisect_right(range(1, size + 1), most, key=part_bytes))
 
     def fits(self, strip_bytes: int) -> bool:
-        """Whether a strip may take so much."""
+        """Whether a strip may take this many bytes."""
         return strip_bytes <= self._allowance
 
     def count(self, strips: int) -> None:
-        """An operation was made in so many strips."""
+        """Counts an operation and its strips."""
         self._operations += 1
         self._strips += strips
 
     def report(self) -> TiledReport:
-        """What was done so far."""
+        """The figures so far."""
         return TiledReport(
             budget_bytes=self._budget,
             peak_bytes=self.device.peak_bytes,
@@ -118,7 +119,7 @@ class TiledRun:
 
 
 class Handler(Protocol):
-    """Makes one operation of torch, as autograd calls it, in strips."""
+    """Runs one operation of torch, as autograd calls it, in strips."""
 
     def __call__(self, run: TiledRun, func: Any, /, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -129,7 +130,7 @@ def row_bytes(tensor: torch.Tensor) -> int:
 
 
 def made_of(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What an operation would make of its arguments: no data, but shapes, strides and dtypes; or its own error."""
+    """The result that an operation would have, as shapes, strides and dtypes without data. Raises its own errors."""
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

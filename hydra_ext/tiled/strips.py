@@ -1,4 +1,4 @@
-"""``hydra_ext.tiled.strips``: the context inside which operations on maps are made in strips."""
+"""``hydra_ext.tiled.strips``: the context in which operations on maps run in strips."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class strips:  # noqa: N801 - a verb: it is used as a function
-    """Inside, operations on images larger than a strip are computed on the device strip by strip.
+    """Computes operations on images larger than a strip on the device, strip by strip.
 
-    The model, its parameters, the optimizer and all maps stay on the CPU; forward, loss and backward are called as
-    always, all of them inside. What a strip takes on the device depends on the image's width, not on its height.
+    The model, its parameters, the optimizer and all maps stay on the CPU. Forward, loss and backward are called as
+    always, all of them inside. A strip's device memory depends on the image's width, not on its height.
 
     Args:
-        budget: device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows. On a
-            simulated device, where larger ones are slower, their own rows take at most 64 MiB, or four times what
-            every strip takes besides (its halo, the weight) where that is more.
-        rows: the most rows that a strip has of any map; as many as the budget allows unless given.
-        device: ``None`` takes CUDA if there is one, else a simulated device; or ``"cuda"``, ``"cuda:1"``,
-            ``"simulated"``, a :class:`hydra_ext.SimulatedDevice`.
+        budget: Device bytes: an int, or a text such as ``"1GiB"``. Strips are as high as half of it allows. On a
+            simulated device, where larger ones are slower, their own rows take at most 64 MiB, or four times the bytes
+            that every strip takes besides (its halo, the weight), if that is more.
+        rows: Most rows of a strip, for any map; by default as many as the budget allows.
+        device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`hydra_ext.SimulatedDevice`. ``None`` takes CUDA
+            if there is one, otherwise a simulated device.
 
     Raises:
-        InvalidBudget: the budget is no size.
-        InvalidArgument: ``rows`` is no positive whole number, or the simulated device has options of no use here.
-        InvalidDevice: there is no such device.
-        torch.OutOfMemoryError: inside: a strip of one row does not fit.
-        UnsupportedOperation: inside: an operation on a map that strips cannot make.
-        StateError: it was entered before, or inside another one on the same thread.
+        InvalidBudget: The budget is not a size.
+        InvalidArgument: ``rows`` is not a positive whole number, or the simulated device has options without effect
+            here.
+        InvalidDevice: The device does not exist.
+        torch.OutOfMemoryError: Inside: a strip of one row does not fit.
+        UnsupportedOperation: Inside: an operation on a map cannot run in strips.
+        StateError: The context was entered before, or inside another one on the same thread.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class strips:  # noqa: N801 - a verb: it is used as a function
             raise StateError("this strips context was entered before; make a new one")
         if any(isinstance(mode, _Mode) for mode in _get_current_dispatch_mode_stack()):
             raise StateError(
-                "a strips context was entered inside another one on the same thread: leave that first, or use it for "
-                "all that is to be made in strips"
+                "a strips context was entered inside another one on the same thread: leave that first, or use the "
+                "outer one for all operations"
             )
         self._run = TiledRun(choose(self._device, self._budget), budget=self._budget, rows=self._rows)
         self._mode = _Mode(self._run)
@@ -78,7 +79,7 @@ class strips:  # noqa: N801 - a verb: it is used as a function
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What torch calls instead of each operation, below autograd, on the thread that entered the context."""
+    """Torch calls this in place of each operation, below autograd, on the thread that entered the context."""
 
     def __init__(self, run: TiledRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,18 +88,18 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            if _is_composite(func):  # in inference mode it was not taken apart before
+            if _is_composite(func):  # in inference mode torch has not decomposed it before
                 with self:
                     return func._op_dk(_COMPOSITE, *args, **kwargs)
             return operations.make(self._run, func, args, kwargs)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
-                f"{error} It was {func} in strips: give a larger budget=, or fewer rows=; no strip is lower than a row "
+                f"{error} It was {func} in strips: give a larger budget=, or fewer rows=; a strip has at least one row "
                 "and the halo that its kernel needs"
             ) from error
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether torch has nothing for an operation but other operations: some have both, with other last bits."""
+    """Whether torch can only decompose an operation. Some have a kernel as well, with other last bits."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), _COMPOSITE.name) and not has_kernel(func.name(), "CPU")

@@ -55,9 +55,9 @@ def test_it_writes_a_picture_or_a_trace(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["2bw", "--stages", "4", "--microbatches", "1"], "give at least 3"),
-        (["absent.txt"], "'absent.txt' is none of gpipe, 1f1b, interleaved, 2bw, pipedream, nor a text that can be"),
-        (["absent.txt", "--stages", "4"], "'absent.txt' is taken for a file, which says itself how many stages"),
-        (["absent.txt", "--ahead", "1"], "'absent.txt' is taken for a file"),
+        (["absent.txt"], "'absent.txt' is neither one of gpipe, 1f1b, interleaved, 2bw, pipedream nor a file that can"),
+        (["absent.txt", "--stages", "4"], "'absent.txt' is read as a file, which has its own stages"),
+        (["absent.txt", "--ahead", "1"], "'absent.txt' is read as a file"),
         (["1f1b", "--batches", "0"], "0 batches were asked for"),
         (["1f1b", "--perfetto", "/nowhere/at/all"], "the trace cannot be written to '/nowhere/at/all'"),
         (["1f1b", "--png", "/nowhere/at/all.png"], "the picture cannot be written to '/nowhere/at/all.png'"),

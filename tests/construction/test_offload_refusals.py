@@ -180,7 +180,7 @@ def held_by_a_graph(model: nn.Module) -> None:
     ("change", "error", "says"),
     [
         (hooked, errors.UnsupportedModel, "0.weight has hooks while it is on meta"),
-        (held_by_a_graph, errors.UnsupportedModel, "something in torch holds 0.weight"),
+        (held_by_a_graph, errors.UnsupportedModel, "torch still uses 0.weight"),
         (lambda model: model.to(torch.bfloat16), errors.ModelChanged, "change shapes and dtypes inside it"),
     ],
 )

@@ -177,7 +177,7 @@ def buffer_reshaped(tensors: dict[str, Tensor]) -> None:
     ("change", "tensor", "says"),
     [
         (lambda tensors: tensors.pop("classifier.1.bias"), "classifier.1.bias", "has no tensor classifier.1.bias"),
-        (renamed, "head.weight", "which the model has not"),
+        (renamed, "head.weight", "which the model does not have"),
         (reshaped, "classifier.1.bias", r"shape \(4,\); in the model it is \(3,\)"),
         (recast, "classifier.1.bias", "is torch.bfloat16; in the model it is torch.float32"),
         (buffer_reshaped, "resnet.embedder.embedder.normalization.running_mean", "shape"),
@@ -200,9 +200,9 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name_before_anything_is_
     ("content", "says"),
     [
         (None, "neither model.safetensors nor"),
-        ("{", "no index"),
-        ("[]", "no index"),
-        ('{"weight_map": 3}', "no index"),
+        ("{", "not an index"),
+        ("[]", "not an index"),
+        ('{"weight_map": 3}', "not an index"),
         ('{"weight_map": {"a": "../other.safetensors"}}', "only files beside it"),
         ('{"weight_map": {"a": "/tmp/other.safetensors"}}', "only files beside it"),
         ('{"weight_map": {"a": ".."}}', "only files beside it"),

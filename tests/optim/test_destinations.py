@@ -129,10 +129,10 @@ def test_what_a_step_touches_includes_where_it_writes() -> None:
 @pytest.mark.parametrize(
     ("new", "message"),
     [
-        (torch.empty(4, 3), "is not as the parameter"),
-        (torch.empty(4, 3).t(), "is not as the parameter"),
-        (torch.empty(3, 4, dtype=torch.bfloat16), "is not as the parameter"),
-        (torch.empty(3, 4, device="meta"), "is not as the parameter"),
+        (torch.empty(4, 3), "differs from the parameter"),
+        (torch.empty(4, 3).t(), "differs from the parameter"),
+        (torch.empty(3, 4, dtype=torch.bfloat16), "differs from the parameter"),
+        (torch.empty(3, 4, device="meta"), "differs from the parameter"),
         (None, "is the parameter itself"),
     ],
 )

@@ -108,7 +108,7 @@ def test_state_of_another_shape_is_refused_and_nothing_is_changed() -> None:
             weights.grad = torch.ones_like(weights)
         each.step()
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(InvalidOptimizer, match=r"state of shape \(4,\) for a parameter of \(3,\)"):
+    with pytest.raises(InvalidOptimizer, match=r"of shape \(4,\) for a parameter of \(3,\)"):
         optimizer.load_state_dict(other.state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]

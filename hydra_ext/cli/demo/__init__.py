@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations",
         choices=_ACTIVATIONS,
-        help="what becomes of saved tensors; with 'compress' the numbers are near the plain ones, not the same",
+        help="policy for saved tensors; with 'compress' the numbers are near the plain ones, not equal to them",
     )
-    parser.add_argument("--picture", type=Path, default=Path("memory.png"), help="where the memory picture goes")
+    parser.add_argument("--picture", type=Path, default=Path("memory.png"), help="file of the memory picture")
 
 
 def run(options: argparse.Namespace) -> int:

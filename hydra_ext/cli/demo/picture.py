@@ -1,5 +1,7 @@
-"""The memory picture: what the device held over one step, by class, under the budget; and below, where saved tensors
-have policies, what became of them, block by block, and how many times smaller what was compressed.
+"""The memory picture: device bytes over one step, by class, under the budget.
+
+If saved tensors have policies, a second panel shows by block how many bytes were kept, moved or compressed, and the
+ratio of compression.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _FATES = (
     ("kept", "kept", "#9d9d9d"),
     ("stayed", "moved only if there is no room", "#c9d8f5"),
     ("moved", "moved to the host", "#5b8def"),
-    ("stored", "compressed, to that", "#f2a03d"),
+    ("stored", "after compression", "#f2a03d"),
 )
 _MIB = 2**20
 
@@ -74,13 +76,13 @@ def _draw_parts(parts: list[PartReport], axes: Any) -> None:
         axes.bar(places, heights, bottom=bottoms, label=label, color=colour)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     freed = [(part.compressed - part.stored) / _MIB for part in parts]
-    axes.bar(places, freed, bottom=bottoms, label="what that was before", color="none", edgecolor="#f2a03d", hatch="//")
+    axes.bar(places, freed, bottom=bottoms, label="before compression", color="none", edgecolor="#f2a03d", hatch="//")
     for place, part, bottom, height in zip(places, parts, bottoms, freed, strict=True):
         if part.compressed:
             axes.annotate(f"{part.ratio:.1f}x", (place, bottom + height), ha="center", va="bottom", fontsize="small")
     axes.set_xticks(places, [part.name or "elsewhere" for part in parts], rotation=45, ha="right", fontsize="small")
     axes.set_ylabel("saved in all steps, MiB")
-    axes.set_title("What became of what was saved for backward, by block")
+    axes.set_title("Tensors saved for backward, by block")
     axes.legend(loc="upper right", ncols=3, fontsize="small")
     axes.margins(y=0.25)
 

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if what is needed works, warnings or not; 1 if something that is needed fails."""
+    """Returns 0 if everything that is needed works, even with warnings; otherwise 1."""
     report = examine()
     print(to_json(report) if options.json else to_text(report))
     return report.exit_code

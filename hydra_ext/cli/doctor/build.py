@@ -1,4 +1,4 @@
-"""Versions, the build and whether they fit each other."""
+"""The versions, the build, and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_ext.cli.doctor.report import Check, Facts, Status
 
 @dataclass(frozen=True)
 class BuildFacts:
-    """`problem` says why `_C` does not run here; None if it does."""
+    """Facts about the build. `problem` says why `_C` does not run here; None if it does."""
 
     hydra_ext: str | None
     python: str

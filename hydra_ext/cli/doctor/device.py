@@ -1,4 +1,4 @@
-"""CUDA, pinned memory and the speed of the link. Without CUDA the link is the simulated one: a copy in memory."""
+"""CUDA, pinned memory and the speed of the link. Without CUDA a copy in host memory is measured instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_BYTES = 64 << 20
 _REPEATS = 5
-_SLOW_LINK = 4e9  # bytes per second: what a PCIe 3.0 x16 link gives to pageable memory, a third of its best
+_SLOW_LINK = 4e9  # bytes per second of a PCIe 3.0 x16 link with pageable memory, a third of its best
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Device:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """Bytes per second, best of several copies. `kind` is "cuda", "simulated" or "none"."""
+    """Bytes per second of the fastest of several copies. `kind` is "cuda", "simulated" or "none"."""
 
     kind: str
     to_device_bytes_per_second: float | None = None
@@ -40,7 +40,7 @@ class LinkFacts:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """`pinning` is None where there is no CUDA to pin memory for."""
+    """Facts about the device. `pinning` is None without CUDA."""
 
     torch_has_cuda: bool
     cuda_available: bool
@@ -75,7 +75,7 @@ def section(facts: DeviceFacts) -> Facts:
 
 
 def read_driver(path: Path) -> str | None:
-    """Version of the NVIDIA driver, from the file it keeps in /proc."""
+    """Version of the NVIDIA driver, from its file in /proc."""
     try:
         text = path.read_text()
     except OSError:
@@ -141,7 +141,7 @@ def _device(index: int) -> Device:
 
 
 def checks(facts: DeviceFacts, built_cuda: str | None, memlock_bytes: int | None) -> list[Check]:
-    """`built_cuda` is the mode hydra_ext was built in: "ON" is the one that moves blocks to a GPU."""
+    """Checks of the device. `built_cuda` is the build's mode: with "ON" blocks move to a GPU."""
     found = [_cuda(facts, built_cuda)]
     if facts.cuda_available:
         found.append(_pinning(facts, memlock_bytes))
@@ -175,8 +175,10 @@ def _pinning(facts: DeviceFacts, memlock_bytes: int | None) -> Check:
 def _link(link: LinkFacts) -> Check:
     to_device, to_host = link.to_device_bytes_per_second, link.to_host_bytes_per_second
     if to_device is None or to_host is None:
-        return Check("link", Status.WARN, "the link could not be measured", "see whether the GPU's memory is full")
+        return Check("link", Status.WARN, "the link could not be measured", "check whether the GPU's memory is full")
     detail = f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to the host ({link.kind})"
     if link.kind == "cuda" and min(to_device, to_host) < _SLOW_LINK:
-        return Check("link", Status.WARN, detail, "see that the GPU has all lanes of its slot and memory is pinned")
+        return Check(
+            "link", Status.WARN, detail, "check that the GPU has all lanes of its slot, and that memory is pinned"
+        )
     return Check("link", Status.OK, detail)

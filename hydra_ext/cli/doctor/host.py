@@ -1,4 +1,4 @@
-"""Host memory and its limits, cores."""
+"""Host memory, its limits, and cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LITTLE_MEMORY = 2 << 30
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Sizes in bytes; a limit of None is none."""
+    """Facts about the host, sizes in bytes. None means no limit."""
 
     cores: int
     memory_total_bytes: int
@@ -51,10 +51,10 @@ def parse_meminfo(text: str) -> tuple[int, int]:
 
 
 def cgroup_limit(root: Path, membership: str) -> tuple[int | None, int | None]:
-    """Version of the cgroups that count memory and the tightest limit on the way from the root to ours.
+    """Version of the cgroups that count memory, and the tightest limit between the root and this process's group.
 
-    `membership` is /proc/self/cgroup. In a container its path may name folders of the machine outside, which are not
-    there: those are passed over, the root holds the limit then.
+    `membership` is the text of /proc/self/cgroup. In a container its path may name folders that exist only outside.
+    These are skipped; the root has the limit then.
     """
     unified: str | None = None
     for line in membership.splitlines():

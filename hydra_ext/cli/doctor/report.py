@@ -1,4 +1,4 @@
-"""What a doctor's report is made of, and its two forms: text and JSON."""
+"""The doctor's report, and its two forms: text and JSON."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 
 class Status(str, enum.Enum):
     OK = "ok"
-    WARN = "warn"  # works, slower or with less than it could have
-    FAIL = "fail"  # something that is needed does not work
+    WARN = "warn"  # works, but slower or with fewer features
+    FAIL = "fail"  # does not work, and is needed
 
 
 @dataclass(frozen=True)
 class Check:
-    """One answer to "will it work here?". `remedy` is empty where there is nothing to do."""
+    """One answer to "will it work here?". `remedy` is empty if there is nothing to do."""
 
     name: str
     status: Status
@@ -29,7 +29,7 @@ Facts = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Report:
-    """`sections` are facts by title, `checks` what follows from them."""
+    """`sections` has facts by title, `checks` the conclusions from them."""
 
     sections: Mapping[str, Facts]
     checks: Sequence[Check]

@@ -1,14 +1,14 @@
 """Convolutions and transposed convolutions in strips, forward and backward.
 
-Forward: a strip's operand is loaded with its halo, and every element of the result is made by one call of the kernel
-that makes the whole map, with the whole map's padding.
+Forward: a strip's operand is loaded with its halo. One call of the whole map's kernel, with the whole map's padding,
+makes every element of the result.
 
-Backward: one call a strip makes the gradient of the strip's own input rows, which is complete, since every output that
-they reach is loaded. Of the weight's gradient it makes the part of these rows: the others of the strip are zeros then.
-Parts of weights' and biases' gradients are added in fp64, strip after strip from the top, and rounded once at the end.
+Backward: one call for each strip makes the gradient of the strip's own input rows. It is complete, since every output
+that these rows reach is loaded. The call also makes these rows' part of the weight's gradient, with zeros in the other
+rows of the strip. Parts of weights' and biases' gradients are added in fp64, strip after strip from the top, and
+rounded once at the end.
 
-Which kernel runs in fp32 on a CPU depends on the size of the input: torch takes another one for small maps. A strip of
-a map that is not small is therefore never small either.
+In fp32 on a CPU torch takes another kernel for small maps. So a strip of a map that is not small is never small either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydra_ext.tiled.run import TiledRun, made_of
 
 @dataclass(frozen=True)
 class _Arguments:
-    """What follows the tensors in ``aten.convolution``, as it was given."""
+    """The arguments of ``aten.convolution`` after its tensors, as they were given."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -37,7 +37,7 @@ class _Arguments:
     groups: int
 
     def window(self, source: torch.Tensor, weight: torch.Tensor) -> Window | TransposedWindow:
-        """Along the rows; a list of one number counts for rows and columns."""
+        """The window along the rows. A list of one number counts for rows and columns."""
         height, reach = source.shape[2], self.dilation[0] * (weight.shape[2] - 1)
         if self.transposed:
             extra = self.output_padding[0]
@@ -49,7 +49,7 @@ class _Arguments:
     def takes(
         self, run: TiledRun, source: torch.Tensor, result: torch.Tensor, weight: torch.Tensor
     ) -> ConvolutionBytes:
-        """What strips take."""
+        """The device bytes of strips."""
         plain = self.groups == 1 and all(step == 1 for step in self.dilation)
         on_cpu = run.device.device.type == "cpu"
         return ConvolutionBytes(source, result, weight, self.transposed, plain, in_columns=on_cpu)
@@ -107,7 +107,7 @@ def backward(
     bias_sizes: Sequence[int] | None,
     *arguments: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """``aten.convolution_backward``: the last argument says which of (input, weight, bias) want their gradient."""
+    """``aten.convolution_backward``. The last argument says which of (input, weight, bias) need a gradient."""
     *given, wanted = arguments
     window, takes = _Arguments(*given).window(source, weight), _Arguments(*given).takes(run, source, gradient, weight)
     channels = gradient.shape[1]
@@ -134,7 +134,7 @@ def backward(
 
 @dataclass(frozen=True)
 class _BackwardCall:
-    """One strip of a backward."""
+    """The backward of one strip."""
 
     func: Any
     rows: BackwardStrip

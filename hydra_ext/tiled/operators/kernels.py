@@ -1,7 +1,7 @@
-"""What torch's kernels for convolutions take besides their operands, and from which size of a map on which one is used.
+"""Memory of torch's convolution kernels besides their operands, and the size of a map from which each kernel is used.
 
 In fp32 on a CPU oneDNN copies maps into blocks of channels. In other dtypes, for small maps, and for some gradients of
-weights, each image is written out as columns: for each place of the kernel all the numbers that it is multiplied with.
+weights, each image is unrolled into columns: for each element of the kernel all the numbers that it multiplies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHANNELS_PER_BLOCK = 16
 
 
 def least_rows(source: torch.Tensor) -> int:
-    """How many rows a strip needs to be no small map, if the map is none; else all that there are."""
+    """Least number of rows of a strip so that it is not a small map. If the map is small, all its rows."""
     if source.dtype != torch.float32:
         return 1
     if source.numel() <= _SMALL_ELEMENTS:
@@ -28,13 +28,15 @@ def least_rows(source: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class ConvolutionBytes:
-    """What a strip of a convolution takes on the device: both maps, the weight, and what kernels make of them.
+    """Device bytes of a convolution's strip: both maps, the weight, and the kernels' copies of them.
 
     Attributes:
-        source: the whole map (N, C, H, W), or one without memory.
-        result: likewise; in backward its gradient.
-        plain: neither groups nor dilation.
-        in_columns: the device's kernels may write columns.
+        source: The whole map (N, C, H, W), or one without memory.
+        result: The whole result, likewise; in backward its gradient.
+        weight: The weight.
+        transposed: Whether it is a transposed convolution.
+        plain: Whether there are neither groups nor dilation.
+        in_columns: Whether the device's kernels may unroll into columns.
     """
 
     source: torch.Tensor
@@ -45,13 +47,13 @@ class ConvolutionBytes:
     in_columns: bool
 
     def forward(self, loaded: int, made: int) -> int:
-        """Of so many rows of both maps."""
+        """Bytes for these numbers of rows of both maps."""
         columns = 0 if self._has_blocks else self._columns(loaded, made)
         blocks = loaded * _blocks(self.source) + made * _blocks(self.result)
         return self._both(loaded, made) + max(blocks, columns) + self.weight.nbytes + self._weight_blocks
 
     def backward(self, given: int, outgoing: int) -> int:
-        """Of so many rows of the source, which has a gradient there, and of the result's gradient."""
+        """Bytes for these numbers of rows of the source and its gradient, and of the result's gradient."""
         columns = 0 if self._has_blocks and self.plain else self._columns(given, outgoing)
         blocks = 2 * given * _blocks(self.source) + outgoing * _blocks(self.result)
         # The weight, a strip's gradient of it, both as they are and in fp64, and the sum of all strips.
@@ -66,7 +68,7 @@ class ConvolutionBytes:
         return of_source * row_bytes(self.source) + of_result * row_bytes(self.result)
 
     def _columns(self, of_source: int, of_result: int) -> int:
-        """One group after the other: a weight's first dimension is that of the side that the columns are not of."""
+        """Bytes of columns, for one group at a time. They have the channels of the weight's second dimension."""
         if not self.in_columns:
             return 0
         rows, beside = (of_source, self.source) if self.transposed else (of_result, self.result)

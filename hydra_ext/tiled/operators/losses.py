@@ -1,7 +1,7 @@
 """Losses of two maps: each element on the device, the sum on the host.
 
-The map of elementwise losses is summed by torch's own reduction where it lies, so that equal elements give an equal
-loss to the last bit; a sum reads each number once, and the link would be slower.
+torch's own reduction on the host sums the map of elementwise losses, so that equal elements give an equal loss to the
+last bit. A sum reads each number once; the link would be slower.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def _reduction_at(func: Any) -> int:
 
 
 def _as_given(func: Any, args: Sequence[Any]) -> list[Any]:
-    """All arguments in order, those left out as by default."""
+    """All arguments in order, with defaults for those that were left out."""
     return [*args, *(argument.default_value for argument in func._schema.arguments[len(args) :])]
 
 
 def forward(run: TiledRun, func: Any, *args: Any) -> torch.Tensor:
-    """``aten.mse_loss`` and others with a ``reduction``, of maps of the same shape."""
+    """``aten.mse_loss`` and other losses with a ``reduction``, for maps of the same shape."""
     given = _as_given(func, args)
     place = _reduction_at(func)
     reduction, given[place] = given[place], _NONE
@@ -38,7 +38,7 @@ def forward(run: TiledRun, func: Any, *args: Any) -> torch.Tensor:
 
 
 def backward(run: TiledRun, func: Any, gradient: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Their backward. The mean's divisor is the whole map's number of elements."""
+    """Backward of these losses. The mean's divisor is the whole map's number of elements."""
     given = _as_given(func, (gradient, *args))
     place = _reduction_at(func)
     reduction, given[place] = given[place], _NONE
@@ -59,7 +59,7 @@ def log_sigmoid(run: TiledRun, func: Any, source: torch.Tensor) -> tuple[torch.T
 def log_sigmoid_backward(
     run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, _buffer: torch.Tensor
 ) -> torch.Tensor:
-    """``aten.log_sigmoid_backward``: each strip makes its part of the buffer anew."""
+    """``aten.log_sigmoid_backward``. Each strip computes its part of the buffer again."""
     result = torch.empty(source.shape, dtype=source.dtype, device="cpu")
 
     def compute(outgoing: torch.Tensor, strip: torch.Tensor) -> Sequence[torch.Tensor]:

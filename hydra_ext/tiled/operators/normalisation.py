@@ -1,11 +1,11 @@
 """Batch normalisation over maps, with the statistics of the whole map.
 
-On the simulated device torch's own reduction makes the statistics, where the map lies: they have its bits, and so has
-every element of the result. A ReLU that follows then lets through the same elements; one that it did not would be a
-whole pixel's difference in the gradients. On a GPU, and for an image of bytes, they are merged over strips in fp64 and
-rounded once: nearer to the exact ones, and with other last bits, which the GPU's convolutions have anyway.
+On the simulated device torch's own reduction on the host computes the statistics. They have its bits, and so has every
+element of the result. A ReLU behind it then passes the same elements: otherwise gradients would differ by whole pixels.
+On a GPU, and for an image of bytes, the statistics are merged over strips in fp64 and rounded once. They are nearer to
+the exact ones and differ in the last bits, as the GPU's convolutions do anyway.
 
-What the backward sums over the map is added over strips in fp64.
+The sums of the backward are added over strips in fp64.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def forward(
         mean, variance = _statistics(run, source, (running_mean, running_var), momentum)
         dtype = _parameter_dtype(source, weight)
         saved = mean.to(dtype), (1 / torch.sqrt(variance.double() + eps)).to(dtype)
-        # Scaled by the saved numbers themselves, as in torch: with a variance of 1, and nothing added to it.
+        # As in torch, the map is scaled by the saved numbers themselves: hence a variance of 1 and no eps.
         weight = saved[1] if weight is None else saved[1] * weight
         statistics, eps = (saved[0], torch.ones_like(saved[0])), 0.0
     else:
         if running_mean is None or running_var is None:
-            raise ValueError("batch normalisation without running statistics can only be evaluated with training=True")
+            raise ValueError(
+                "batch normalisation without running statistics needs training=True: give it, or statistics"
+            )
         statistics = running_mean, running_var
         saved = source.new_empty(0), source.new_empty(0)
     with run.device:
@@ -57,14 +59,14 @@ def forward(
 
 
 def _parameter_dtype(source: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
-    """The dtype of statistics: a low-precision map may have parameters of higher precision."""
+    """The dtype of statistics. A low-precision map may have parameters of higher precision."""
     return source.dtype if weight is None else weight.dtype
 
 
 def _statistics(
     run: TiledRun, source: torch.Tensor, running: tuple[torch.Tensor | None, torch.Tensor | None], momentum: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel, on the host; updates the running ones."""
+    """Mean and biased variance of each channel, on the host. Updates the running statistics."""
     if run.device.device.type == "cpu" and not isinstance(source, Pixels):
         mean, variance = torch.ops.aten.batch_norm_update_stats(source, *running, momentum)
         return mean, variance
@@ -83,8 +85,8 @@ def _update(running: torch.Tensor | None, value: torch.Tensor, momentum: float) 
 def _over_strips(run: TiledRun, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and biased variance of each channel, in fp64.
 
-    Each strip's own mean and squared deviations are merged into those so far (Chan, Golub, LeVeque 1979): nothing is
-    lost where the mean is far from zero.
+    Each strip's mean and squared deviations are merged into those so far (Chan, Golub, LeVeque 1979). So no precision
+    is lost if the mean is far from zero.
     """
     channels = source.shape[1]
     mean, squares = (torch.zeros(channels, dtype=torch.float64, device="cpu") for _ in range(2))
@@ -141,7 +143,7 @@ def backward(
     if result is not None:
         count = source.numel() // source.shape[1]
         scales = [inverse] if weight is None else [inverse, weight]
-        # What the statistics themselves pass on, in training: the mean gradient and its part along the map.
+        # In training the statistics pass gradients on, too: the mean gradient and its part along the map.
         numbers = [mean, of_weight * inverse / count, of_bias / count, *scales] if training else scales
         maps = [gradient, source] if training else [gradient]
         compute = _through_statistics if training else _scaled
@@ -175,7 +177,7 @@ def _scaled(gradient: torch.Tensor, *scales: torch.Tensor) -> Sequence[torch.Ten
 def _sums(
     run: TiledRun, gradient: torch.Tensor, source: torch.Tensor, statistics: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each channel the sums of the gradient, and of its product with the normalised map; fp64 on the host."""
+    """Sums of the gradient, and of its product with the normalised map, for each channel; fp64 on the host."""
     mean, inverse = (number.view(-1, 1, 1) for number in statistics)
     of_bias, of_weight = torch.zeros_like(statistics[0]), torch.zeros_like(statistics[0])
     for rows in _strips_of(run, [gradient, source]):
@@ -198,5 +200,5 @@ def _strip_sums(
 
 def _given(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise ValueError("batch normalisation goes backward with the statistics that it went forward with: none given")
+        raise ValueError("the backward of batch normalisation got no statistics: give those of the forward")
     return tensor

@@ -1,4 +1,4 @@
-"""Which operation of torch is made how."""
+"""Tables of torch's operations, and how each of them runs in strips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_ext.tiled.run import Handler, TiledRun
 
 aten = torch.ops.aten
 
-# On maps of four dimensions, whatever their size: all of these are computed on the device.
+# Operations on maps of four dimensions, which the device computes whatever their size.
 _ON_MAPS: dict[Any, Handler] = {
     aten.convolution.default: convolutions.forward,
     aten.convolution_backward.default: convolutions.backward,
@@ -43,7 +43,7 @@ _LOSSES: dict[Any, Handler] = {
     aten.huber_loss_backward.default: losses.backward,
 }
 
-# Each element depends on others of its row at most, where the dimension they have in common is not that of rows.
+# Operations along a dimension, with that argument's index. Along any dimension but rows, elements depend on one row.
 _ALONG_A_DIMENSION = {
     aten._softmax.default: 1,
     aten._log_softmax.default: 1,
@@ -51,7 +51,7 @@ _ALONG_A_DIMENSION = {
     aten._log_softmax_backward_data.default: 2,
 }
 
-# Not tagged as pointwise in torch, but pointwise.
+# Pointwise operations without torch's tag.
 _POINTWISE = {
     *(aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish.default),
     *(aten.hardswish_.default, aten.hardswish_backward.default, aten.hardtanh_backward.default),
@@ -60,8 +60,8 @@ _POINTWISE = {
     *(aten._prelu_kernel.default, aten._prelu_kernel_backward.default),
 }
 
-# Made on the host, where maps are: they move or make numbers, or read each of them once, for which the link would take
-# longer. Random numbers are the host's, in the order of the whole map.
+# Operations on the host: they move or make numbers, or read each of them once, and the link would take longer. Random
+# numbers are the host's, in the order of the whole map.
 _ON_THE_HOST = {
     *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
     *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty_strided),
@@ -79,15 +79,15 @@ _FUSED_STEPS = {aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._f
 
 
 def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation, as autograd calls it: in strips where it is one of maps.
+    """Runs one operation, as autograd calls it. Operations on maps run in strips.
 
     Raises:
-        UnsupportedOperation: it is, and cannot be.
+        UnsupportedOperation: An operation on a map cannot run in strips.
     """
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     handler = _ON_MAPS[func] if func in _ON_MAPS and _is_image(args) else None
     maps = [tensor for tensor in tensors if not _is_elsewhere(tensor) and (handler is not None or run.is_map(tensor))]
-    # Before what torch tags as pointwise: clone and equal are among that.
+    # Checked before the pointwise tag, which clone and equal have as well.
     if not maps or func.is_view or func.overloadpacket in _ON_THE_HOST or _is_of_lists(func):
         return func(*args, **kwargs)
     _refuse_elsewhere(func, tensors)
@@ -96,15 +96,15 @@ def make(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         return handler(run, func, *args, **kwargs)
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in maps)
     raise UnsupportedOperation(
-        f"{func} on a map of shape {shapes} cannot be made in strips, and was not made; what can is listed in "
-        "hydra_ext/tiled/operators/operations.py. Put it into other operations, or make it outside 'with "
-        "hydra_ext.tiled.strips(...)', on the whole map",
+        f"{func} on a map of shape {shapes} cannot run in strips, and did not run. Use operations that are listed in "
+        "hydra_ext/tiled/operators/operations.py, or compute it on the whole map outside 'with "
+        "hydra_ext.tiled.strips(...)'",
         operation=str(func),
     )
 
 
 def _is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not what strips are made of: what lies on the host, under torch's own allocator."""
+    """Whether a tensor cannot be a map: it is not on the host, or is a parameter of hydra_ext.offload."""
     return tensor.device.type != "cpu" or _C.is_face(tensor)
 
 
@@ -112,20 +112,20 @@ def _refuse_elsewhere(func: Any, tensors: list[torch.Tensor]) -> None:
     for tensor in filter(_is_elsewhere, tensors):
         what = f"a tensor on {tensor.device}" if tensor.device.type != "cpu" else "a parameter of hydra_ext.offload"
         raise UnsupportedOperation(
-            f"{func} on a map on the host and {what}, of shape {tuple(tensor.shape)}: strips take what they need to "
-            "the device and back themselves. Leave the model and all tensors on the CPU, and out of hydra_ext.offload",
+            f"{func} on a map on the host and {what}, of shape {tuple(tensor.shape)}: strips move tensors to the "
+            "device and back. Leave the model and all tensors on the CPU, and out of hydra_ext.offload",
             operation=str(func),
         )
 
 
 def _is_image(args: tuple[Any, ...]) -> bool:
-    """Four dimensions, and rows: torch's own words for what is neither."""
+    """Whether the first argument has four dimensions and elements. Others are left to torch and its errors."""
     first: torch.Tensor = args[0]
     return first.dim() == 4 and first.numel() > 0
 
 
 def _is_of_lists(func: Any) -> bool:
-    """An optimizer's operation on lists of parameters, some of which may be as large as a map: made where they are."""
+    """Whether it is an optimizer's operation on lists of parameters. It runs on the host, even if some are large."""
     return func._schema.name.startswith("aten::_foreach_") or func.overloadpacket in _FUSED_STEPS
 
 

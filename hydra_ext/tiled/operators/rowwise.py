@@ -1,4 +1,4 @@
-"""Operations that make each row of their result of the same row of their operands: strips without a halo."""
+"""Operations that compute each row of their result from the same row of their operands: strips without a halo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hydra_ext.tiled.operators.overlaps import refuse_overlaps
 from hydra_ext.tiled.pixels import Pixels
 from hydra_ext.tiled.run import TiledRun, made_of
 
-_VECTOR_ELEMENTS = 64  # a multiple of what any instruction set takes at once, unrolled
+_VECTOR_ELEMENTS = 64  # a multiple of the elements in one unrolled step of any instruction set
 
 
 def over_rows(
@@ -29,12 +29,13 @@ def over_rows(
     """Computes maps of maps, strip by strip.
 
     Args:
-        operands: host tensors; one with a single row, or with fewer dimensions, is given whole to every strip.
-        results: host tensors of the shape that the operands have together; may be among the operands.
-        compute: called with one device tensor for each operand, returns one for each result.
-        temporary_bytes: what ``compute`` allocates for each element, besides the results.
-        of_rows: ``compute`` needs whole rows. If not, maps of which one row does not fit, such as a map that was
-            flattened, are cut along their longest dimension.
+        run: The run of strips.
+        operands: Host tensors. One with a single row, or with fewer dimensions, is given whole to every strip.
+        results: Host tensors of the shape that the operands are broadcast to. They may be among the operands.
+        compute: Function of one device tensor for each operand that returns one for each result.
+        temporary_bytes: Bytes that ``compute`` allocates for each element, besides the results.
+        of_rows: Whether ``compute`` needs whole rows. If not, a map whose rows are too large for a strip, such as a
+            flattened one, is cut along its longest dimension.
     """
     shape = _together((*operands, *results))
     each = sum(tensor.element_size() for tensor in (*operands, *results)) + temporary_bytes
@@ -65,9 +66,9 @@ def over_rows(
 
 
 def _in_whole_vectors(rows: int, elements: int) -> int:
-    """At most ``rows`` rows of so many elements, a whole number of vectors if there can be.
+    """At most ``rows`` rows of this many elements, if possible a whole number of vectors.
 
-    torch's functions on the CPU, such as exp, are not the same to the last bit for what is left over at the end.
+    The last bits of torch's functions on the CPU, such as exp, differ for the elements left over at the end.
     """
     together = _VECTOR_ELEMENTS // math.gcd(_VECTOR_ELEMENTS, elements)
     return rows if rows < together else rows - rows % together
@@ -79,12 +80,12 @@ def _together(tensors: Sequence[torch.Tensor]) -> torch.Size:
 
 
 def pointwise(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any operation each of whose elements is made of one of each operand, in place or not."""
+    """Runs an operation that computes each element from one of each operand, in place or not."""
     return _elementwise(run, func, args, kwargs, of_rows=False)
 
 
 def along_a_dimension(run: TiledRun, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """One whose elements are made of several, but of no other row."""
+    """Runs an operation that computes each element from several of the same row."""
     return _elementwise(run, func, args, kwargs, of_rows=True)
 
 
@@ -100,8 +101,8 @@ def _elementwise(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[s
     shape = _together(operands)
     if any(tensor.shape != shape for tensor in made):
         raise UnsupportedOperation(
-            f"{func} makes something of shape {[tuple(tensor.shape) for tensor in made]} of maps of shape "
-            f"{tuple(shape)}: in strips, each row of a result is made of one row",
+            f"{func} makes a result of shape {[tuple(tensor.shape) for tensor in made]} from maps of shape "
+            f"{tuple(shape)}: in strips, each row of a result has to come from one row; compute it outside the context",
             operation=str(func),
         )
     results = [written] if written is not None else [torch.empty_like(tensor, device="cpu") for tensor in made]
@@ -113,7 +114,7 @@ def _elementwise(run: TiledRun, func: Any, args: tuple[Any, ...], kwargs: dict[s
         value = func(*strip_args, **strip_kwargs)
         return value if isinstance(value, (tuple, list)) else (value,)
 
-    # An image of bytes is normalised by channels, in whole rows.
+    # An image of bytes is normalised by channel, in whole rows.
     of_rows = of_rows or any(isinstance(operand, Pixels) for operand in operands)
     over_rows(run, operands, results, compute, of_rows=of_rows)
     return results[0] if len(results) == 1 else tuple(results)
@@ -128,8 +129,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         return None
     if named != [func._schema.arguments[0].name] or not args:
         raise UnsupportedOperation(
-            f"{func} writes to {', '.join(named)}: in strips an operation makes new maps, or changes its first "
-            "argument; leave out= out",
+            f"{func} writes to {', '.join(named)}: in strips an operation makes new maps or changes its first "
+            "argument; call it without out=",
             operation=str(func),
         )
     first: torch.Tensor = args[0]

@@ -26,12 +26,12 @@ def _pooling(height: int, kernel: int, stride: int, padding: int, dilation: int,
 
 
 def _first(sizes: Sequence[int], default: int) -> int:
-    """Of (rows, columns); torch leaves out what is as by default."""
+    """The number for rows of (rows, columns). torch leaves out lists of defaults."""
     return sizes[0] if sizes else default
 
 
 def _window_of(source: torch.Tensor, settings: Sequence[Any], *, dilated: bool) -> Window:
-    """From the arguments after the map: kernel, stride, padding, then dilation if there is one, then ceil mode."""
+    """The window of the arguments after the map: kernel, stride, padding, dilation if there is one, and ceil mode."""
     given = [*settings, *([[], [], [1], False] if dilated else [[], [], False])[len(settings) - 1 :]]
     kernel = given[0][0]
     dilation = _first(given[3], 1) if dilated else 1
@@ -40,12 +40,12 @@ def _window_of(source: torch.Tensor, settings: Sequence[Any], *, dilated: bool) 
 
 
 def _parts(run: TiledRun, source: torch.Tensor, result: torch.Tensor, window: Window, *, of_source: bool) -> list[Rows]:
-    """Strips of the source's rows or the result's, counting what lies on the device of both."""
+    """Strips of the source's rows or the result's, by the device bytes of both."""
     per_source, per_result = row_bytes(source), row_bytes(result)
 
     def strip_bytes(rows: int) -> int:
         of_it, of_result = window.backward_most(rows) if of_source else window.forward_most(rows)
-        # Backward: what was given and its gradient, on both sides.
+        # Backward has the tensor and its gradient on both sides.
         return (2 if of_source else 1) * (of_it * per_source + of_result * per_result)
 
     height = (source if of_source else result).shape[2]
@@ -72,7 +72,7 @@ def average(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> t
 def average_backward(
     run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, *settings: Any
 ) -> torch.Tensor:
-    """``aten.avg_pool2d_backward``: of the source it takes the shape alone."""
+    """``aten.avg_pool2d_backward``, which needs only the shape of the source."""
     window = _window_of(source, settings[:4], dilated=False)
     result = empty_map(source.shape, gradient.dtype, source)
     for own in _parts(run, source, gradient, window, of_source=True):
@@ -88,7 +88,7 @@ def average_backward(
 
 
 def maximum(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.max_pool2d_with_indices``: indices count in the whole map, in 64 bits."""
+    """``aten.max_pool2d_with_indices``. Indices refer to the whole map, in 64 bits."""
     window = _window_of(source, settings, dilated=True)
     shape = made_of(func, source, *settings)[0].shape
     result, indices = empty_map(shape, source.dtype, source), empty_map(shape, torch.int64, source)
@@ -108,7 +108,7 @@ def maximum(run: TiledRun, func: Any, source: torch.Tensor, *settings: Any) -> t
 def maximum_backward(
     run: TiledRun, func: Any, gradient: torch.Tensor, source: torch.Tensor, *settings: Any
 ) -> torch.Tensor:
-    """``aten.max_pool2d_with_indices_backward``; ``settings`` end with the indices."""
+    """``aten.max_pool2d_with_indices_backward``. The last of ``settings`` is the indices."""
     *shape_settings, indices = settings
     window = _window_of(source, shape_settings, dilated=True)
     result = empty_map(source.shape, gradient.dtype, source)
@@ -117,7 +117,7 @@ def maximum_backward(
         with run.device:
             outgoing, places = run.device.load(gradient, strip.output), run.device.load(indices, strip.output)
             places -= strip.input.begin * source.shape[3]
-            # Windows at the strip's ends may have found their maximum outside: there the kernel would write.
+            # Windows at the strip's ends may have their maximum outside, where the kernel would write.
             outside = (places < 0) | (places >= strip.input.count * source.shape[3])
             outgoing.masked_fill_(outside, 0)
             places.masked_fill_(outside, 0)
@@ -136,26 +136,26 @@ def _store_own(run: TiledRun, made: torch.Tensor, result: torch.Tensor, strip: B
 
 
 def _times(func: Any, inside: int, outside: int, scale: float | None) -> int:
-    """How many rows upsampling makes of one, where strips can have the whole map's numbers.
+    """Number of rows that upsampling makes of one. Refuses factors for which strips cannot have the map's numbers.
 
-    ``scale`` is the factor that was asked for, if one was: torch places rows by it, not by the two heights. 2.01 makes
-    80 rows of 40, which then drift against the map's own down the map.
+    ``scale`` is the factor that was asked for, or None. torch places rows by it, not by the two heights: 2.01 makes 80
+    rows of 40, whose positions drift down the map.
     """
     times, rest = divmod(outside, inside)
     exact = func.overloadpacket in (torch.ops.aten.upsample_nearest2d, torch.ops.aten.upsample_nearest2d_backward)
-    # torch finds the rows between which it interpolates in fp32; far down a map only halves, quarters... are exact.
+    # torch computes in fp32 between which rows it interpolates. Far down a map only halves, quarters... are exact.
     if rest or times < 1 or scale not in (None, times) or not (exact or times & (times - 1) == 0):
         by = "" if scale is None else f" by a factor of {scale}"
         raise UnsupportedOperation(
-            f"{func} from {inside} to {outside} rows{by}: strips have the whole map's numbers for a whole factor "
-            "('nearest') or a power of two ('bilinear', align_corners=False)",
+            f"{func} from {inside} to {outside} rows{by}: take a whole factor ('nearest') or a power of two "
+            "('bilinear', align_corners=False), for which strips have the whole map's numbers",
             operation=str(func),
         )
     return times
 
 
 def _scale(func: Any, settings: Sequence[Any]) -> float | None:
-    """The factor of rows among the arguments that are left after the sizes, None if it was left out."""
+    """The factor of rows among the arguments after the sizes; None if it was left out."""
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("scales_h") - names.index("input_size" if "input_size" in names else "output_size") - 1
     return settings[place] if place < len(settings) else None
@@ -177,7 +177,7 @@ def upsample(run: TiledRun, func: Any, source: torch.Tensor, size: Sequence[int]
     per_row = row_bytes(source) + times * row_bytes(result)
     parts = list(strips(source.shape[2], run.rows(source.shape[2], lambda rows: (rows + 2) * per_row)))
     for own in parts:
-        # A row above and below: what bilinear rows lie between.
+        # Bilinear rows lie between the map's: one more above and below.
         load = Rows(max(0, own.begin - 1), min(source.shape[2], own.end + 1))
         with run.device:
             made = func(run.device.load(source, load), [load.count * times, size[1]], *settings)
@@ -201,7 +201,7 @@ def upsample_backward(
     per_row = row_bytes(result) + times * row_bytes(gradient)
     parts = list(strips(height, run.rows(height, lambda rows: (rows + 4) * per_row)))
     for own in parts:
-        # Two rows above and below: the nearer ones get what lies between them and the strip's own.
+        # Two more rows above and below: the nearer one also gets gradients from rows between it and the strip's own.
         given = Rows(max(0, own.begin - 2), min(height, own.end + 2))
         with run.device:
             outgoing = run.device.load(gradient, Rows(given.begin * times, given.end * times))
