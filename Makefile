@@ -1,5 +1,5 @@
 # make demo | make test   work on a fresh machine: Linux, Python 3.10+ with venv, a C++20 compiler, make. `make help`
-# lists the rest: what stands behind ## below.
+# lists all targets with their texts behind ## below.
 SHELL    := /bin/bash
 PY       ?= python3
 VENV     ?= .venv
@@ -8,23 +8,23 @@ BUILD    ?= build/make
 JOBS     ?= $(shell nproc)
 PIPFLAGS ?= -q --disable-pip-version-check --no-input
 SHARDS   ?= 4
-# Many tests wait for processes of theirs, some use several cores: more of them at a time would run into their limits.
+# Many tests wait for their processes, and some use several cores. More tests at a time would exceed their time limits.
 WORKERS  ?= 2
 
-# For `test`, where the system has no GoogleTest and its package manager gives none: an address or a path.
+# The archive for `test` if neither the system nor its package manager has GoogleTest: an address or a path.
 GTEST_SOURCE ?= https://github.com/google/googletest/releases/download/v1.17.0/googletest-1.17.0.tar.gz
 GTEST_SHA256 ?= 65fab701d9829d38cb77c14acdc431d2108bfdbf8979e40eb8ae567edf10b27c
 
-# By its path: the venv's python comes first on PATH below.
+# By its path, since the venv's python comes first on PATH below.
 OUTER    := $(shell command -v $(PY))
 BIN      := $(abspath $(VENV))/bin
 PYTHON   := $(BIN)/python
 PIP      := $(PYTHON) -m pip install $(PIPFLAGS)
-# Tools come from the venv, else from beside the python whose packages it sees (the $(PY) that it was made with, which
-# may have been another environment's than today's), else from the system.
+# Tools come from the venv, else from the folder of the python whose packages it sees, else from the system. That python
+# is the $(PY) that the venv was made with, which may belong to another environment than today's.
 BESIDE   := $(or $(shell cat $(VENV)/.made-with 2>/dev/null),$(patsubst %/,%,$(dir $(OUTER))))
 export PATH := $(BIN):$(BESIDE):$(PATH)
-# Honoured by CMake, for the sake of every build below.
+# CMake reads these in every build below.
 ifneq ($(shell command -v ccache),)
 export CMAKE_CXX_COMPILER_LAUNCHER  ?= ccache
 export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
@@ -34,33 +34,33 @@ endif
 export HYDRA_WERROR ?= OFF
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
-# What the extension is built from. The package's Python files are imported from where they are.
+# The sources of the extension. The package's Python files are imported in place.
 SRC      := $(shell find csrc CMakeLists.txt pyproject.toml -type f)
 CPP      := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 PYTEST   := cd tests && $(PYTHON) -m pytest -q
 PARALLEL := -n $(WORKERS) --dist worksteal
-# Of every part of the package some that take seconds.
+# Tests of every part of the package that take seconds.
 FAST     := test_architecture.py test_blocks.py test_cpp_source.py test_guard.py test_import.py test_make.py test_wheels.py \
             checkpoint/test_values.py cli/test_schedule.py codec construction/test_refusals.py optim/test_rules.py \
             parity/test_hook.py pipeline/test_plain_refusals.py plan pytorch/test_saved_digest.py rounds/test_norms.py \
             runtime/test_devices.py schedule/test_text.py schedule/test_verifier.py split/test_kinds.py stash/test_parts.py state \
             tiled/test_formats.py
-# Ninja by its path of today: a build folder remembers that of the venv it was first configured with.
+# Ninja by its present path: a build folder remembers the ninja of the venv that first configured it.
 CMAKE     = cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) -DHYDRA_WERROR=ON
 NVCC     := $(shell command -v nvcc)
-# ThreadSanitizer of older compilers does not survive the address randomisation of newer kernels.
+# ThreadSanitizer of older compilers fails under the address randomisation of newer kernels.
 FIXED    := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .PHONY: all help demo check test test-full pytest lint format ctest ctest-full asan tsan check-cuda gpu-test gpu-bench mutants \
         stubs stubs-check docs wheel wheel-test other-key clean FORCE
-all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used where they are
+all: $(BUILD)/.built ## build, and install into $(VENV), editable: Python files are used in place
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "%-12s %s\n", $$1, $$2}' Makefile
 
 # ---- the environment ------------------------------------------------------------------------------------------------
-# A suitable torch that $(PY) can import is used as it is: its folder is put on the venv's path by a .pth file
-# (--system-site-packages would not see it where $(PY) is itself in a venv).
+# A suitable torch that $(PY) can import is used in place: a .pth file puts its folder on the venv's path
+# (--system-site-packages would not see it if $(PY) is itself in a venv).
 $(VENV)/.deps: pyproject.toml tools/requirements.py
 	test -x $(PYTHON) || $(OUTER) -m venv $(VENV)
 	@test -e $(VENV)/.made-with || echo $(BESIDE) > $(VENV)/.made-with
@@ -89,11 +89,11 @@ $(VENV)/.deps-docs: $(VENV)/.deps
 	$(PIP) -r $(VENV)/requirements-docs.txt
 	@touch $@
 
-# An editable install knows the modules by name: it is made anew where one has come or gone.
+# An editable install lists the modules by name, so it is made again when a module is added or removed.
 $(BUILD)/.modules: FORCE
 	@mkdir -p $(@D); find hydra_ext -name '*.py' | sort > $@.now; cmp -s $@.now $@ || cp $@.now $@
 
-# The stamp lies in the clone, not in the venv: a venv kept between clones must not vouch for this one's build.
+# The stamp is in the clone, not in the venv: a venv that several clones use must not vouch for this clone's build.
 $(BUILD)/.built: $(VENV)/.deps $(SRC) $(BUILD)/.modules
 	$(PIP) --no-build-isolation --no-deps --force-reinstall --editable . -Cbuild-dir=$(BUILD)
 	@sed -n 's/^WITHOUT_CUDA = "\(..*\)"/hydra_ext was built without CUDA kernels: \1/p' $(BUILD)/_build_info.py
@@ -103,24 +103,24 @@ $(BUILD)-gtest/googletest.cmake: tools/googletest.py $(VENV)/.deps
 	$(PYTHON) tools/googletest.py $(@D) --source '$(GTEST_SOURCE)' --sha256 $(GTEST_SHA256)
 
 # ---- demo and tests -------------------------------------------------------------------------------------------------
-demo: $(BUILD)/.built ## build, then show it at work on this machine
+demo: $(BUILD)/.built ## build, then run the demonstration on this machine
 	cd / && $(PYTHON) -W ignore -m hydra_ext demo --picture $(CURDIR)/memory.png
 
 test: export HYDRA_WERROR = ON
-test: lint ctest pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all that needs no GPU: the parts below, C++ tests also under sanitizers
-	@$(if $(NVCC),,echo "no nvcc here: the CUDA sources were not compiled")
+test: lint ctest pytest stubs-check asan tsan $(if $(NVCC),check-cuda) wheel-test ## all checks that need no GPU: the parts below, C++ tests also under sanitizers
+	@$(if $(NVCC),,echo "this machine has no nvcc: the CUDA sources were not compiled")
 
-check: lint $(BUILD)/.built $(VENV)/.deps-test ## what to run before a commit: lint and fast tests of every part, under 2 minutes
+check: lint $(BUILD)/.built $(VENV)/.deps-test ## the checks before a commit: lint and fast tests of every part, under 2 minutes
 	$(PYTEST) $(PARALLEL) $(FAST)
 
-pytest: $(BUILD)/.built $(VENV)/.deps-test ## the Python tests; WORKERS=2 at a time
+pytest: $(BUILD)/.built $(VENV)/.deps-test ## the Python tests, WORKERS=2 at a time
 	$(PYTEST) $(PARALLEL) .
 
 test-full: $(BUILD)/.built $(VENV)/.deps-test $(if $(SHARD),,other-key ctest-full) ## the long tests too, in SHARDS=4 runs; SHARD=2 runs one of them
 	@set -e; for shard in $(or $(SHARD),$(shell seq $(SHARDS))); do \
 	  echo "shard $$shard of $(SHARDS)"; ($(PYTEST) $(PARALLEL) -m "not gpu" --shard=$$shard/$(SHARDS) .); done
 
-# A venv that sees the packages of $(VENV), but not the editable install there: that would go before any PYTHONPATH.
+# A venv that sees the packages of $(VENV), but not its editable install, which would go before any PYTHONPATH.
 define venv_beside
 	rm -rf $(1)
 	$(PYTHON) -m venv --without-pip $(1)
@@ -128,8 +128,8 @@ define venv_beside
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/_outer.pth"
 endef
 
-# Operator coverage with the other dispatch key that device parameters can carry, in a build of its own.
-other-key: $(VENV)/.deps-test ## tests of operators in a build with the other dispatch key that device parameters can have
+# Operator coverage with the other dispatch key that device parameters can carry, in a separate build.
+other-key: $(VENV)/.deps-test ## tests of operators, in a build with the other dispatch key for device parameters
 	$(call venv_beside,build/other-key)
 	$(PYTHON) -m pip --python build/other-key/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . \
 	  -Cbuild-dir=$(BUILD)-other-key -Ccmake.define.HYDRA_FAULT_KEY=TESTING_ONLY_GenericWrapper
@@ -137,15 +137,15 @@ other-key: $(VENV)/.deps-test ## tests of operators in a build with the other di
 	  'import hydra_ext._build_info as info; print(info.FAULT_KEY); raise SystemExit(info.FAULT_KEY == "DeferredInit")'
 	cd tests && ../build/other-key/bin/python -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
 
-# Where GoogleTest is, as well.
+# Includes the place of GoogleTest.
 CORE_CMAKE = $(CMAKE) -C $(BUILD)-gtest/googletest.cmake -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
 
-ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of what knows no torch
+ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of all code without torch
 	$(CORE_CMAKE) -B $(BUILD)-core
 	cmake --build $(BUILD)-core && ctest --test-dir $(BUILD)-core --output-on-failure --no-tests=error
 
-# Tests of minutes are disabled ones.
-ctest-full: ctest ## those C++ tests that take minutes
+# The tests that take minutes are disabled by name.
+ctest-full: ctest ## the C++ tests that take minutes
 	$(BUILD)-core/hydra_tests --gtest_also_run_disabled_tests --gtest_filter='*.DISABLED_*'
 
 asan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -161,22 +161,22 @@ check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; 
 	$(CMAKE) -B $(BUILD)-cuda -DPython_EXECUTABLE=$(PYTHON) -DHYDRA_CUDA=CHECK
 	cmake --build $(BUILD)-cuda --target hydra_cuda
 
-# Goes on where an earlier run was stopped: what has not changed since keeps its results. MUTANTS are further options.
+# Continues an earlier run: results stay valid until their files change. MUTANTS has further options.
 COUNT ?= 200
 SEED  ?= 1
-mutants: $(VENV)/.deps-test ## small faults in package and engine, which tests are to find: hours; COUNT=200 SEED=1
+mutants: $(VENV)/.deps-test ## puts small faults into package and engine, and checks that tests find them: hours; COUNT=200 SEED=1
 	$(call venv_beside,build/mutants-venv)
 	$(PYTHON) -m pip --python build/mutants-venv/bin/python install $(PIPFLAGS) --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
 	cd tests && PYTHONPATH=$(CURDIR)/tools ../build/mutants-venv/bin/python -W ignore -m mutants --count $(COUNT) --seed $(SEED) --jobs $(WORKERS) $(MUTANTS)
 
-# ---- GPU: what is asked for here fails where there is none ----------------------------------------------------------
-gpu-test: $(BUILD)/.built $(VENV)/.deps-test $(BUILD)-gtest/googletest.cmake ## what needs a GPU; fails without one
+# ---- GPU: these targets fail without one ----------------------------------------------------------------------------
+gpu-test: $(BUILD)/.built $(VENV)/.deps-test $(BUILD)-gtest/googletest.cmake ## the tests that need a GPU; fails without one
 	cd tests && $(PYTHON) ../tools/check_gpu.py
 	$(CORE_CMAKE) -B $(BUILD)-gpu -DHYDRA_GPU_TESTS=ON
 	cmake --build $(BUILD)-gpu --target hydra_cuda_tests && ctest --test-dir $(BUILD)-gpu -R gpu_ --output-on-failure --no-tests=error
 	$(PYTEST) -m gpu .
 
-gpu-bench: $(BUILD)/.built ## benchmarks on a GPU; CELL='--model 4b --tokens 8192' is one cell of steps
+gpu-bench: $(BUILD)/.built ## benchmarks on a GPU; CELL='--model 4b --tokens 8192' selects one cell of the table of steps
 	cd tests && $(PYTHON) ../tools/check_gpu.py
 	cd benchmarks && $(PYTHON) $(if $(CELL),gpu_step.py $(CELL),gpu.py)
 
@@ -189,7 +189,7 @@ lint: $(VENV)/.deps-dev $(VENV)/.deps-test ## ruff, clang-format, mypy strict, s
 	pre-commit validate-config
 	check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-format: $(VENV)/.deps-dev ## mend what ruff and clang-format find
+format: $(VENV)/.deps-dev ## apply the fixes of ruff and clang-format
 	ruff check --fix .
 	ruff format .
 	clang-format -i $(CPP)
@@ -200,28 +200,28 @@ $(BUILD)-stubs/.written: $(BUILD)/.built $(VENV)/.deps-dev
 	ruff format -q --isolated --line-length 120 $(@D)/hydra_ext
 	@touch $@
 
-stubs: $(BUILD)-stubs/.written ## write the type stubs of hydra_ext/_C anew
+stubs: $(BUILD)-stubs/.written ## regenerate the type stubs of hydra_ext/_C
 	rm -rf hydra_ext/_C hydra_ext/_C.pyi
 	cp -r $(BUILD)-stubs/hydra_ext/_C* hydra_ext/
-	@touch $(BUILD)/.built $(BUILD)-stubs/.written   # stubs are no reason to build again
+	@touch $(BUILD)/.built $(BUILD)-stubs/.written   # new stubs must not trigger a build
 
-stubs-check: $(BUILD)-stubs/.written ## whether those stubs are up to date
+stubs-check: $(BUILD)-stubs/.written ## check that those stubs are up to date
 	@for stub in _C _C.pyi; do \
 	  if test -e $(BUILD)-stubs/hydra_ext/$$stub -o -e hydra_ext/$$stub; then \
 	    diff -ru $(BUILD)-stubs/hydra_ext/$$stub hydra_ext/$$stub || { echo "hydra_ext/$$stub is out of date: make stubs"; exit 1; }; fi; done
 
-# Started in tests/, as what needs the installed package is.
+# Started in tests/, so that Python imports the installed package.
 docs: $(BUILD)/.built $(VENV)/.deps-docs ## the site, in build/docs/index.html; warnings are errors
 	cd tests && $(PYTHON) -m sphinx -q -W --keep-going -d ../build/doctrees ../docs ../build/docs
 	@echo "$(CURDIR)/build/docs/index.html"
 
-# Named by torch's minor version, and asking for it: a wheel serves no other.
-wheel: $(VENV)/.deps ## dist/: a wheel for the torch that is there, by which others need no compiler
+# The wheel's name and requirements have torch's minor version: a wheel fits no other one.
+wheel: $(VENV)/.deps ## dist/: a wheel for the installed torch, which installs without a compiler
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(PYTHON) -m pip wheel $(PIPFLAGS) --no-build-isolation --no-deps --wheel-dir build/wheel . -Cbuild-dir=$(BUILD)
 	$(PYTHON) tools/name_wheel.py build/wheel/*.whl dist
 
-wheel-test: wheel ## that wheel's size and content, and the doctor in a fresh environment
+wheel-test: wheel ## check that wheel's size and contents, and run the doctor in a fresh environment
 	$(PYTHON) tools/check_wheel.py dist/*.whl
 	$(call venv_beside,build/wheel-venv)
 	$(PYTHON) -m pip --python build/wheel-venv/bin/python install $(PIPFLAGS) --no-deps dist/*.whl

@@ -64,5 +64,5 @@ def test_cuda_that_was_asked_for_needs_nvcc(tmp_path: Path, without_nvcc: Path) 
 def test_a_torch_that_is_hidden_says_how_to_show_it(tmp_path: Path, without_nvcc: Path) -> None:
     content, text = configure(tmp_path, without_nvcc, "raise ModuleNotFoundError(\"No module named 'torch'\")\n")
     assert not content
-    assert "pip hides that, unless told not to" in text
+    assert "which pip hides from the build" in text
     assert "pip install --no-build-isolation ." in text

@@ -1,4 +1,4 @@
-"""Fails unless hydra_ext, built with CUDA, and a GPU are there: what is asked for on a GPU must not be skipped."""
+"""Fails unless the machine has a GPU and hydra_ext was built with CUDA, so that GPU tests cannot be skipped unseen."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Checks what a wheel holds, how big it is and what it is called: `check_wheel.py dist/*.whl`."""
+"""Checks a wheel's contents, size and name: `check_wheel.py dist/*.whl`."""
 
 import fnmatch
 import re

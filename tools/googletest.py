@@ -1,8 +1,8 @@
-"""Finds GoogleTest, or gets it, and tells CMake: `googletest.py FOLDER --source ADDRESS --sha256 DIGEST`.
+"""Finds or gets GoogleTest, and tells CMake: `googletest.py FOLDER --source ADDRESS --sha256 DIGEST`.
 
-Taken from the system; else installed by the system's package manager, where that asks nothing; else from sources. It
-counts as present only if a program that includes its header compiles and links: headers without a library, or the
-other way round, are no GoogleTest. FOLDER/googletest.cmake then says where it is, for `cmake -C`.
+GoogleTest comes from the system, else from the system's package manager if it asks no question, else from sources.
+It counts as present only if a program that includes its header compiles and links: headers without a library, or a
+library without headers, do not count. Writes the place to FOLDER/googletest.cmake, for `cmake -C`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-# As CMakeLists.txt asks for it: what this finds is what the tests are built with.
+# Like the search in CMakeLists.txt, so that the tests are built with the GoogleTest that this program finds.
 PROBE = {
     "CMakeLists.txt": """\
 cmake_minimum_required(VERSION 3.24)
@@ -31,7 +31,7 @@ target_link_libraries(probe PRIVATE GTest::gtest_main)
 TEST(Probe, Links) {}
 """,
 }
-# None of these commands asks a question.
+# These commands ask no question.
 INSTALLERS = {
     "apt-get": ["apt-get update -qq", "apt-get install -qq -y --no-install-recommends libgtest-dev"],
     "dnf": ["dnf install -q -y gtest-devel"],
@@ -48,7 +48,7 @@ def is_present() -> bool:
 
 
 def install() -> bool:
-    """Whether a package manager says that it has installed it."""
+    """Whether a package manager reports that it has installed GoogleTest."""
     manager = next((name for name in INSTALLERS if shutil.which(name)), None)
     if manager is None:
         return False
@@ -57,15 +57,15 @@ def install() -> bool:
     elif shutil.which("sudo") and _run(["sudo", "-n", "true"]):
         prefix = ["sudo", "-n"]
     else:
-        print(f"GoogleTest: not here, and installing it with {manager} needs a password")
+        print(f"GoogleTest: not installed, and {manager} needs a password to install it")
         return False
     commands = [[*prefix, "env", "DEBIAN_FRONTEND=noninteractive", *command.split()] for command in INSTALLERS[manager]]
-    print(f"GoogleTest: not here; running {INSTALLERS[manager][-1]}", flush=True)
-    return [_run(command, sys.stdout) for command in commands][-1]  # without fresh lists it may work all the same
+    print(f"GoogleTest: not installed; running {INSTALLERS[manager][-1]}", flush=True)
+    return [_run(command, sys.stdout) for command in commands][-1]  # the installation may succeed without fresh lists
 
 
 def fetch(source: str, sha256: str, folder: Path) -> Path:
-    """The folder of the sources. `source` is an address or the path of an archive, `sha256` what it must have."""
+    """Returns the folder of the sources. `source` is the address or the path of an archive with the digest `sha256`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     archive = folder / Path(source).name
@@ -95,13 +95,13 @@ def _run(command: list[str], output: object = subprocess.DEVNULL) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Finds GoogleTest, or gets it, and tells CMake.")
-    parser.add_argument("folder", type=Path, help="where googletest.cmake is written, and sources are unpacked")
-    parser.add_argument("--source", required=True, help="an archive of the sources: an address or a path")
-    parser.add_argument("--sha256", required=True, help="of that archive")
+    parser = argparse.ArgumentParser(description="Finds or gets GoogleTest, and tells CMake.")
+    parser.add_argument("folder", type=Path, help="folder for googletest.cmake and unpacked sources")
+    parser.add_argument("--source", required=True, help="address or path of an archive of the sources")
+    parser.add_argument("--sha256", required=True, help="SHA-256 digest of that archive")
     options = parser.parse_args()
     folder: Path = options.folder.resolve()
-    # Asked again after an installation: a package may be there and broken.
+    # Checked again after an installation: an installed package may be broken.
     if is_present() or (install() and is_present()):
         root = ""
         print("GoogleTest: the system's")

@@ -1,7 +1,7 @@
 """Names a wheel by the torch that it was built for: `name_wheel.py build/wheel/hydra_ext-0.1.0-....whl dist`.
 
-The copy in the second folder is of version 0.1.0+torch2.13 (+torch2.13.cu13 for a torch with CUDA 13), and requires
-that torch, so that pip takes no other beside it.
+The copy in the second folder has the version 0.1.0+torch2.13 (+torch2.13.cu13 for a torch with CUDA 13). It requires
+that torch, so that pip installs no other version.
 """
 
 import re

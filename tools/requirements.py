@@ -1,7 +1,7 @@
 """Prints requirements from pyproject.toml, one a line: `requirements.py build run demo test dev`.
 
-`build` is what builds the package, `run` what it needs to run, less torch (which the Makefile sees to); the others are
-its extras.
+`build` selects the requirements to build the package, and `run` those to run it, without torch, which the Makefile
+installs. The other arguments select extras.
 """
 
 import sys

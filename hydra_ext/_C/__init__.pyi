@@ -1,5 +1,5 @@
 """
-The native core of hydra_ext: memory, transfer, paging, optimizers, schedules, and what ties them to torch.
+The native core of hydra_ext: memory, transfer, paging, optimizers, schedules, and their use from torch.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class ActivityRecord:
 
 class ActivityLog:
     """
-    What lanes, compute and optimizer threads did.
+    Records what lanes, compute threads and optimizer threads did.
     """
     def start(self, room: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def stop(self) -> ActivityRecord: ...
@@ -314,7 +314,7 @@ class Ledger:
     def set_limit(self, limit: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def take_peak(self) -> int:
         """
-        Highest total since the last call.
+        The highest total since the last call.
         """
     def try_charge(self, cls: MemoryClass, bytes: typing.SupportsInt | typing.SupportsIndex) -> bool: ...
     @property
@@ -326,7 +326,7 @@ class Ledger:
     @property
     def peak_workspace(self) -> int:
         """
-        The part of the activations at the highest total that came since the block in use was reached.
+        Activations at the highest total that were allocated since the pass reached the block in use.
         """
 
 class HostArena:
@@ -492,7 +492,7 @@ class TensorPlan:
     ) -> None: ...
     def run(self, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
         """
-        On the host.
+        Runs the updates on the host.
         """
 
 class ActionKind:
@@ -558,14 +558,14 @@ class Action:
     @property
     def batch(self) -> int:
         """
-        From the start of training; in a body, from the batch of the step.
+        Counted from the start of training; in a body, from the step's first batch.
         """
     @property
     def kind(self) -> ActionKind: ...
     @property
     def microbatch(self) -> int:
         """
-        0 for REDUCE and UPDATE, which are of a whole batch.
+        0 for REDUCE and UPDATE, which concern a whole batch.
         """
     @property
     def stage(self) -> int: ...
@@ -577,7 +577,7 @@ class Action:
 
 class ScheduleStream:
     """
-    What one rank does, step after step, in batches from the first on.
+    One rank's actions, step after step, from the first batch on.
     """
     def drain(self) -> list[Action]: ...
     def next_batch(self, microbatches: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
@@ -586,7 +586,7 @@ class ScheduleStream:
 
 class Schedule:
     """
-    What every rank does in one step; immutable.
+    The actions of every rank in one step; immutable.
     """
     def __eq__(self, arg0: typing.Any) -> bool: ...
     def __hash__(self) -> int: ...
@@ -650,7 +650,7 @@ class Schedule:
 
 class SchedulePeaks:
     """
-    The most that there was at one time.
+    The largest counts at any one time.
     """
     def __repr__(self) -> str: ...
     @property
@@ -661,42 +661,42 @@ class SchedulePeaks:
     @property
     def in_flight(self) -> int:
         """
-        Microbatches between forward and backward: what they stash is held.
+        Microbatches between forward and backward, whose stashes are alive.
         """
     @property
     def versions(self) -> int:
         """
-        Of the weights: newest, in use, or being written.
+        Versions of the weights that are newest, in use, or being written.
         """
 
 class Verification:
     """
-    What a schedule that can run needs.
+    The needs of a schedule that can run.
     """
     @property
     def batches(self) -> int:
         """
-        That were run through.
+        The number of batches that the verifier ran through.
         """
     @property
     def ranks(self) -> list[SchedulePeaks]:
         """
-        Of each rank: of its stages together.
+        The peaks of each rank, over all its stages.
         """
     @property
     def rendezvous(self) -> bool:
         """
-        Whether it can also run where a send blocks until its receive was posted.
+        Whether the schedule also runs if each send blocks until its receive is posted.
         """
     @property
     def stages(self) -> list[SchedulePeaks]:
         """
-        Of each stage.
+        The peaks of each stage.
         """
 
 class TimedAction:
     """
-    Seconds from the start of the first.
+    An action with its times, in seconds from the start of the first action.
     """
     @property
     def action(self) -> Action: ...
@@ -709,12 +709,12 @@ class TimedAction:
 
 class Timeline:
     """
-    When a schedule's actions run.
+    The times of a schedule's actions.
     """
     @property
     def actions(self) -> list[TimedAction]:
         """
-        Rank by rank, each in its order.
+        All actions, rank by rank, in the order of each rank.
         """
     @property
     def bubbles(self) -> list[float]: ...
@@ -759,30 +759,30 @@ class GradientStatistics:
 
 class LeavingNorm:
     """
-    Sums the squares of gradients as they come home.
+    Sums the squares of gradients as they reach the host.
     """
     def begin(self, pool: ThreadPool) -> None:
         """
-        From now on gradients are taken to be the step's last.
+        Starts summing: gradients that arrive from now on count as the step's last.
         """
     def end(self) -> None:
         """
-        Nothing is summed any more; for a step that failed.
+        Stops summing, after a failed step.
         """
     def forget(self) -> None:
         """
-        What is known is void: gradients were changed unseen.
+        Discards all sums, after a change to gradients that the engine did not see.
         """
     def take(self, hosts: collections.abc.Sequence[torch.Tensor]) -> list[float | None]:
         """
-        Ends; by host parameter the sum of its gradient's squares, or None where that is not known.
+        Stops summing. Returns each host parameter's sum of squared gradients, or None where it is unknown.
         """
     @property
     def taken(self) -> int: ...
 
 class MemorySample:
     """
-    What the device held when a pass reached a block.
+    The bytes on the device when a pass reached a block.
     """
     def bytes(self, cls: MemoryClass) -> int: ...
     @property
@@ -795,7 +795,7 @@ class WindowToken:
 
 class BlockUpdate:
     """
-    The part of an optimizer step of one block, or several together.
+    The part of an optimizer step that updates one block, or several together.
     """
     def __init__(
         self,
@@ -1267,7 +1267,7 @@ def clip_factor(
 ) -> float: ...
 def human_bytes(bytes: typing.SupportsInt | typing.SupportsIndex) -> str:
     """
-    Bytes for messages, with a binary unit.
+    Formats bytes for messages, with a binary unit.
     """
 
 def is_face(tensor: torch.Tensor) -> bool:
@@ -1359,7 +1359,7 @@ def sums_of_squares(
 ) -> list[float]: ...
 def supported_instruction_sets() -> list[InstructionSet]:
     """
-    From slow to fast.
+    The instruction sets that this machine can run, from slow to fast.
     """
 
 def suspend_charging() -> None:

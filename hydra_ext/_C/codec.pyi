@@ -1,5 +1,5 @@
 """
-One stream of bytes from numbers, within an error bound, and back.
+Compresses numbers to a stream of bytes within an error bound, and restores them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def compress(
     instructions: hydra_ext._C.InstructionSet | None = None,
 ) -> int:
     """
-    Returns how many bytes of the stream are used.
+    Returns the number of bytes used.
     """
 
 def decompress(
@@ -45,10 +45,10 @@ def decompress(
 def header(stream: torch.Tensor) -> StreamHeader: ...
 def most_bytes(numbers: torch.Tensor) -> int:
     """
-    What a stream to compress them to has to have.
+    The bytes that a stream must have room for, to compress the numbers to it.
     """
 
 def supported_instruction_sets() -> list[hydra_ext._C.InstructionSet]:
     """
-    From slow to fast.
+    The instruction sets that this machine can run, from slow to fast.
     """

@@ -154,7 +154,7 @@ class Meter:
 
 def drain(model: hydra_ext._C.PagedModel) -> None:
     """
-    Waits until the model is updated, and nothing of it is on its way, whatever became of it.
+    Waits for the model's update and all its transfers. Does not raise their errors.
     """
 
 def pretend_cuda() -> None:
@@ -170,5 +170,5 @@ def run_traffic_twin(
     pool: hydra_ext._C.ThreadPool,
 ) -> None:
     """
-    The memory traffic of an update without its arithmetic; spoils what the tensors hold.
+    Makes the memory traffic of an update without its arithmetic. Overwrites the tensors.
     """

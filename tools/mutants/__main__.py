@@ -1,4 +1,4 @@
-"""Draws mutants, tries them, and says what became of them: see the package's docstring."""
+"""Draws mutants, tries them, and reports the outcomes: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="mutants", description="Small faults in the package, which tests are to find."
+        prog="mutants", description="Puts small faults into the package, and checks that tests find them."
     )
-    parser.add_argument("--count", type=int, default=200, help="of the Python package's mutants that are drawn")
+    parser.add_argument("--count", type=int, default=200, help="number of mutants to draw from the Python package")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2, help="runs of tests, or of the compiler, at a time")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants", help="where all is kept")
-    parser.add_argument("--results", type=Path, help="where results are kept (default: results.jsonl in the folder)")
-    parser.add_argument("--reach", type=Path, help="the map of an earlier run, used as it is (default: the folder's)")
-    parser.add_argument("--report", type=Path, help="the Markdown to write (default: report.md in the folder)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of test or compiler runs at a time")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "mutants", help="folder for all files of the run"
+    )
+    parser.add_argument("--results", type=Path, help="file of results (default: results.jsonl in the folder)")
+    parser.add_argument("--reach", type=Path, help="map of an earlier run (default: the folder's map)")
+    parser.add_argument("--report", type=Path, help="Markdown file to write (default: report.md in the folder)")
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=("reach", "python", "engine", "suite"),
         default=["python", "engine", "suite"],
-        help="reach alone makes the map of tests and lines, which the others need and otherwise make themselves",
+        help="parts to run; reach only makes the map of tests and lines, which the others make if it is missing",
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="try these mutants alone")
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY", help="try only these mutants")
     return parser.parse_args()
 
 
 def main() -> None:
-    # Tests send it; to what a shell runs in the background it would be ignored.
+    # Tests send this signal, and a shell lets its background processes ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = options()
     only = set(chosen.only)

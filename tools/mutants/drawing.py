@@ -16,7 +16,7 @@ from mutants.edits import Edit, Ranges, difference, same_code
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of one file: where it stands, and the whole file with it."""
+    """A change of one file: its place, and the whole changed file."""
 
     file: str
     function: str
@@ -25,11 +25,11 @@ class Mutant:
     change: tuple[str, ...]
     edit: Edit
     text: str
-    occurrence: int = 0  # of the same change of the same function, from the top
+    occurrence: int = 0  # index among the same changes of the same function, from the top
 
     @cached_property
     def key(self) -> str:
-        """The same for the same change of the same function, wherever its lines stand."""
+        """Identifies the change of the function, independently of line numbers."""
         number = (str(self.occurrence),) if self.occurrence else ()
         words = "\n".join((self.file, self.function, *self.change, *number))
         return hashlib.sha256(words.encode()).hexdigest()[:12]
@@ -40,7 +40,7 @@ class Mutant:
 
 
 class Source:
-    """A file of the package, and what could be changed on each of its lines."""
+    """A file of the package, and the possible changes on each of its lines."""
 
     def __init__(self, root: Path, path: Path) -> None:
         self.file = path.relative_to(root).as_posix()
@@ -59,7 +59,7 @@ class Source:
         return found
 
     def draw(self, numbers: random.Random) -> Mutant | None:
-        """A change of a line drawn from those that have any; None where it is none, or changes no code."""
+        """Draws a change of a random line that has any. Returns None if there is none, or if it changes no code."""
         if not self._edits:
             return None
         return self.mutant(numbers.choice(self._edits[numbers.choice(sorted(self._edits))]))
@@ -92,7 +92,7 @@ class Source:
         )
 
     def _occurrence(self, edit: Edit, line: int) -> int:
-        """How many equal lines above it in the same function could be changed alike."""
+        """Counts the equal lines above it in the same function that could be changed in the same way."""
         texts = self._bytes.decode().splitlines()
         scope = _scopes(self._around(line))
         lines = [n for n in self._edits if n < line and texts[n - 1].strip() == texts[line - 1].strip()]
@@ -117,7 +117,7 @@ class Source:
         return found
 
     def _reached_by(self, around: list[ast.stmt], scope: ast.stmt | None) -> range:
-        """The lines of the statement; what runs at import is found by tests that run the class or the file."""
+        """Returns the lines of the statement. For code that runs at import, the lines of the class or the file."""
         statement = around[-1]
         if statement is not scope and not isinstance(scope, ast.ClassDef | None):
             body: list[ast.stmt] = getattr(statement, "body", [])
@@ -137,13 +137,13 @@ def _first_line(node: ast.stmt) -> int:
 
 
 def sources(root: Path) -> list[Source]:
-    """The files of the package, less those that a build writes."""
+    """Returns the files of the package, without those that a build writes."""
     paths = sorted((root / "hydra_ext").rglob("*.py"))
     return [Source(root, path) for path in paths if path.name != "_build_info.py"]
 
 
 def draw(root: Path, seed: int, count: int) -> list[Mutant]:
-    """The first so many of the mutants that the seed draws: more of them begin with the same ones."""
+    """Returns the first ``count`` mutants that the seed draws. A larger count begins with the same ones."""
     numbers = random.Random(seed)
     files = sources(root)
     weights = [file.lines for file in files]

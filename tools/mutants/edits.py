@@ -1,4 +1,4 @@
-"""Changes of a source text by byte ranges, as ast counts them."""
+"""Changes of a source text by byte ranges, which ast uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Edit:
-    """Puts a text in the place of a range of bytes."""
+    """Replaces a range of bytes by a text."""
 
     start: int
     end: int
@@ -21,7 +21,7 @@ class Edit:
 
 
 class Ranges:
-    """Where the nodes of a source stand."""
+    """The byte ranges of a source's nodes."""
 
     def __init__(self, source: bytes) -> None:
         self.source = source
@@ -43,7 +43,7 @@ class Ranges:
 
 
 def same_code(one: types.CodeType, other: types.CodeType) -> bool:
-    """Whether both do the same, wherever their lines stand."""
+    """Whether both do the same, independently of line numbers."""
     names = ("co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_flags", "co_argcount")
     if any(getattr(one, name) != getattr(other, name) for name in names) or len(one.co_consts) != len(other.co_consts):
         return False
@@ -57,7 +57,7 @@ def _same_constant(one: object, other: object) -> bool:
 
 
 def difference(before: str, after: str) -> tuple[str, ...]:
-    """The lines that go, with -, and those that come, with +: without their places, which other changes move."""
+    """Returns removed lines with -, and added lines with +, without line numbers, which other changes would shift."""
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
     return tuple(
         line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")

@@ -1,4 +1,4 @@
-"""Mutations of what sees no torch: paging, transfers, disk, memory, optimizer, schedules."""
+"""Mutations of the code without torch: paging, transfers, disk, memory, optimizer, schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mutation of the engine is."""
+"""A mutation of the engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineMutation:
-    """A text that stands exactly once in a file of csrc/, and what is put in its place."""
+    """A text that occurs exactly once in a file of csrc/, and its replacement."""
 
     file: str
     before: str
     after: str
     breaks: str
-    cpp: str = ""  # GoogleTest's filter for the C++ tests to try first; those see no torch
+    cpp: str = ""  # GoogleTest filter of the C++ tests to try first; they need no torch
     python: tuple[str, ...] = ()  # the Python tests to try after those
 
     @property
@@ -34,7 +34,7 @@ class EngineMutation:
         return f"{self.file}:{text.count(chr(10), 0, text.index(self.before)) + 1}"
 
     def fault(self, root: Path) -> str | None:
-        """Why it cannot be made: the engine has changed under the table."""
+        """Returns the reason why the mutation cannot be made: the engine has changed since the table was written."""
         path = root / self.file
         count = path.read_text().count(self.before) if path.exists() else 0
-        return None if count == 1 else f"{self.file}: {self.before!r} stands there {count} times, not once"
+        return None if count == 1 else f"{self.file}: {self.before!r} occurs {count} times, not once"

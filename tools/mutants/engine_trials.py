@@ -1,7 +1,7 @@
 """Builds the engine's mutations one after another in a copy of the tree, and tries each.
 
-C++ tests see what needs no torch, and come first: their build takes seconds. Only what they do not find is built into
-an extension, for the Python tests.
+C++ tests cover the code without torch, and run first, since their build takes seconds. Only mutations that survive them
+are built into an extension, for the Python tests.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from mutants.results import Outcome, Result, Results
 
 MUTATIONS = (*CORE, *TORCH)
 _CPP_SECONDS = 20.0
-_CPP_SLOWER = 10  # than where nothing is changed: what takes longer hangs
+_CPP_SLOWER = 10  # times the duration without a mutation; a longer run counts as hanging
 _FILE_SECONDS = 1800.0
 
 
 class BuildFailed(RuntimeError):
-    """The compiler takes a mutation for an error."""
+    """A mutation that does not compile."""
 
 
 class Engine:
     """A copy of the engine's sources with two builds: the C++ tests, and the extension.
 
     Attributes:
-        plain_tests: the C++ tests of the engine as it is.
+        plain_tests: The C++ tests of the unchanged engine.
     """
 
     def __init__(self, root: Path, folder: Path, *, jobs: int) -> None:
         self._tree = folder / "tree"
-        # Where `make` has them, in its own tree: what ccache knows of there is known here.
+        # In the same relative place as `make` has them, so that ccache finds their compilations.
         self._tests = self._tree / "build" / "make-core"
         self._extension = self._tree / "build" / "make"
         os.environ |= {"CCACHE_BASEDIR": str(self._tree), "CCACHE_NOHASHDIR": "1"}
@@ -54,7 +54,7 @@ class Engine:
 
     @contextmanager
     def mutated(self, mutations: Sequence[EngineMutation]) -> Iterator[None]:
-        """Files are as they were afterwards, and newer than what was built of the mutations."""
+        """Restores the files afterwards, with times later than the build of the mutations."""
         before: dict[Path, str] = {}
         try:
             for mutation in mutations:
@@ -68,11 +68,11 @@ class Engine:
                 path.write_text(text)
 
     def build_plain_tests(self) -> None:
-        """To be called while nothing is mutated."""
+        """Builds the tests of the unchanged engine. Called while no file is mutated."""
         shutil.copy2(self.build_tests(), self.plain_tests)
 
     def cpp_limit(self, pattern: str) -> float:
-        """Seconds that C++ tests of this pattern may take: many times what they take where nothing is changed."""
+        """Returns the time limit of C++ tests of this pattern: many times their duration on the unchanged engine."""
         if pattern not in self._limits:
             begun = time.monotonic()
             words = [str(self.plain_tests), f"--gtest_filter={pattern}", "--gtest_brief=1"]
@@ -97,7 +97,7 @@ class Engine:
 
 
 def _follow(source: Path, copy: Path) -> None:
-    """Only files that differ are written: the others are built already."""
+    """Makes the copy equal to the source. Writes only files that differ, since the others are already built."""
     there = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     for path in [path for path in copy.rglob("*") if path.is_file() and path.relative_to(copy) not in there]:
         path.unlink()
@@ -116,7 +116,7 @@ def _run(*words: str | Path) -> None:
 
 
 def expect_places(root: Path, table: Sequence[EngineMutation]) -> None:
-    """Raises where the engine has changed under the table."""
+    """Raises if the engine has changed since the table was written."""
     faults = [fault for mutation in table if (fault := mutation.fault(root)) is not None]
     if faults:
         raise RuntimeError("change tools/mutants/engine_*.py, as the engine has changed:\n" + "\n".join(faults))
@@ -130,7 +130,7 @@ def try_engine(
     packages: Packages,
     engine: Engine,
 ) -> None:
-    """Tries each of these mutations that has no result yet; raises in the end where some cannot be built."""
+    """Tries each of these mutations that has no result yet. Raises at the end if some cannot be built."""
     waiting = [mutation for mutation in table if results.get(mutation.key) is None]
     not_built: list[str] = []
     if any(mutation.cpp for mutation in waiting):
@@ -172,7 +172,7 @@ _Tried = tuple[tuple[str, str] | None, int, float]
 
 
 def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: Engine) -> _Tried:
-    """What killed it, and why; and how many files of tests were run in how many seconds."""
+    """Returns the test that killed it, the reason, the number of test files that were run, and the seconds."""
     runs = 0
     if mutation.cpp:
         program = engine.build_tests()
@@ -180,7 +180,7 @@ def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: E
             runs += 1
             limit = engine.cpp_limit(pattern)
             found = cpp_failure(program, pattern, limit)
-            # Once more, and once where nothing is changed: it may have failed by chance.
+            # Runs it again, and once on the unchanged engine, since it may have failed by chance.
             if found and cpp_failure(program, found[0], limit) and not cpp_failure(engine.plain_tests, found[0], limit):
                 return found, runs, 0.0
     extension = engine.build_extension()
@@ -200,7 +200,7 @@ def _tried(mutation: EngineMutation, judge: Judge, packages: Packages, engine: E
 
 
 def cpp_failure(program: Path, pattern: str, limit: float) -> tuple[str, str] | None:
-    """A GoogleTest that fails, and how; ``limit`` in seconds."""
+    """Returns a failing GoogleTest and its reason, or None. ``limit`` is in seconds."""
     words = [str(program), f"--gtest_filter={pattern}", "--gtest_brief=1", "--gtest_fail_fast"]
     running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -1,6 +1,6 @@
-"""Mutants that no test can kill, because nothing that could be seen is other, each with its proof.
+"""Equivalent mutants, which no test can kill because they behave like the original, each with its proof.
 
-They are known by file, function and change, so that they stay known when lines move.
+File, function and change identify them, so that they stay known when lines move.
 """
 
 from __future__ import annotations

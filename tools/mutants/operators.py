@@ -1,7 +1,8 @@
-"""What is changed in a Python source, one place at a time.
+"""The changes that mutants make to a Python source, one place at a time.
 
-Nothing is left out by hand. By rule: annotations, what only a type checker reads, and inside f-strings, whose ranges
-ast does not know. What leaves the compiled code as it was is dropped when a mutant is made.
+No place is excluded by hand. Rules exclude annotations, code that only a type checker reads, and the insides of
+f-strings, whose ranges ast does not know. A change that leaves the compiled code the same is dropped later, when its
+mutant is made.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PAIRS = {"any": "all", "all": "any", "min": "max", "max": "min"}
 
 
 def edits(source: bytes) -> Iterator[Edit]:
-    """Everything that is changed in a source, in the order of its places."""
+    """Returns all changes of a source, in the order of their places."""
     tree = ast.parse(source)
     modules = {
         (alias.asname or alias.name).split(".")[0]
@@ -62,7 +63,7 @@ class _Operators(ast.NodeVisitor):
         self._modules = modules
         self._function = ""
 
-    # ---- what is written ------------------------------------------------------------------------------------------
+    # ---- new texts ------------------------------------------------------------------------------------------------
     def _replace(self, node: ast.expr | ast.stmt | ast.keyword, text: str) -> None:
         self.edits.append(Edit(self._ranges.start(node), self._ranges.end(node), text))
 
@@ -75,7 +76,7 @@ class _Operators(ast.NodeVisitor):
             self.edits.append(Edit(start + found.start(), start + found.end(), text))
 
     def _drop_from(self, nodes: list[ast.expr] | list[ast.expr | ast.keyword], index: int) -> None:
-        """One of several that commas part."""
+        """Drops one of several items separated by commas."""
         node = nodes[index]
         if index + 1 < len(nodes):
             self.edits.append(Edit(self._ranges.start(node), self._ranges.start(nodes[index + 1]), ""))
@@ -94,7 +95,7 @@ class _Operators(ast.NodeVisitor):
         if not isinstance(test, ast.Compare | ast.UnaryOp):  # these have operators of their own
             self._replace(test, f"(not ({self._ranges.text(test)}))")
 
-    # ---- what is left out by rule -----------------------------------------------------------------------------------
+    # ---- places excluded by rule ------------------------------------------------------------------------------------
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         pass
 
@@ -121,7 +122,7 @@ class _Operators(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        is_type = isinstance(node.right, ast.Constant) and node.right.value is None  # of an alias: `int | None`
+        is_type = isinstance(node.right, ast.Constant) and node.right.value is None  # an alias, such as `int | None`
         if type(node.op) in _ARITHMETIC and not is_type:
             self._replace_between(node.left, node.right, *_ARITHMETIC[type(node.op)])
         self.generic_visit(node)
@@ -171,7 +172,7 @@ class _Operators(ast.NodeVisitor):
         if isinstance(node.func, ast.Name) and node.func.id in _PAIRS:
             self._replace(node.func, _PAIRS[node.func.id])
         if isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
-            return  # with other arguments it is an error wherever it runs
+            return  # with other arguments the call always raises
         for one, other in zip(node.args, node.args[1:], strict=False):
             if not isinstance(one, ast.Starred) and not isinstance(other, ast.Starred):
                 self._swap(one, other)
@@ -193,7 +194,7 @@ class _Operators(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        # Without its first assignment a name is not there: no test that runs the line could miss that.
+        # Without its first assignment a name is undefined: every test that runs the line would find that.
         first = self._function == "__init__" or any(isinstance(target, ast.Name | ast.Tuple) for target in node.targets)
         if not first:
             self._replace(node, "pass")

@@ -1,4 +1,4 @@
-"""A plugin of pytest that writes down which tests began and how they ended, as they do: a run may not live to tell."""
+"""A plugin of pytest that writes the begin and the outcome of each test at once, since a run may die."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Packages:
         compileall.compile_dir(self.plain, quiet=1)
 
     def changed(self, files: Mapping[str, str | Path]) -> Path:
-        """A copy in which each of these files has another text, or is another file; named from the root."""
+        """Makes a copy in which these files have another text, or are other files. Paths are relative to the root."""
         self._made += 1
         copy = self._folder / f"copy-{os.getpid()}-{self._made}"
         shutil.copytree(self.plain, copy, copy_function=os.link)
@@ -43,8 +43,8 @@ class Packages:
 
 
 def _built() -> list[Path]:
-    """What the build adds to the sources, wherever it is installed. Asked in a process of its own: what is tried later
-    must not find the package imported."""
+    """Returns the files that the build adds to the sources, and their places. A separate process finds them, since the
+    package must not be imported in this one."""
     program = (
         "import hydra_ext._C as built, hydra_ext._build_info as info; print(built.__file__, info.__file__, sep='\\n')"
     )
@@ -55,7 +55,7 @@ def _built() -> list[Path]:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Of the content of files."""
+    """Returns a digest of the contents of files."""
     found = hashlib.sha256()
     for path in sorted(paths):
         found.update(hashlib.sha256(path.read_bytes()).digest())

@@ -15,19 +15,19 @@ from mutants.reach import Reach
 from mutants.results import Outcome, Result, Results
 from mutants.trials import BETWEEN, TOO_LONG, Ending, Trial
 
-_FIRST_TESTS = 12  # most mutants fall to the first few
+_FIRST_TESTS = 12  # the first few kill most mutants
 _FIRST_SECONDS = 20.0
-_MOST_SECONDS = 60.0  # of tests that execute the line; what survives meets the whole suite
-_SLOWER = 8.0  # a test may take so many times what it took, beside other work,
-_START_SECONDS = 120.0  # and so much besides: for a run,
-_TEST_SECONDS = 45.0  # and for one test
+_MOST_SECONDS = 60.0  # for all tests that execute the line; survivors meet the whole suite
+_SLOWER = 8.0  # a limit is this many times the duration on the unchanged package, since other work runs beside,
+_START_SECONDS = 120.0  # plus this: for a run,
+_TEST_SECONDS = 45.0  # or for one test
 _PART_SECONDS = 3600.0  # for a folder of tests
-_NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, where nothing is changed
+_NOT_OF_THE_PACKAGE = ("--deselect=test_architecture.py",)  # it reads the tree, which has no mutants
 _PERHAPS_BY_CHANCE = re.compile(r"time|second|deadline|hang|alive|took longer|ended with", re.IGNORECASE)
 
 
 class Judge:
-    """Runs tests against packages; a test counts that passes where nothing is changed."""
+    """Runs tests against packages. Only tests that pass on the unchanged package count."""
 
     def __init__(self, root: Path, packages: Packages, folder: Path, suite: Reach) -> None:
         self._root = root
@@ -47,7 +47,7 @@ class Judge:
         )
 
     def _patience(self, test: str) -> float:
-        """How long one test may take."""
+        """The time limit of one test, in seconds."""
         known = self._suite.all.get(test)
         return _TEST_SECONDS + _SLOWER * (known.seconds if known is not None else _MOST_SECONDS / _SLOWER)
 
@@ -55,13 +55,13 @@ class Judge:
         return wait(self.start(package, tests, *options, limit=limit))
 
     def run_suite(self, package: Path, workers: int) -> dict[str, str]:
-        """What fails of the whole suite, and why; folder by folder, each with a limit of its own."""
+        """Returns the failures of the whole suite, with reasons. Runs it folder by folder, each with its own limit."""
         failed = dict[str, str]()
         tests = self._root / "tests"
         for part in sorted({path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}):
             options = ["-n", str(workers), "--dist", "worksteal", *_NOT_OF_THE_PACKAGE]
             hanging = [part]
-            while hanging:  # the others of the folder are still to be run
+            while hanging:  # the other tests of the folder are still to run
                 ending = self.run(package, [part], *options, limit=_PART_SECONDS)
                 failed |= ending.failed
                 hanging = [test for test, why in ending.failed.items() if why == TOO_LONG]
@@ -71,11 +71,11 @@ class Judge:
         return failed
 
     def confirmed(self, package: Path, test: str, why: str, batch: list[str]) -> bool:
-        """Whether a failure is the change's: the test passes without it, and where it may be one of chance, it
-        fails again with it.
+        """Whether the change causes a failure: the test passes without the change. If the failure may be by chance, the
+        test also has to fail again with it.
 
         Args:
-            batch: what was run: all of it runs again where no test was running.
+            batch: The tests that were run; all run again if the failure was between tests.
         """
         if test == BETWEEN:
             again = self.run(package, batch).failed
@@ -99,7 +99,7 @@ def wait(trial: Trial) -> Ending:
 
 @dataclass
 class _Case:
-    """A mutant that is being tried."""
+    """A mutant on trial."""
 
     mutant: Mutant
     package: Path
@@ -111,7 +111,7 @@ class _Case:
 
 
 def try_all(mutants: list[Mutant], results: Results, judge: Judge, packages: Packages, reach: Reach, jobs: int) -> None:
-    """Tries each mutant that has no result yet, so many at a time."""
+    """Tries each mutant that has no result yet, ``jobs`` at a time."""
     waiting = [mutant for mutant in mutants if results.get(mutant.key) is None]
     under_way: list[_Case] = []
     while waiting or under_way:
@@ -135,7 +135,9 @@ def _begun(mutant: Mutant, judge: Judge, packages: Packages, reach: Reach) -> _C
 
 
 def _batches(mutant: Mutant, reach: Reach) -> Iterator[list[str]]:
-    """The fastest few, then others. Tests with many cases, of which some were traced, are left to the whole suite."""
+    """Returns the fastest few tests, then the others. Leaves tests with many cases, of which only some were traced, to
+    the whole suite.
+    """
     left = list(reach.tests(mutant))
     first, seconds = list[str](), 0.0
     while left and len(first) < _FIRST_TESTS and (not first or seconds + left[0].seconds <= _FIRST_SECONDS):
@@ -164,7 +166,7 @@ def _advanced(case: _Case, judge: Judge) -> Result | None:
             return _result(case, Outcome.KILLED, test, why)
         if test == BETWEEN:
             continue  # the batch has been run again
-        # -x stopped there: the rest of the batch is still to be run.
+        # -x stopped there: the rest of the batch is still to run.
         case.left.insert(0, [name for name in case.batch if name not in (test, test.partition("[")[0], *ending.passed)])
     case.left = [batch for batch in case.left if batch]
     if not case.left:

@@ -1,7 +1,7 @@
-"""Which test executes which line, and how long it takes: made once for a state of the tests, folder by folder.
+"""The map of tests to the lines that they execute and the time they take. Made once for a state of the tests.
 
-Where a source has changed since, its lines are found again where they stand now; those that are new are taken to be
-executed by what executed the lines around them. What that misses, the whole suite meets.
+If a source has changed since, its lines are looked up at their new places. New lines count as executed by the tests of
+the lines around them. The whole suite makes up for what that misses.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mutants import outcomes
 from mutants.drawing import Mutant
 from mutants.packages import digest
 
-_CASES = 3  # of each test with many cases: they execute the same lines, and tracing takes its time
+_CASES = 3  # cases of each test: they execute the same lines, and tracing is slow
 
 
 @dataclass(frozen=True)
 class Test:
-    """A test that passes where nothing is changed."""
+    """A test that passes on the unchanged package."""
 
     name: str
     seconds: float
 
 
 def trace(root: Path, package: Path, folder: Path, *, workers: int) -> None:
-    """Traces what has no map yet: each folder of tests, and the files beside them."""
+    """Traces each folder of tests that has no map yet, and the test files beside the folders."""
     tests = root / "tests"
     parts = [path.name for path in sorted(tests.iterdir()) if any(path.glob("**/test_*.py"))]
     parts = [part for part in parts if part not in ("cpp", "support")]
@@ -76,12 +76,12 @@ def _trace_part(tests: Path, package: Path, folder: Path, part: str, workers: in
 
 
 def _ignored(folder: str, names: list[str]) -> list[str]:
-    """All but Python sources."""
+    """Names all files but Python sources."""
     return [name for name in names if not (name.endswith(".py") or (Path(folder) / name).is_dir())]
 
 
 def moved(before: str, now: str) -> dict[int, range]:
-    """Of each line that was there, where it is now; of one that has become others, all of those."""
+    """Maps each old line to its present place; a replaced line maps to all lines that replaced it."""
     found: dict[int, range] = {}
     matcher = difflib.SequenceMatcher(None, before.splitlines(), now.splitlines(), autojunk=False)
     for kind, first, last, first_now, last_now in matcher.get_opcodes():
@@ -100,7 +100,7 @@ class Reach:
     """The maps of all folders that were traced.
 
     Args:
-        root: of the sources as they are now.
+        root: The root of the present sources.
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
@@ -111,7 +111,7 @@ class Reach:
 
     @cached_property
     def all(self) -> dict[str, Test]:
-        """Every traced test that passed."""
+        """Returns every traced test that passed."""
         seconds, bad = dict[str, float](), set[str]()
         for part in self._parts:
             for line in (part / "outcomes").read_text().splitlines():
@@ -121,8 +121,8 @@ class Reach:
         return {name: Test(name, took) for name, took in seconds.items() if name not in bad}
 
     def tests(self, mutant: Mutant) -> list[Test]:
-        """Those that execute its lines, or else its file, or else those of the folder of its name: fastest first, and
-        of tests with many cases one of each before the second of any."""
+        """Returns the tests that execute the mutant's lines, else those of its file, else those in the folder of its
+        name. Fastest first; of tests with many cases, the first case of each goes before the second of any."""
         lines = self._lines(mutant.file)
         names = {name for line in mutant.reached_by for name in lines.get(line, ())}
         names = names or {name for found in lines.values() for name in found}

@@ -1,4 +1,4 @@
-"""What came of the mutants, as a table in Markdown."""
+"""Writes the outcomes of all mutants, as a table in Markdown."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write(path: Path, root: Path, *, seed: int, drawn: int, python: list[Result]
 
 
 def _proof(result: Result) -> str | None:
-    """A mutant that was killed is not equivalent, whatever is said of it."""
+    """Returns the proof of equivalence, except for a killed mutant, which cannot be equivalent."""
     return (
         None
         if result.outcome is Outcome.KILLED

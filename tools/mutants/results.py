@@ -1,4 +1,4 @@
-"""What became of each mutant, kept in a file that a later run goes on with."""
+"""The results of all mutants, in a file that a later run continues."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _GOOGLETEST = re.compile(r"(?:\w+/)?(\w+)\.(\w+)")
 
 class Outcome(enum.Enum):
     KILLED = "killed"
-    SURVIVED = "survived"  # the tests that were to find it
-    SURVIVED_ALL = "survived all"  # the whole suite
+    SURVIVED = "survived"  # survived the tests chosen for it
+    SURVIVED_ALL = "survived all"  # survived the whole suite
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one mutant, for one state of what it depends on."""
+    """The result of one mutant, for one state of the files that it depends on."""
 
     key: str
     part: str  # "python" or "engine"
@@ -33,17 +33,18 @@ class Result:
     outcome: Outcome
     by: str  # the test that killed it
     why: str
-    tests: int  # that were tried
+    tests: int  # number of tests tried
     seconds: float
     source: str = ""  # the digest of the mutated file
     against: str = ""  # the digest of the file of the test that killed it, or of the whole suite
 
 
 class Results:
-    """Appended to as they come; the last of a mutant counts.
+    """A file of results. New ones are appended; the last one of a mutant counts.
 
-    A result stands while the mutated file does, and the file of the test that killed it, or all files of tests where it
-    survived: other files may have changed what a test sees, but not so often that all has to be tried again.
+    A killed mutant's result is valid while the mutated file and the killing test's file do not change. A survivor's
+    result depends on the files of all tests. Changes of other files can affect a test too, but too rarely to try all
+    mutants again.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -79,10 +80,10 @@ class Results:
         return digest(path for path in (self._root / "tests").rglob("*") if path.suffix in _SOURCES)
 
     def _digest_of_test(self, test: str) -> str:
-        """Of its file; of all tests' where it cannot be told."""
+        """Returns the digest of the test's file, or of all tests' files if it is unknown."""
         name = test.partition("::")[0]
         if name.startswith("import "):
-            return ""  # no test's: the package cannot be imported
+            return ""  # no test killed it: the package cannot be imported
         if name.endswith(".py"):
             return self._digest(name if name.startswith("tests/") else f"tests/{name}")
         googletest = _GOOGLETEST.match(name)

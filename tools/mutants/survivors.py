@@ -1,7 +1,7 @@
-"""What survived its own tests meets the whole suite: all survivors in one package, as far as they do not overlap.
+"""Runs the whole suite against the mutants that survived their own tests, in one package unless they overlap.
 
-A test that fails there is run against each survivor by itself, so what is said of a mutant was seen of it alone. The
-others meet the suite again, without those that were killed and may have hidden them, until none is.
+A test that fails there is run against each survivor alone, so a result is always that of a single mutant. The rest meet
+the suite again, without the killed ones that may have hidden them, until no more are killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def meet_all(
     engine: Engine,
     workers: int,
 ) -> None:
-    """The whole suite, once or as often as changes overlap."""
+    """Runs the whole suite, once or as often as changes overlap."""
     packed = _Packed(root, packages, engine)
     all_of_them: list[_One] = [*mutants, *table]
     left = [one for one in all_of_them if _has_survived(results.get(one.key))]
@@ -48,7 +48,7 @@ def meet_all(
             results.add(result)
         rest = [one for one in together if _has_survived(results.get(one.key))]
         if killed:
-            left = [*rest, *left]  # again, without those that may have hidden them
+            left = [*rest, *left]  # again, without the killed ones that may have hidden them
             continue
         for one in rest:
             result = results.get(one.key)
@@ -87,7 +87,7 @@ class _Packed:
 
 
 def _apart(ones: Sequence[_One]) -> tuple[list[_One], list[_One]]:
-    """Those whose changes do not overlap, and the rest."""
+    """Returns mutants whose changes do not overlap, and the rest."""
     chosen: list[_One] = []
     rest: list[_One] = []
     for one in ones:
@@ -100,11 +100,11 @@ def _overlap(one: _One, other: _One) -> bool:
         return False
     if isinstance(one, Mutant) and isinstance(other, Mutant):
         return one.edit.start < other.edit.end and other.edit.start < one.edit.end
-    return True  # of the engine's texts one may hold the other
+    return True  # one of the engine's texts may contain the other
 
 
 def _killed(packed: _Packed, one: _One, results: Results, failed: Sequence[str], judge: Judge) -> Result | None:
-    """Its new result, if one of the tests fails with it alone."""
+    """Returns the mutant's new result if one of the tests fails with it alone."""
     before = results.get(one.key)
     if before is None or not failed:
         return None

@@ -1,7 +1,7 @@
-"""Notes which test executes which line: a plugin of pytest, and what other processes of a test load (site/).
+"""Records which test executes which line: a plugin of pytest, and a module for other processes of a test (site/).
 
-Every process writes a data file of coverage's below ``MUTANTS_TRACES``, with tests as contexts. A test's name is
-handed to its processes in a file: a server that forks ranks keeps the environment of the test that started it.
+Every process writes a data file of coverage below ``MUTANTS_TRACES``, with tests as contexts. A test's name reaches its
+processes in a file, since a server that forks ranks keeps the environment of the test that started it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Tests:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with many cases some are traced, spread over all of them."""
+    """Selects evenly spaced cases of a test with many cases."""
     cases = dict[str, list[pytest.Item]]()
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def trace_process() -> None:
-    """Traces this process for the test that started it; in a server that forks, the processes that it forks."""
+    """Traces this process for the test that started it; in a server that forks, traces its children instead."""
     from multiprocessing.process import BaseProcess
 
     if not any("multiprocessing" in word for word in sys.orig_argv):

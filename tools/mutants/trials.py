@@ -1,7 +1,7 @@
 """Runs tests against a copy of the package.
 
-A process that has imported what takes long, and nothing of the package, is forked for each run: on a busy machine the
-imports would take longer than the tests. Runs have a process group, a folder and a time limit of their own.
+Each run forks a process that has imported slow libraries, and no module of the package: on a busy machine the imports
+would take longer than the tests. Each run has its own process group, folder and time limit.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _IMPORTED_ONCE = (
     "transformers",
     "peft",
 )
-_MOST_BYTES = 12 * 2**30  # of one process: a change that allocates without end fails
+_MOST_BYTES = 12 * 2**30  # memory of one process, so that an endless allocation fails
 _OK, _FAILED, _NO_TESTS = 0, 1, 5
 _BETWEEN_SECONDS = 300.0  # fixtures, and the end of processes
 _PIPE_BYTES = 2**20
 TOO_LONG = "took longer than it may"
-BETWEEN = "(between tests)"  # in the place of a test: the run ended when none was running
+BETWEEN = "(between tests)"  # in place of a test's name: the run ended while no test was running
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run of tests ended: what failed, with a line of why, and what passed."""
+    """The end of a run of tests: the failed tests with a line of their reasons, and the passed tests."""
 
     failed: dict[str, str]
     passed: tuple[str, ...]
@@ -51,7 +51,7 @@ class Ending:
 
 
 class _Pipe:
-    """What a forked process writes, read without waiting."""
+    """Reads a forked process's output without waiting."""
 
     def __init__(self) -> None:
         self._reader, self.writer = os.pipe()
@@ -80,8 +80,8 @@ class Trial:
     """One run of pytest, under way.
 
     Args:
-        limit: of the run, in seconds.
-        patience: how long each test may take, where they run one after another.
+        limit: The time limit of the run, in seconds.
+        patience: The time limit of each test, in seconds, if they run one after another.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Trial:
         self._seen = 0  # bytes
         self._words = [word.removeprefix("tests/") for word in words]
         self._options = list(options)
-        # Not files, whose size a test may limit.
+        # Pipes instead of files, because a test may limit the size of files.
         self._rows, self._output = _Pipe(), _Pipe()
         self._pid = os.fork()
         if not self._pid:
@@ -111,7 +111,7 @@ class Trial:
         self._output.close_writer()
 
     def ending(self) -> Ending | None:
-        """None while it runs."""
+        """The end of the run, or None while it runs."""
         self._rows.read()
         self._output.read()
         self._look_at_the_test()
@@ -120,7 +120,7 @@ class Trial:
         if not pid and not late:
             return None
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)  # its ranks too, if any are left
+            os.killpg(self._pid, signal.SIGKILL)  # also ends ranks that are left
         if not pid:
             os.waitpid(self._pid, 0)
         rows, output = self._rows.read_to_end(), self._output.read_to_end()
@@ -130,7 +130,7 @@ class Trial:
         return found
 
     def _look_at_the_test(self) -> None:
-        """One that hangs is not waited for as long as all of them may take."""
+        """Ends the run if its present test hangs, before the limit of the whole run."""
         rows = self._rows.so_far()
         if self._patience is not None and len(rows) > self._seen and rows.endswith(b"\n"):
             self._seen = len(rows)
@@ -154,7 +154,7 @@ class Trial:
         return Ending(failed, passed, time.monotonic() - self._began)
 
     def _run(self, package: Path, root: Path) -> NoReturn:
-        """In the forked process."""
+        """Runs pytest in the forked process."""
         code = 3
         try:
             os.setsid()
@@ -173,7 +173,7 @@ class Trial:
             tempfile.tempdir = None
             sys.dont_write_bytecode = True
             sys.path.insert(0, str(package))
-            # An editable install would go before it.
+            # An editable install would go before the copy.
             sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__module__.startswith("_editable_")]
             os.chdir(root / "tests")
             code = self._pytest()
@@ -207,6 +207,6 @@ class Trial:
 
 
 def import_once() -> None:
-    """To be called before the first trial."""
+    """Imports the slow libraries. Called before the first trial."""
     for name in _IMPORTED_ONCE:
         importlib.import_module(name)

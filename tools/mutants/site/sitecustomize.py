@@ -1,4 +1,4 @@
-"""Loaded by every process of a test that is traced or tried."""
+"""Loaded by every process of a test on trace or on trial."""
 
 import os
 import sys
