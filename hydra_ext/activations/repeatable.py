@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _StopRecomputationError
 
 from hydra_ext import _C
-from hydra_ext.activations.module_state import Hold, ModuleState
+from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.contents import tuple_of
 from hydra_ext.state.randomness import HostRandomness
@@ -75,7 +75,7 @@ class RepeatableCall:
         self._hold = hold
         self._arguments, self.tensors = without_tensors((args, kwargs))
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._state: ModuleState | None = None
+        self._state: CallState | None = None
         self._random: HostRandomness | None = None
         self._saved = _C.SavedDigest([])
         self._given = self._saved
@@ -86,7 +86,7 @@ class RepeatableCall:
             return self.again(tensors)
         (args, kwargs), self._first = self._first, None
         self.tensors = []
-        state = ModuleState(self._module)
+        state = CallState(self._module)
         self._random = HostRandomness()
         self._saved = _C.SavedDigest([*self._module.parameters()])
         with added_to(self._saved):
@@ -135,7 +135,7 @@ class RepeatableCall:
             digest.add(tensor)
         return digest
 
-    def _check(self, saved: _C.SavedDigest, state: ModuleState) -> None:
+    def _check(self, saved: _C.SavedDigest, state: CallState) -> None:
         if state.escaped:
             raise self.deviation()
         self._compare(saved, self._saved)

@@ -15,13 +15,13 @@ from hydra_ext.split.stages.tensors import named_tensors
 from hydra_ext.split.state.carried import attribute_tensors
 from hydra_ext.split.state.generators import GeneratorStates
 from hydra_ext.split.state.lasting import Lasting
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.snapshot import Snapshot
 
 
 @contextmanager
 def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
     """As before if it ends with OtherWay: modules and the microbatch, what the forward writes to, and generators."""
-    held = HeldBefore(model, microbatch)
+    held = Snapshot(model, microbatch)
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):
         undo.before_write(tensor)

@@ -22,6 +22,7 @@ from hydra_ext.state.randomness import is_default
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)  # names: of hooks, flags, and what a module holds
 _CODE = {FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType, cached_property}
 _COMPARED = 1 << 24  # bytes of an array
 

@@ -19,7 +19,7 @@ from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.stages.chain import ChainStage
 from hydra_ext.split import time_events
 from hydra_ext.split.stage_program import event_seed
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.snapshot import Snapshot
 from support.split.split_models import Batch
 from support.split.split_models_own import Layer, Stack, text, text_loss
 from support.split.split_side_effects import (
@@ -363,7 +363,7 @@ def test_modules_get_back_what_was_in_what_they_hold(name: str) -> None:
     module = nn.Module()
     module.held = make()
     held, before = module.held, shown(module.held)
-    state = HeldBefore(module)
+    state = Snapshot(module)
     change(module.held)
     module.new = 1
     assert shown(module.held) != before

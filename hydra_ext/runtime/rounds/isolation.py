@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_ext.activations.module_state import is_repeating
+from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.undoing.accesses import ABSENT, Key

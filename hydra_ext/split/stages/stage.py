@@ -28,8 +28,8 @@ from hydra_ext.split.stages.tensors import Arrival, StandIns, named_tensors, own
 from hydra_ext.split.stages.watch import StandInWatch
 from hydra_ext.split.state.generators import GeneratorStates
 from hydra_ext.state.copies import sharing
-from hydra_ext.state.held_before import HeldBefore
 from hydra_ext.state.layout import copied
+from hydra_ext.state.snapshot import Snapshot
 
 
 class SplitStage:
@@ -172,7 +172,7 @@ class SplitStage:
         passed.generators = GeneratorStates(rehearsal.lasting.generators)
         if self.shares_microbatch:
             microbatch = _with_own_written(microbatch, rehearsal)
-        given = None if self._is_last else HeldBefore(microbatch)
+        given = None if self._is_last else Snapshot(microbatch)
         randomness.begin()
         output: Any = None
         try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.snapshot import Snapshot
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def unchanged_modules(model: nn.Module) -> Iterator[None]:
     Raises:
         SplitError: an iterator there has gone on.
     """
-    before = HeldBefore(model)
+    before = Snapshot(model)
     try:
         yield
     finally:
@@ -26,7 +26,7 @@ def unchanged_modules(model: nn.Module) -> Iterator[None]:
     refuse_iterators(before)
 
 
-def refuse_iterators(before: HeldBefore) -> None:
+def refuse_iterators(before: Snapshot) -> None:
     """
     Raises:
         SplitError: one has gone on since.
