@@ -23,7 +23,7 @@ from hydra_ext import _C
 from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.contents import tuple_of
-from hydra_ext.state.randomness import HostRandomness
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -76,7 +76,7 @@ class RepeatableCall:
         self._arguments, self.tensors = without_tensors((args, kwargs))
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._state: CallState | None = None
-        self._random: HostRandomness | None = None
+        self._random: RandomState | None = None
         self._saved = _C.SavedDigest([])
         self._given = self._saved
 
@@ -87,7 +87,7 @@ class RepeatableCall:
         (args, kwargs), self._first = self._first, None
         self.tensors = []
         state = CallState(self._module)
-        self._random = HostRandomness()
+        self._random = RandomState()
         self._saved = _C.SavedDigest([*self._module.parameters()])
         with added_to(self._saved):
             output = self._call(args, kwargs)
@@ -114,16 +114,12 @@ class RepeatableCall:
             raise RuntimeError("a call is repeated that has not ended")
         args, kwargs = with_tensors(self._arguments, [_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
-        now = HostRandomness()
-        self._random.restore()
         try:
-            with self._state.in_place() as trace, added_to(saved, trace.note_saved):
+            with self._random.in_place(), self._state.in_place() as trace, added_to(saved, trace.note_saved):
                 output = self._call(args, kwargs)
         except _StopRecomputationError:  # all is there that was saved
             self._check(saved, self._state)
             raise
-        finally:
-            now.restore()
         self._check(saved, self._state)
         if self._in_full:
             self._compare(self._digest_of(output), self._given)

@@ -13,8 +13,8 @@ from hydra_ext.split.stages.run import OtherWay
 from hydra_ext.split.stages.stand_ins import is_absent
 from hydra_ext.split.stages.tensors import named_tensors
 from hydra_ext.split.state.carried import attribute_tensors
-from hydra_ext.split.state.generators import GeneratorStates
 from hydra_ext.split.state.lasting import Lasting
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.state.snapshot import Snapshot
 
 
@@ -25,7 +25,7 @@ def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):
         undo.before_write(tensor)
-    generators = GeneratorStates(lasting.generators)
+    generators = RandomState(host=False, own=lasting.alive())
     try:
         yield
     except OtherWay:

@@ -58,7 +58,7 @@ class _RecomputedPass:
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
         inner = first.inner if isinstance(first, RememberingPass) else first
-        self._generators = inner.generators.as_then() if isinstance(inner, SplitPass) else nullcontext()
+        self._generators = inner.generators.in_place() if isinstance(inner, SplitPass) else nullcontext()
         self.loss = first.loss
         self.metrics = first.metrics
 

@@ -7,6 +7,7 @@ without a name, or a parameter, was changed is only known: before, a run can be 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ class Lasting:
     named: frozenset[Root] = frozenset()
     step: int | None = None
     generators: tuple[weakref.ReferenceType[torch.Generator], ...] = ()
+
+    def alive(self) -> Iterator[torch.Generator]:
+        """The generators that are still there."""
+        return (generator for reference in self.generators if (generator := reference()) is not None)
 
     def undoable_before(self, steps: int) -> bool:
         """Whether a run that has made so many steps can be undone."""
