@@ -33,6 +33,7 @@ from hydra_ext.state.contents import (
 )
 from hydra_ext.state.iterators import independent_copy, is_iterator
 from hydra_ext.state.layout import Layout, copied
+from hydra_ext.state.memory import storage_key
 from hydra_ext.state.numbers import clone, differ, has_plain_numbers, is_small, may_have_changed, put, version_of
 from hydra_ext.state.snapshot import Snapshot
 
@@ -84,7 +85,7 @@ class CallState:
         known = {id(buffer) for buffer, _, _ in self._copies}
         self._others = [
             (tensor, tensor._version, copied(tensor) if is_small(tensor) else None)
-            for tensor in self._contents.tensors
+            for tensor in {id(tensor): tensor for tensor in self._contents.tensors}.values()
             if id(tensor) not in known and _is_state(tensor)
         ]
         self._iterators = {
@@ -226,7 +227,7 @@ class _Copies:
             if id(tensor) not in self._known and _is_state(tensor):  # where no other can take its place
                 self._known[id(tensor)] = tensor, tensor
                 self._originals.append(_Original.of(tensor, copies=is_small(tensor)))
-        self._memory = {memory for original in self._originals if (memory := _memory_of(original.tensor)) is not None}
+        self._memory = {storage_key(original.tensor) for original in self._originals}
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, tuple):
@@ -250,10 +251,8 @@ class _Copies:
 
     def note_saved(self, tensor: Tensor) -> None:
         """The second call saves it for backward."""
-        if self._memory:
-            memory = _memory_of(tensor)
-            if memory in self._memory and memory is not None:
-                self._saved.add(memory)
+        if self._memory and (memory := storage_key(tensor)) in self._memory:
+            self._saved.add(memory)
 
     def end(self) -> bool:
         """After the second call: whether something that it has written to, or taken from, cannot be put back."""
@@ -261,7 +260,7 @@ class _Copies:
         for original in self._originals:
             if original.has_moved():
                 # What the call has saved of it for backward must not change under it.
-                saved = _memory_of(original.tensor) in self._saved and original.differs()
+                saved = storage_key(original.tensor) in self._saved and original.differs()
                 escaped = saved or not original.put() or escaped
         return escaped
 
@@ -296,10 +295,6 @@ class _Original:
         if not self.tensor.is_inference():
             torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
         return True
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if has_plain_numbers(tensor) else None
 
 
 def _is_state(value: Any) -> bool:

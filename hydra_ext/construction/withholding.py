@@ -35,15 +35,14 @@ from hydra_ext.construction.operations import (
     ROOM_ELEMENTS,
     SHAPE_ONLY,
     give_back,
-    is_gone,
     may_be_given_back,
     only_result,
     operands_of,
     overwrites,
     storage_of,
-    tensors_in,
-    weak,
 )
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import is_gone, weak
 
 # They hand out the address, or read it without an operation.
 _RAW = frozenset(

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.split.rehearsal.notes import Undo
 from hydra_ext.split.stages.run import OtherWay
 from hydra_ext.split.stages.stand_ins import is_absent
-from hydra_ext.split.stages.tensors import named_tensors
 from hydra_ext.split.state.carried import attribute_tensors
 from hydra_ext.split.state.lasting import Lasting
+from hydra_ext.state.arguments import named_tensors
+from hydra_ext.state.memory import Undo
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.state.snapshot import Snapshot
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from hydra_ext.state.randomness import is_of_process, way_of
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 OF_EVERY_MODULE = frozenset(nn.Module().__dict__)  # names: of hooks, flags, and what a module holds
 _CODE = {FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType, cached_property}
 _COMPARED = 1 << 24  # bytes of an array

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from hydra_ext.state.contents import ITERATOR, LEAVES, Kind, has_changed, walk
-
-_SIMPLE = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
+from hydra_ext.state.contents import CONTAINERS, ITERATOR, LEAVES, Kind, has_changed, walk
 
 
 class Snapshot:
@@ -44,7 +41,7 @@ class Snapshot:
         """Those that may hold something."""
         rest = []
         for held in members:
-            if type(held) in _SIMPLE and not held:
+            if type(held) in CONTAINERS and not held:
                 self.empty.append(held)
             elif isinstance(held, Tensor):
                 self.tensors.append(held)

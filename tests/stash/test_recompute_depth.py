@@ -283,6 +283,37 @@ def test_a_second_call_begins_as_the_first_did(name: str) -> None:
     assert_same(trained(KINDS[name], recompute=True), expected)
 
 
+class Given(nn.Module):
+    """Draws from what it is given, and counts there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        given.helpers[0].calls += 1
+        given.seen.append(given.helpers[0].calls)
+        factor = drawn(given) + len(given.seen) + given.helpers[0].calls
+        y: Tensor = self.linear(x * factor).tanh()
+        return y
+
+
+@pytest.mark.parametrize("source", [lambda: OwnRandom(3), lambda: torch.Generator(), lambda: np.random.default_rng(3)])
+def test_and_so_is_what_it_is_given(source: Any) -> None:
+    def trained(*names: str) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.ModuleList(Given() for _ in range(2))
+        given = SimpleNamespace(source=source(), seen=deque(), helpers=[Slotted()])
+        if isinstance(given.source, torch.Generator):
+            given.source.manual_seed(3)
+        stash = recomputing(model, *names)
+        found = gradients(model, lambda: model[1](model[0](X, given), given).square().sum(), stash)
+        assert stash.report().recomputed == (2 if names else 0)
+        return [*found, torch.tensor([*given.seen, drawn(given)])]
+
+    assert_same(trained("?"), trained())
+
+
 def test_what_was_replaced_meanwhile_is_there_again_afterwards() -> None:
     model = nn.Sequential(InList())
     block: Any = model[0]

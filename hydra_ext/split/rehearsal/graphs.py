@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hydra_ext.split.rehearsal.notes import ByStorage, Note
+from hydra_ext.split.rehearsal.notes import Note
+from hydra_ext.state.memory import ByStorage
 
 
 class Graphs:

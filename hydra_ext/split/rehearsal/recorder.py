@@ -18,7 +18,7 @@ from hydra_ext.errors import SplitError
 from hydra_ext.split.metrics import tensors_inside, unsearched
 from hydra_ext.split.rehearsal.glue_mode import called
 from hydra_ext.split.rehearsal.graphs import Graphs
-from hydra_ext.split.rehearsal.notes import ByStorage, Note, Root, Undo
+from hydra_ext.split.rehearsal.notes import Note, Root
 from hydra_ext.split.rehearsal.operations import (
     GRADIENT_HOOKS,
     GRAPH_NODE,
@@ -32,9 +32,11 @@ from hydra_ext.split.rehearsal.record import PLAIN, Argument, Constant, GlueCall
 from hydra_ext.split.rehearsal.usage import MADE_ONCE, GlueContext, Refusal, Running, Usage
 from hydra_ext.split.rehearsal.views import settle_views
 from hydra_ext.split.stages.graph_nodes import GraphElsewhere
-from hydra_ext.split.stages.tensors import storage_key, tensors_of, whole_of
+from hydra_ext.split.stages.tensors import whole_of
 from hydra_ext.split.state.generators import DrawnGenerators
 from hydra_ext.split.state.lasting import Writes
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import ByStorage, Undo, storage_key
 
 
 class Recorder:
@@ -276,7 +278,7 @@ class Recorder:
     def glue(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the call and takes its number."""
         self.next_step()
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         sources = [tensor for tensor in arguments if self.depends_on_events(tensor)]
         context = self._context = GlueContext()
         number = len(self.calls)
@@ -295,7 +297,7 @@ class Recorder:
             result = self._note_tainted(number, result, arguments, sources, context)
         elif name in VALUE_READS or name in VALUE_COPIES:
             self._note_everywhere(context.roots, arguments)
-        elif not (context.writes or tensors_of(result)):
+        elif not (context.writes or [*tensors_in(result)]):
             self._note_everywhere(context.roots, [])
         elif context.state and self.usages:
             self._note_state_written(number, result, arguments)

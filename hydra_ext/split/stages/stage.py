@@ -24,8 +24,9 @@ from hydra_ext.split.stages.ownership import buffers_of, parameters_of
 from hydra_ext.split.stages.randomness import EventRandomness
 from hydra_ext.split.stages.run import OtherWay, StageDone, StageRun
 from hydra_ext.split.stages.stand_ins import device_of, is_absent
-from hydra_ext.split.stages.tensors import Arrival, StandIns, named_tensors, own_copy
+from hydra_ext.split.stages.tensors import Arrival, StandIns
 from hydra_ext.split.stages.watch import StandInWatch
+from hydra_ext.state.arguments import named_tensors, own_copy
 from hydra_ext.state.copies import sharing
 from hydra_ext.state.layout import copied
 from hydra_ext.state.randomness import RandomState

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -12,13 +13,14 @@ from hydra_ext.state.snapshot import Snapshot
 
 
 @contextmanager
-def unchanged_modules(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds.
+def unchanged(model: nn.Module, microbatch: Any) -> Iterator[None]:
+    """Puts back afterwards what is set, replaced, added or removed in any module, in the microbatch, and in whatever
+    they hold.
 
     Raises:
         SplitError: an iterator there has gone on.
     """
-    before = Snapshot(model)
+    before = Snapshot(model, microbatch)
     try:
         yield
     finally:
@@ -33,7 +35,7 @@ def refuse_iterators(before: Snapshot) -> None:
     """
     for iterator in before.moved_iterators():
         raise SplitError(
-            f"the forward takes from a {type(iterator).__name__} that a module holds, which a forward that does not "
-            "count cannot put back: count in a number instead, take what it gives outside of the model, or give "
-            "stages= explicitly"
+            f"the forward takes from a {type(iterator).__name__} that a module, or the microbatch, holds, which a "
+            "forward that does not count cannot put back: count in a number instead, take what it gives outside of "
+            "the model, or give stages= explicitly"
         )
