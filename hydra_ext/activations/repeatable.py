@@ -7,11 +7,9 @@ cannot be known, and so what a repetition saves is compared with what the call s
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import _StopRecomputationError
 
 from hydra_ext import _C
-from hydra_ext.activations.module_state import Hold, ModuleState
+from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.state.contents import tuple_of
-from hydra_ext.state.randomness import HostRandomness
+from hydra_ext.state.arguments import Arguments, tensors_in
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
 Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -73,10 +71,11 @@ class RepeatableCall:
         self._call = call
         self._in_full = in_full
         self._hold = hold
-        self._arguments, self.tensors = without_tensors((args, kwargs))
+        self._arguments = Arguments((args, kwargs))
+        self.tensors, self._arguments.tensors = self._arguments.tensors, []
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._state: ModuleState | None = None
-        self._random: HostRandomness | None = None
+        self._state: CallState | None = None
+        self._random: RandomState | None = None
         self._saved = _C.SavedDigest([])
         self._given = self._saved
 
@@ -86,8 +85,8 @@ class RepeatableCall:
             return self.again(tensors)
         (args, kwargs), self._first = self._first, None
         self.tensors = []
-        state = ModuleState(self._module)
-        self._random = HostRandomness()
+        state = CallState(self._module)
+        self._random = RandomState(own=self._arguments.sources)
         self._saved = _C.SavedDigest([*self._module.parameters()])
         with added_to(self._saved):
             output = self._call(args, kwargs)
@@ -112,18 +111,14 @@ class RepeatableCall:
         """
         if self._state is None or self._random is None:
             raise RuntimeError("a call is repeated that has not ended")
-        args, kwargs = with_tensors(self._arguments, [_by_itself(tensor) for tensor in tensors])
+        args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
-        now = HostRandomness()
-        self._random.restore()
         try:
-            with self._state.in_place() as trace, added_to(saved, trace.note_saved):
+            with self._random.in_place(), self._state.in_place() as trace, added_to(saved, trace.note_saved):
                 output = self._call(args, kwargs)
         except _StopRecomputationError:  # all is there that was saved
             self._check(saved, self._state)
             raise
-        finally:
-            now.restore()
         self._check(saved, self._state)
         if self._in_full:
             self._compare(self._digest_of(output), self._given)
@@ -135,7 +130,7 @@ class RepeatableCall:
             digest.add(tensor)
         return digest
 
-    def _check(self, saved: _C.SavedDigest, state: ModuleState) -> None:
+    def _check(self, saved: _C.SavedDigest, state: CallState) -> None:
         if state.escaped:
             raise self.deviation()
         self._compare(saved, self._saved)
@@ -183,86 +178,3 @@ def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: 
 
 def _by_itself(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class _Place:
-    """Where a tensor was in nested arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@not_traced
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for item in fields(value):
-            yield from tensors_in(getattr(value, item.name, None))
-
-
-@not_traced
-def without_tensors(value: Any) -> tuple[Any, list[Tensor]]:
-    """The value with its containers copied, however deep, and its tensors, each once, which it has no more."""
-    found: dict[int, _Place] = {}
-    tensors: list[Tensor] = []
-
-    def place(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        if id(part) not in found:
-            found[id(part)] = _Place(len(tensors))
-            tensors.append(part)
-        return found[id(part)]
-
-    return _copy(value, place, {}), tensors
-
-
-@not_traced
-def with_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """A copy of what :func:`without_tensors` gave, with tensors in their places."""
-    return _copy(value, lambda part: tensors[part.number] if isinstance(part, _Place) else part, {})
-
-
-@not_traced
-def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    """Containers are copied; for tensors, modules and torch's own objects ``shared`` says what takes their place."""
-    if _is_shared(value):
-        return shared(value)
-    if id(value) in known:
-        return known[id(value)][0]
-    if isinstance(value, tuple):
-        return tuple_of(value, [_copy(part, shared, known) for part in value])
-    made = copy.copy(value)
-    known[id(value)] = (made, value)  # the original is held so that no other object takes its identity
-    if isinstance(value, list):
-        made[:] = [_copy(part, shared, known) for part in value]
-    elif isinstance(value, dict):
-        for key in value:
-            dict.__setitem__(made, key, _copy(value[key], shared, known))
-    if hasattr(value, "__dict__"):
-        for key, part in value.__dict__.items():
-            made.__dict__[key] = _copy(part, shared, known)
-    return made
-
-
-def _is_shared(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, (list, dict, set, tuple)):
-        return False
-    return (
-        not hasattr(value, "__dict__")
-        or callable(value)
-        or isinstance(value, (type, ModuleType))
-        or type(value).__module__.partition(".")[0] == "torch"
-    )

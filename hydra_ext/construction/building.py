@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_ext.construction.operations import is_gone, storage_of, weak
+from hydra_ext.construction.operations import storage_of
 from hydra_ext.construction.surroundings import Surroundings
 from hydra_ext.construction.withholding import Missing, Withholding
 from hydra_ext.errors import StateError, UnsupportedModel
+from hydra_ext.state.memory import is_gone, weak
 from hydra_ext.state.randomness import RandomState
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree
+
+from hydra_ext.state.arguments import tensors_in
 
 # Operations that read only the shapes of their tensor arguments.
 SHAPE_ONLY = frozenset(
@@ -33,15 +33,6 @@ _OVERWRITING = frozenset(
 DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _WORTH_GIVING_BACK = 2**18  # bytes
 _c_library = ctypes.CDLL(None)
-
-
-def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """A weak reference. While it exists, no other storage has the same address."""
-    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-
-def is_gone(storage: StorageWeakRef) -> bool:
-    return bool(storage.expired())  # type: ignore[no-untyped-call]
 
 
 def may_be_given_back(storage: torch.UntypedStorage) -> bool:
@@ -75,10 +66,6 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except RuntimeError:  # a subclass without memory of its own
         return None
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in _pytree.tree_iter(tree) if isinstance(leaf, Tensor))
 
 
 def operands_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:

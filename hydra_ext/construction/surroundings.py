@@ -26,12 +26,10 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Runs the body with this state, and puts the present one back."""
-        before = Surroundings.now()
         with ExitStack() as entered:
-            entered.callback(before.random.restore)
-            entered.callback(torch.set_default_dtype, before.dtype)
+            entered.enter_context(self.random.in_place())
+            entered.callback(torch.set_default_dtype, torch.get_default_dtype())
             entered.enter_context(torch.inference_mode(False))
             entered.enter_context(torch.set_grad_enabled(self.grad_enabled))
             torch.set_default_dtype(self.dtype)
-            self.random.restore()
             yield

@@ -37,15 +37,14 @@ from hydra_ext.construction.operations import (
     ROOM_ELEMENTS,
     SHAPE_ONLY,
     give_back,
-    is_gone,
     may_be_given_back,
     only_result,
     operands_of,
     overwrites,
     storage_of,
-    tensors_in,
-    weak,
 )
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import is_gone, weak
 
 # Functions that return a tensor's address, or read its memory without an operation.
 _RAW = frozenset(

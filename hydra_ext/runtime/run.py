@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hydra_ext import _C
-from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import InvalidArgument, StateError
@@ -36,6 +35,7 @@ from hydra_ext.runtime.rounds.microbatch import Microbatch, Work, checked_seeds
 from hydra_ext.runtime.rounds.step import Reduction, StepOutput, Stepper
 from hydra_ext.runtime.saving.run_checkpoint import RunCheckpoint
 from hydra_ext.runtime.updates import Updates
+from hydra_ext.state.arguments import tensors_in
 from hydra_ext.tracing import not_traced
 
 if TYPE_CHECKING:

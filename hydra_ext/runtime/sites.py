@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from hydra_ext import _C
-from hydra_ext.activations.repeatable import tensors_in
 from hydra_ext.blocks import Site
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.runtime.rounds import fibers
+from hydra_ext.state.arguments import tensors_in
 from hydra_ext.tracing import not_traced
 
 

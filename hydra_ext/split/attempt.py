@@ -8,24 +8,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.split.rehearsal.notes import Undo
 from hydra_ext.split.stages.run import OtherWay
 from hydra_ext.split.stages.stand_ins import is_absent
-from hydra_ext.split.stages.tensors import named_tensors
 from hydra_ext.split.state.carried import attribute_tensors
-from hydra_ext.split.state.generators import GeneratorStates
 from hydra_ext.split.state.lasting import Lasting
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.arguments import named_tensors
+from hydra_ext.state.memory import Undo
+from hydra_ext.state.randomness import RandomState
+from hydra_ext.state.snapshot import Snapshot
 
 
 @contextmanager
 def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
     """As before if it ends with OtherWay: modules and the microbatch, what the forward writes to, and generators."""
-    held = HeldBefore(model, microbatch)
+    held = Snapshot(model, microbatch)
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):
         undo.before_write(tensor)
-    generators = GeneratorStates(lasting.generators)
+    generators = RandomState(host=False, own=lasting.alive())
     try:
         yield
     except OtherWay:

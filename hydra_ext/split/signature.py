@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from hydra_ext.split.opened import opened
 from hydra_ext.split.rehearsal.record import PLAIN
-from hydra_ext.split.stages.tensors import Absent, named_tensors
+from hydra_ext.split.stages.tensors import Absent
+from hydra_ext.state.arguments import named_tensors, opened
 from hydra_ext.state.copies import sharing
 from hydra_ext.state.layout import order_of
 

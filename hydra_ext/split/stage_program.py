@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydra_ext.state.randomness import seed_host_randomness
+from hydra_ext.state.randomness import seed_generators
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def reseed(seed: int) -> None:
     ``torch.manual_seed`` does it, but where nothing else than the CPU is there it formats its caller's stack each time,
     for a GPU that might appear: a tenth of a millisecond and more.
     """
-    if torch.accelerator.is_available():
+    everywhere = torch.accelerator.is_available()
+    if everywhere:
         torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-    seed_host_randomness(seed)
+    seed_generators(seed, () if everywhere else [torch.default_generator])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -18,10 +17,12 @@ from torch import Tensor, nn
 
 from hydra_ext.state.foreign import for_each_class, is_foreign, is_of_library
 from hydra_ext.state.iterators import is_iterator, parts, position
-from hydra_ext.state.randomness import is_default
+from hydra_ext.state.randomness import is_of_process, way_of
 
 # Of these nothing is to be saved, and nothing is in them.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)  # names: of hooks, flags, and what a module holds
 _CODE = {FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType, cached_property}
 _COMPARED = 1 << 24  # bytes of an array
 
@@ -61,7 +62,7 @@ def _kinds_of(kind: type) -> tuple[Kind, ...]:
         return (ATTRIBUTES,)
     if issubclass(kind, np.ndarray):
         return _ARRAYS
-    if any(issubclass(kind, each) for each in _states()):
+    if way_of(kind) is not None:
         return _SOURCES
     for content, kinds in ((MAPPING, dict), (SEQUENCE, (list, deque)), (SET, set), (FIXED, (tuple, frozenset))):
         if issubclass(kind, kinds):
@@ -81,11 +82,7 @@ def has_state(value: Any) -> bool:
         return False
     if isinstance(value, np.ndarray):
         return value.flags.writeable
-    if any(value is each for each in (random.getstate.__self__, np.random.get_state.__self__)):  # type: ignore[attr-defined]
-        return False
-    if isinstance(value, torch.Generator):
-        return not is_default(value)
-    return _state_of(value) is not None
+    return not is_of_process(value)
 
 
 def comparable(value: Any) -> Any:
@@ -296,39 +293,16 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 ARRAY = Kind(lambda value: np.array(value), _set_array, _members_of_array, lambda saved, to: saved)
 
-_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
-
-
-@cache
-def _states() -> dict[type, _Way]:
-    """Of each class of sources of random numbers. Asked for when there is one: numpy's take long to import."""
-    return {
-        torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
-        random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
-        np.random.RandomState: (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
-        np.random.BitGenerator: (lambda it: it.state, lambda it, state: setattr(it, "state", state)),
-        np.random.Generator: (
-            lambda it: it.bit_generator.state,
-            lambda it, state: setattr(it.bit_generator, "state", state),
-        ),
-    }
-
-
-def _state_of(source: Any) -> _Way | None:
-    if isinstance(source, random.SystemRandom):
-        return None
-    return next((each for kind, each in _states().items() if isinstance(source, kind)), None)
-
 
 def _save_source(source: Any) -> Any:
-    found = _state_of(source)
-    return found[0](source) if found is not None else None
+    way = way_of(type(source))
+    return way[0](source) if way is not None else None
 
 
 def _set_source(source: Any, state: Any) -> None:
-    found = _state_of(source)
-    if found is not None:
-        found[1](source, state)
+    way = way_of(type(source))
+    if way is not None:
+        way[1](source, state)
 
 
 def _compared(state: Any) -> Any:

@@ -1,7 +1,4 @@
-"""The random states of a process: torch's, that of Python's ``random``, and that of numpy's global generator.
-
-Generators of the user's own (``random.Random``, ``numpy.random.default_rng``, ``torch.Generator``) are not among them:
-:class:`OwnRandomness` holds those that it is given.
+"""The states of generators of random numbers: torch's, Python's and numpy's global ones, and the user's own.
 
 Python takes 15 microseconds to say its state, numpy 50. Whether a generator has moved is seen in less than one: the
 bytes of the object that it is are compared, and what they mean does not matter. States are read and set by the public
@@ -11,10 +8,11 @@ functions alone, and read only where the bytes have changed since they were read
 from __future__ import annotations
 
 import _random
+import copy
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 
 from hydra_ext import _C
+from hydra_ext.state.foreign import for_each_class
 
 _HEADER: int = object.__basicsize__  # references and type: what every object begins with
 _TWISTER_BYTES = 2500  # of 624 words and a position
@@ -40,106 +39,85 @@ def is_default(generator: torch.Generator) -> bool:
     return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
 
 
-class TorchRandomness:
-    """The states of torch's ``generators``, as they were noted last: at first when this was made."""
-
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        self._generators = generators
-        self.note()
-
-    def note(self) -> None:
-        self._states = _C.random_states(self._generators)
-
-    def restore(self) -> None:
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-
-    def equals(self, other: TorchRandomness) -> bool:
-        """Whether both noted the same states."""
-        return all(map(torch.equal, self._states, other._states))
-
-    def seed(self, seed: int) -> None:
-        """Notes what ``torch.manual_seed(seed)`` would leave. The generators stay where they are."""
-        now = _C.random_states(self._generators)
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        self.note()
-        for generator, state in zip(self._generators, now, strict=True):
-            generator.set_state(state)
-
-
-class HostRandomness:
-    """The states of Python's ``random`` and of numpy's global generator, as they were noted last: at first when this
-    was made. numpy imports its generators late: while it has not, there is nothing to restore."""
-
-    def __init__(self) -> None:
-        self.note()
-
-    def note(self) -> None:
-        self._python, self._numpy = _PYTHON.now(), _NUMPY.now()
-
-    @property
-    def moved(self) -> bool:
-        """Whether a generator is elsewhere than it was. Takes about a microsecond."""
-        return not (_PYTHON.is_at(self._python) and _NUMPY.is_at(self._numpy))
-
-    def restore(self) -> None:
-        _PYTHON.put(self._python)
-        _NUMPY.put(self._numpy)
-
-
 class RandomState:
-    """All three, for a computation on ``device``, as they were noted last: at first when this was made.
+    """The states of generators, as they were captured last: at first when this was made.
 
-    Attributes:
-        torch: those of torch's generators.
-        host: those of Python's and numpy's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.torch = TorchRandomness(generators(device))
-        self.host = HostRandomness()
-
-    def note(self) -> None:
-        self.torch.note()
-        self.host.note()
-
-    def restore(self) -> None:
-        self.torch.restore()
-        self.host.restore()
-
-
-class OwnRandomness:
-    """The states of generators that are not the process's, as they were when this was made.
+    numpy imports its generators late: while it has not, there is nothing of it to restore.
 
     Args:
-        values: any; what is no generator is left out.
+        device: of a computation whose generators of torch are among them; None for none of torch's.
+        host: whether Python's and numpy's global ones are.
+        own: others; what is no generator is left out.
     """
 
-    def __init__(self, values: Iterable[Any]) -> None:
-        ways = _ways()
-        found = [value for value in values if is_generator(value)]
-        self._states = [(ways[type(value)][1], value, ways[type(value)][0](value)) for value in found]
+    def __init__(self, device: torch.device | None = None, *, host: bool = True, own: Iterable[Any] = ()) -> None:
+        self._generators = generators(device) if device is not None else []
+        self._has_host = host
+        self._own = [(source, way) for source in own if (way := way_of(type(source))) is not None]
+        self.capture()
+
+    def capture(self) -> None:
+        self._torch = _C.random_states(self._generators) if self._generators else []
+        if self._has_host:
+            self._python, self._numpy = _PYTHON.now(), _NUMPY.now()
+        self._states = [read(source) for source, (read, _) in self._own]
 
     def restore(self) -> None:
-        for put, value, state in self._states:
-            put(value, state)
+        for generator, state in zip(self._generators, self._torch, strict=True):
+            generator.set_state(state)
+        if self._has_host:
+            _PYTHON.put(self._python)
+            _NUMPY.put(self._numpy)
+        for (source, (_, write)), state in zip(self._own, self._states, strict=True):
+            write(source, state)
 
-    def now(self) -> OwnRandomness:
+    def now(self) -> RandomState:
         """Of the same generators."""
-        return OwnRandomness([value for _, value, _ in self._states])
+        now = copy.copy(self)
+        now.capture()
+        return now
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The generators are meanwhile as they were, and afterwards where they are now."""
+        now = self.now()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    @property
+    def host_moved(self) -> bool:
+        """Whether Python's generator or numpy's is elsewhere than it was. Takes about a microsecond."""
+        return not (_PYTHON.is_at(self._python) and _NUMPY.is_at(self._numpy))
+
+    def equals_in_torch(self, other: RandomState) -> bool:
+        """Whether torch's generators were in the same states."""
+        return all(map(torch.equal, self._torch, other._torch))
+
+    def seed(self, seed: int) -> None:
+        """Captures what :func:`seed_generators` would leave; the generators stay where they are."""
+        now = self.now()
+        seed_generators(seed, self._generators, host=self._has_host)
+        self.capture()
+        now.restore()
 
 
-def seed_host_randomness(seed: int) -> None:
-    """``random.seed(seed)``, and ``numpy.random.seed`` with the lower 32 bits, which is all that it takes."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+def seed_generators(seed: int, generators: Iterable[torch.Generator], *, host: bool = True) -> None:
+    """As ``torch.manual_seed(seed)`` does; ``host``: and as ``random.seed(seed)``, and ``numpy.random.seed`` with the
+    lower 32 bits, which is all that it takes."""
+    for generator in generators:
+        generator.manual_seed(seed)
+    if host:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 @contextmanager
 def host_randomness_kept() -> Iterator[None]:
     """Python's and numpy's states are afterwards where they were."""
-    before = HostRandomness()
+    before = RandomState()
     try:
         yield
     finally:
@@ -147,27 +125,34 @@ def host_randomness_kept() -> Iterator[None]:
 
 
 # ---- generators of the user's own -----------------------------------------------------------------------------------
-_Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # what reads a state, and what sets it
-_WAYS: dict[type, _Way] = {
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # what reads a state, and what sets it
+_WAYS: dict[type, Way] = {
+    torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
+    random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
 }
-_NUMPYS: dict[str, _Way] = {
-    "Generator": (lambda it: it.bit_generator.state, lambda it, state: setattr(it.bit_generator, "state", state)),
+_NUMPYS: dict[str, Way] = {
     "RandomState": (lambda it: it.get_state(legacy=False), lambda it, state: it.set_state(state)),
+    "BitGenerator": (lambda it: it.state, lambda it, state: setattr(it, "state", state)),
+    "Generator": (lambda it: it.bit_generator.state, lambda it, state: setattr(it.bit_generator, "state", state)),
 }
 
 
-def is_generator(value: Any) -> bool:
-    """Whether it is one that :class:`OwnRandomness` knows."""
-    return type(value) in _ways()
+@for_each_class
+def way_of(kind: type) -> Way | None:
+    """None where objects of this class are no generators, or such as have no state."""
+    if issubclass(kind, random.SystemRandom):
+        return None
+    module = sys.modules.get("numpy.random")  # takes long to import, and without it there are none
+    numpys = {} if module is None else {getattr(module, name): way for name, way in _NUMPYS.items()}
+    return next((way for known, way in (_WAYS | numpys).items() if issubclass(kind, known)), None)
 
 
-def _ways() -> dict[type, _Way]:
-    module = sys.modules.get("numpy.random")
-    if module is not None and module.Generator not in _WAYS:
-        _WAYS.update({getattr(module, name): way for name, way in _NUMPYS.items()})
-    return _WAYS
+def is_of_process(source: Any) -> bool:
+    """Whether it is a global one of Python's, numpy's or torch's."""
+    if isinstance(source, torch.Generator):
+        return is_default(source)
+    numpys = sys.modules.get("numpy.random.mtrand")
+    return source is _PYTHONS or (numpys is not None and source is numpys._rand)
 
 
 # ---- one generator --------------------------------------------------------------------------------------------------
@@ -216,12 +201,14 @@ def _bytes_of(value: object, kind: type) -> Callable[[], bytes]:
     return lambda: memory.raw if value is not None else b""  # holds the object whose memory it is
 
 
+_PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
+
+
 def _python() -> _Source:
-    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     if _random.Random.__basicsize__ < _HEADER + _TWISTER_BYTES:  # its state is elsewhere
         return _Source(random.getstate, random.getstate, random.setstate)
-    content = _bytes_of(generator, _random.Random)
-    return _Source(lambda: (content(), generator.gauss_next), random.getstate, random.setstate)
+    content = _bytes_of(_PYTHONS, _random.Random)
+    return _Source(lambda: (content(), _PYTHONS.gauss_next), random.getstate, random.setstate)
 
 
 class _Numpy:

@@ -15,8 +15,8 @@ from hydra_ext.errors import SplitError
 from hydra_ext.split.kinds import KINDS_KEPT
 from hydra_ext.split.signature import signature_of
 from hydra_ext.split.stages.stage import _with_own_written
-from hydra_ext.split.stages.tensors import own_copy
 from hydra_ext.split.state.lasting import Lasting
+from hydra_ext.state.arguments import own_copy
 from support.split.split_models import Batch
 from support.split.split_models_more import Dense
 from support.split.split_models_own import Stack, picture_loss, pictures, text, text_loss

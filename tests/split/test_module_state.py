@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError, UnsupportedModel
 from hydra_ext.pipeline import Pipeline
-from hydra_ext.split.state.module_state import ModuleState
+from hydra_ext.split import is_absent
+from hydra_ext.state.module_state import ModuleState
 from support.pipeline.pipelines import sgd
 from support.split.split_models import Batch
 from support.split.split_models_own import Stack, text, text_loss
@@ -32,7 +33,7 @@ class Holder(nn.Module):
 def test_everything_that_a_module_holds_is_put_back() -> None:
     model = Holder()
     tensor, counted, members = model.tensor, model.counted, model.members
-    before = ModuleState.now([model]).copied()
+    before = ModuleState.now([model]).copied(apart=is_absent)
     model.number, model.more = 2, "new"  # type: ignore[assignment]
     model.members.append("more")
     for written in (model.tensor, model.counted, model.members[0], model.named["one"]):
@@ -69,7 +70,7 @@ def test_a_graph_is_not_kept_and_nothing_goes_back_through_it_unseen() -> None:
     model = Holder()
     weight = torch.ones(2, requires_grad=True)
     model.tensor = weight * 2
-    before = ModuleState.now([model]).copied()
+    before = ModuleState.now([model]).copied(apart=is_absent)
     before.put()
     model.tensor.sum().backward()  # it is there still, with its graph
     assert weight.grad is not None

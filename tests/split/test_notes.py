@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hydra_ext.split.rehearsal.notes import ByStorage, Undo
+from hydra_ext.state.memory import ByStorage, Undo
 
 
 def test_views_are_known_by_the_memory_they_share() -> None:

@@ -19,7 +19,7 @@ from hydra_ext.errors import SplitError
 from hydra_ext.pipeline.stages.chain import ChainStage
 from hydra_ext.split import time_events
 from hydra_ext.split.stage_program import event_seed
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.snapshot import Snapshot
 from support.split.split_models import Batch
 from support.split.split_models_own import Layer, Stack, text, text_loss
 from support.split.split_side_effects import (
@@ -55,6 +55,48 @@ def test_a_first_run_that_took_another_way_leaves_nothing(name: str) -> None:
     assert boundary > 3  # the first stage sees the other way
     expected = run_plainly(model, text_loss, both)
     assert_same(run(model, text_loss, both, [boundary], rehearsal), expected)
+
+
+@dataclass(eq=False)
+class Sample:
+    """What a forward changes in it, it may change once."""
+
+    x: Tensor
+    labels: Tensor
+    calls: int = 0
+
+
+class Holder:
+    def __init__(self, sample: Sample) -> None:
+        self.samples = [sample]
+
+
+def test_a_rehearsal_leaves_what_is_in_objects_of_the_microbatch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+
+    def loss(model: nn.Module, holder: Holder) -> Tensor:
+        sample = holder.samples[0]
+        sample.calls += 1
+        sample.x = sample.x * (1 + sample.calls)
+        holder.samples.append(sample)
+        return (model(sample.x) * sample.labels).sum()
+
+    def holders() -> list[Holder]:
+        return [Holder(Sample(torch.full((2, 3, 32), float(number + 1)), torch.ones(2, 3, 32))) for number in range(2)]
+
+    made = holders()
+    rehearsal = rehearsed(model, loss, made[0])
+    assert (made[0].samples[0].calls, len(made[0].samples)) == (0, 1)
+    assert torch.equal(made[0].samples[0].x, torch.ones(2, 3, 32))
+    expected = run_plainly(model, loss, holders())
+    assert_same(run(model, loss, made, rehearsal.possible_cuts[-1:], rehearsal), expected)
+
+
+def test_an_iterator_in_the_microbatch_that_goes_on_is_refused() -> None:
+    model = nn.Sequential(Layer(), Layer())
+    with pytest.raises(SplitError, match="or the microbatch, holds"):
+        rehearsed(model, lambda model, given: model(next(given["xs"])).sum(), {"xs": iter([torch.ones(2, 3, 32)] * 4)})
 
 
 def test_a_first_run_that_took_another_way_leaves_the_microbatch() -> None:
@@ -363,7 +405,7 @@ def test_modules_get_back_what_was_in_what_they_hold(name: str) -> None:
     module = nn.Module()
     module.held = make()
     held, before = module.held, shown(module.held)
-    state = HeldBefore(module)
+    state = Snapshot(module)
     change(module.held)
     module.new = 1
     assert shown(module.held) != before

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hydra_ext.state.randomness import HostRandomness, RandomState, TorchRandomness, host_randomness_kept
+from hydra_ext.state.randomness import RandomState, host_randomness_kept
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "random": random.random,
@@ -47,30 +47,30 @@ def test_what_was_drawn_is_drawn_again(name: str, draws: int) -> None:
         DRAWS[name]()
         random.getrandbits(32)
         np.random.rand()
-    host = HostRandomness()
-    assert not host.moved
+    host = RandomState()
+    assert not host.host_moved
     first = DRAWS[name]()
-    assert host.moved
+    assert host.host_moved
     host.restore()
-    assert not host.moved
+    assert not host.host_moved
     assert DRAWS[name]() == first
 
 
 @pytest.mark.parametrize("name", ["gauss", "numpy normal"])
 def test_the_second_of_a_pair_of_normal_numbers_counts(name: str) -> None:
     DRAWS[name]()
-    host = HostRandomness()
+    host = RandomState()
     first = DRAWS[name]()
-    assert host.moved
+    assert host.host_moved
     host.restore()
     assert DRAWS[name]() == first
 
 
 def test_one_that_was_noted_again_goes_to_the_later_state() -> None:
-    host = HostRandomness()
+    host = RandomState()
     random.random()
-    host.note()
-    assert not host.moved
+    host.capture()
+    assert not host.host_moved
     first = random.random(), np.random.rand()
     host.restore()
     assert (random.random(), np.random.rand()) == first
@@ -79,7 +79,7 @@ def test_one_that_was_noted_again_goes_to_the_later_state() -> None:
 def test_states_of_several_moments_are_kept_apart() -> None:
     moments, drawn = [], []
     for _ in range(3):
-        moments.append(HostRandomness())
+        moments.append(RandomState())
         drawn.append((random.random(), np.random.randn()))
     for moment, numbers in [*zip(moments, drawn, strict=True)][::-1]:
         moment.restore()
@@ -88,22 +88,22 @@ def test_states_of_several_moments_are_kept_apart() -> None:
 
 def test_another_generator_behind_numpys_is_followed() -> None:
     np.random.set_bit_generator(np.random.PCG64(3))
-    host = HostRandomness()
-    assert not host.moved
+    host = RandomState()
+    assert not host.host_moved
     first = np.random.rand()
-    assert host.moved
+    assert host.host_moved
     host.restore()
     assert np.random.rand() == first
 
 
 def test_nothing_that_is_only_looked_at_counts() -> None:
-    host = HostRandomness()
+    host = RandomState()
     random.getstate()
     np.random.get_state()
     random.Random(3).random()
     np.random.default_rng(3).random()
     torch.rand(3)
-    assert not host.moved
+    assert not host.host_moved
 
 
 def test_torchs_are_among_all_three() -> None:
@@ -117,7 +117,7 @@ def test_torchs_are_among_all_three() -> None:
 
 def test_a_seed_is_noted_and_nothing_moves() -> None:
     before = torch.get_rng_state()
-    noted = TorchRandomness([torch.default_generator])
+    noted = RandomState(torch.device("cpu"), host=False)
     noted.seed(5)
     assert torch.equal(torch.get_rng_state(), before)
     noted.restore()
@@ -127,8 +127,46 @@ def test_a_seed_is_noted_and_nothing_moves() -> None:
     torch.set_rng_state(before)
 
 
+def test_a_seed_is_noted_of_pythons_and_numpys_too() -> None:
+    host = RandomState()
+    seeded = RandomState()
+    seeded.seed(2**40 + 3)
+    assert not host.host_moved
+    with seeded.in_place():
+        drawn = random.random(), np.random.rand()
+    assert not host.host_moved
+    random.seed(2**40 + 3)
+    np.random.seed(3)
+    assert drawn == (random.random(), np.random.rand())
+
+
+class OwnRandom(random.Random):
+    pass
+
+
+OWN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "torch": (torch.Generator(), lambda it: float(torch.rand((), generator=it))),
+    "python": (OwnRandom(3), lambda it: it.random()),
+    "numpy": (np.random.default_rng(3), lambda it: it.random()),
+    "numpy's bits": (np.random.PCG64(3), lambda it: it.random_raw()),
+    "numpy's older ones": (np.random.RandomState(3), lambda it: it.rand()),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_generators_of_the_users_own(name: str) -> None:
+    source, draw = OWN[name]
+    state = RandomState(host=False, own=[source, 3, None, random.SystemRandom()])
+    first, second = draw(source), draw(source)
+    with state.in_place():
+        assert draw(source) == first
+    third = draw(source)
+    state.restore()
+    assert [draw(source) for _ in range(3)] == [first, second, third]
+
+
 def test_both_are_kept_over_an_error() -> None:
-    host = HostRandomness()
+    host = RandomState()
 
     @host_randomness_kept()
     def failing() -> None:
@@ -138,18 +176,18 @@ def test_both_are_kept_over_an_error() -> None:
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert not host.moved
+    assert not host.host_moved
 
 
 def test_numpys_generators_may_be_imported_later() -> None:
     program = """
 import sys
-from hydra_ext.state.randomness import HostRandomness
+from hydra_ext.state.randomness import RandomState
 import numpy
 for name in [name for name in sys.modules if name.startswith("numpy.random")]:
     del sys.modules[name]  # as where nothing has used them
-host = HostRandomness()
-assert not host.moved
+host = RandomState()
+assert not host.host_moved
 host.restore()
 assert "numpy.random" not in sys.modules
 """

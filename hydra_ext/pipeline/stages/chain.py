@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_ext.errors import StateError, UnsupportedModel
-from hydra_ext.pipeline.stages.lent import Lent
 from hydra_ext.runtime.rounds.microbatch import split
 from hydra_ext.split.stage_program import Crossing, StagePass, event_seed, reseed
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import LastingMemory
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
@@ -77,8 +78,8 @@ class ChainStage:
         value = self._module(value)
         reseed(event_seed(seed, self._index, after=True))
         if not self._last:
-            lent = Lent(self._module, microbatch if box is None else None)
-            return ChainPass.handing_on(box, value, lent, f"stage {self._index}")
+            lasting = LastingMemory(self._module, *((microbatch, *tensors_in(microbatch)) if box is None else ()))
+            return ChainPass.handing_on(box, value, lasting, f"stage {self._index}")
         return ChainPass.ending(box, fn(value, microbatch), divisor)
 
 
@@ -101,10 +102,10 @@ class ChainPass:
         self.metrics = metrics
 
     @classmethod
-    def handing_on(cls, box: ArrivalBox | None, value: Any, lent: Lent, owner: str) -> ChainPass:
+    def handing_on(cls, box: ArrivalBox | None, value: Any, lasting: LastingMemory, owner: str) -> ChainPass:
         """The module of a stage before the last has returned this value."""
         tensors, structure = take_apart(value, owner)
-        own = tuple(lent.own(tensor) for tensor in tensors)
+        own = tuple(lasting.own(tensor) for tensor in tensors)
         return cls(box, tensors, leaving=Crossing(own, tuple(t.requires_grad for t in tensors), structure))
 
     @classmethod

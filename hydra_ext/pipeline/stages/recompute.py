@@ -14,8 +14,9 @@ from hydra_ext.pipeline.stages.kept import twice
 from hydra_ext.pipeline.stages.remembered import RememberingPass
 from hydra_ext.split.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.split.stages.stage import SplitPass
-from hydra_ext.split.state.module_state import ModuleState
+from hydra_ext.split.stages.stand_ins import is_absent
 from hydra_ext.state.layout import copied
+from hydra_ext.state.module_state import ModuleState
 
 
 class RecomputedStage:
@@ -53,12 +54,12 @@ class _RecomputedPass:
         self._autocast = _autocast_states()
         # Other microbatches write there (the statistics of a batch norm) before this one is run again, and its graph
         # must not see that either. All are copied, since what a batch norm writes shows in no version counter.
-        self._before: ModuleState | None = ModuleState.now(modules).copied()
+        self._before: ModuleState | None = ModuleState.now(modules).copied(apart=is_absent)
         self._modules = modules
         first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
         self._leaving = first.leaving
         inner = first.inner if isinstance(first, RememberingPass) else first
-        self._generators = inner.generators.as_then() if isinstance(inner, SplitPass) else nullcontext()
+        self._generators = inner.generators.in_place() if isinstance(inner, SplitPass) else nullcontext()
         self.loss = first.loss
         self.metrics = first.metrics
 

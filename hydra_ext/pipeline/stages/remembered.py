@@ -18,7 +18,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction
 
 from hydra_ext.split.stage_program import Crossing, StagePass, StageProgram
-from hydra_ext.split.state.module_state import ATTRIBUTE, ModuleState, Place
+from hydra_ext.split.stages.stand_ins import is_absent
+from hydra_ext.state.module_state import ATTRIBUTE, ModuleState, Place
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class RememberingPass:
         self._stage = stage
         self._seen: ModuleState | None = seen
         # What a batch norm writes shows in no version counter, so that all is copied.
-        self._kept: ModuleState | None = seen.copied()
+        self._kept: ModuleState | None = seen.copied(apart=is_absent)
 
     @property
     def leaving(self) -> Crossing | None:

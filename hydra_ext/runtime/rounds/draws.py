@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from hydra_ext.state.contents import comparable
-from hydra_ext.state.randomness import HostRandomness
+from hydra_ext.state.randomness import RandomState
 
 
 class DrawOrder:
@@ -26,8 +26,8 @@ class DrawOrder:
     """
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
-        host = HostRandomness()
-        self._sources = [_Source("Python's or numpy's random numbers", lambda: host.moved, host.note)]
+        host = RandomState()
+        self._sources = [_Source("Python's or numpy's random numbers", lambda: host.host_moved, host.capture)]
         self._sources += [_of_a_module(generator) for generator in generators]
         self.turns = 0
         self.conflict = ""

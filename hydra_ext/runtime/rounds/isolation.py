@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_ext.activations.module_state import is_repeating
+from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.runtime.rounds import fibers
 from hydra_ext.runtime.rounds.order import Order
 from hydra_ext.runtime.rounds.undoing.accesses import ABSENT, Key
-from hydra_ext.state.randomness import TorchRandomness, generators
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
 _PLAIN = (bool, int, float, str)
@@ -42,11 +42,11 @@ class Surroundings:
     """The switches and torch's random state, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._random = TorchRandomness(generators(device))
+        self._random = RandomState(device, host=False)
         self._note_switches()
 
     def note(self) -> None:
-        self._random.note()
+        self._random.capture()
         self._note_switches()
 
     def _note_switches(self) -> None:

@@ -28,7 +28,7 @@ from hydra_ext.activations.repeatable import Call, Deviation, RepeatableCall
 from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.fibers import Fiber
-from hydra_ext.state.randomness import TorchRandomness, generators
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced, nothing_traced
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Repetition:
     call: RepeatableCall
     tensors: list[Tensor]
     context: _C.ThreadContext
-    random: TorchRandomness
+    random: RandomState
 
 
 class _SiteCall(RepeatableCall):
@@ -102,7 +102,7 @@ class Recomputation:
         self._calls[number] += 1
         repeatable = _SiteCall(self._kept, number, site, call, args, kwargs, in_full=in_full)
         context = _C.ThreadContext() if notes else None
-        random = TorchRandomness(generators(self._device)) if notes else None
+        random = RandomState(self._device, host=False) if notes else None
         tensors = repeatable.tensors
         # The tensors say which devices' random states to keep, too.
         output = checkpoint(repeatable, *tensors, use_reentrant=False, early_stop=not in_full)

@@ -28,7 +28,9 @@ from hydra_ext.split.rehearsal.record import (
 from hydra_ext.split.rehearsal.recorder import Recorder
 from hydra_ext.split.rehearsal.usage import Running, Usage
 from hydra_ext.split.stages.randomness import EventRandomness
-from hydra_ext.split.stages.tensors import Arrival, storage_key, tensors_of
+from hydra_ext.split.stages.tensors import Arrival
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import storage_key
 
 
 @dataclass
@@ -60,7 +62,7 @@ class EventRecorder:
     def event(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[EventDraft]:
         """The block's forward runs inside and puts what it returns into ``output``, which is changed at the end."""
         recorder = self._recorder
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         event = EventDraft(len(self.events), name, recorder.cuts.next_step(), len(recorder.calls))
         self.events.append(event)
         recorder.usages.append(Usage())

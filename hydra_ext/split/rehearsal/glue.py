@@ -18,7 +18,8 @@ from hydra_ext.split.rehearsal.recorder import Recorder
 from hydra_ext.split.rehearsal.usage import GlueContext
 from hydra_ext.split.rehearsal.values import Values
 from hydra_ext.split.stages.graph_nodes import GraphElsewhere
-from hydra_ext.split.stages.tensors import storage_key, tensors_of
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import storage_key
 
 
 class GlueRecorder:
@@ -35,7 +36,7 @@ class GlueRecorder:
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes the call and takes its number."""
         self._cuts.next_step()
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         sources = [tensor for tensor in arguments if self._values.depends_on_events(tensor)]
         context = self._context = GlueContext()
         number = len(self._recorder.calls)
@@ -54,7 +55,7 @@ class GlueRecorder:
             result = self._note_tainted(number, result, arguments, sources, context)
         elif name in VALUE_READS or name in VALUE_COPIES:
             self._note_everywhere(context.roots, arguments)
-        elif not (context.writes or tensors_of(result)):
+        elif not (context.writes or [*tensors_in(result)]):
             self._note_everywhere(context.roots, [])
         elif context.state and self._recorder.usages:
             self._note_state_written(number, result, arguments)

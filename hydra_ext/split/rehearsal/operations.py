@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from hydra_ext.split.stages.tensors import tensors_of
+from hydra_ext.state.arguments import tensors_in
 
 # They look at a tensor's shape only.
 _SHAPE_ONLY = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")} | {
@@ -54,12 +54,12 @@ class Operation:
     @staticmethod
     def of(function: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
         name = function._schema.name.partition("::")[2]
-        tensors = tensors_of((args, kwargs))
+        tensors = [*tensors_in((args, kwargs))]
         writes: list[Tensor] = []
         for i, argument in enumerate(function._schema.arguments):
             is_statistic = "batch_norm" in name and "backward" not in name and argument.name in _STATISTICS
             if is_statistic or (argument.alias_info is not None and argument.alias_info.is_write):
-                writes += tensors_of(args[i] if i < len(args) else kwargs.get(argument.name))
+                writes += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
         tags = function.tags
         return Operation(
             name=name,

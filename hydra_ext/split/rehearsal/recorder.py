@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hydra_ext.split.rehearsal.notes import ByStorage, Note, Root, Undo
+from hydra_ext.split.rehearsal.notes import Note, Root
 from hydra_ext.split.rehearsal.operations import Operation
 from hydra_ext.split.rehearsal.record import GlueCall
 from hydra_ext.split.rehearsal.usage import MADE_ONCE, Cuts, Running, Usage
 from hydra_ext.split.rehearsal.values import Values
 from hydra_ext.split.state.generators import DrawnGenerators
 from hydra_ext.split.state.lasting import Writes
+from hydra_ext.state.memory import ByStorage, Undo
 
 
 class Recorder:

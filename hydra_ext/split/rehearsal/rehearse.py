@@ -29,7 +29,6 @@ from hydra_ext.split.signature import signature_of
 from hydra_ext.split.stages.placing import PLACING, placed_in_rehearsal
 from hydra_ext.split.stages.randomness import EventRandomness
 from hydra_ext.split.stages.stand_ins import device_of, present, with_stand_ins
-from hydra_ext.split.stages.tensors import own_copy, tensors_of
 from hydra_ext.split.state.carried import (
     attribute_tensors,
     kept_elsewhere,
@@ -38,7 +37,8 @@ from hydra_ext.split.state.carried import (
     refuse_shared_generators,
 )
 from hydra_ext.split.state.plain_state import PlainReads, PlainState
-from hydra_ext.split.state.restoring import unchanged_modules
+from hydra_ext.split.state.restoring import unchanged
+from hydra_ext.state.arguments import own_copy, tensors_in
 from hydra_ext.state.randomness import host_randomness_kept
 
 
@@ -74,7 +74,7 @@ def rehearse(
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast that two events share would look like one event's
     try:
-        with host_randomness_kept(), unchanged_modules(model), with_stand_ins(model, device):
+        with host_randomness_kept(), unchanged(model, microbatch), with_stand_ins(model, device):
             before = dict(attribute_tensors(model))
             randomness = EventRandomness(device, seed)
             state = PlainState(recorder, model, fn)
@@ -176,9 +176,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._recorder.placing:
             return result
         if running is not None:
-            self._events.after(running, operation, tensors_of(result))
+            self._events.after(running, operation, [*tensors_in(result)])
         else:
-            self._glue.after(operation, tensors_of(result))
+            self._glue.after(operation, [*tensors_in(result)])
         return result
 
 

@@ -16,14 +16,15 @@ from hydra_ext.errors import SplitError
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.split.blocks import blocks_call, find_blocks
 from hydra_ext.split.rehearsal.glue_mode import away
-from hydra_ext.split.rehearsal.notes import Undo
 from hydra_ext.split.rehearsal.record import Rehearsal
 from hydra_ext.split.stages.randomness import EventRandomness
 from hydra_ext.split.stages.stand_ins import device_of, present, with_stand_ins
-from hydra_ext.split.stages.tensors import out_of_graph, own_copy, tensors_of
+from hydra_ext.split.stages.tensors import out_of_graph
 from hydra_ext.split.state.changes import ChangeWatch
 from hydra_ext.split.state.generators import DrawnGenerators, DrawWatch
-from hydra_ext.split.state.restoring import unchanged_modules
+from hydra_ext.split.state.restoring import unchanged
+from hydra_ext.state.arguments import own_copy, tensors_in
+from hydra_ext.state.memory import Undo
 from hydra_ext.state.randomness import host_randomness_kept
 
 
@@ -55,7 +56,7 @@ def time_events(
         try:
             with (
                 host_randomness_kept(),
-                unchanged_modules(model),
+                unchanged(model, microbatch),
                 with_stand_ins(model, device),
                 ChangeWatch(undo) as changes,
                 DrawWatch(drawn) as draws,
@@ -103,7 +104,7 @@ def _run(
             inside = False
         randomness.leave(number)
         with torch._C.DisableTorchFunction():
-            return out_of_graph(output, tensors_of((args, kwargs)))
+            return out_of_graph(output, [*tensors_in((args, kwargs))])
 
     randomness.begin()
     with blocks_call(blocks, call):

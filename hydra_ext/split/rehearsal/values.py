@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hydra_ext.errors import SplitError
-from hydra_ext.split.rehearsal.notes import ByStorage, Note
+from hydra_ext.split.rehearsal.notes import Note
 from hydra_ext.split.rehearsal.record import Key, Value
 from hydra_ext.split.rehearsal.usage import Cuts
-from hydra_ext.split.stages.tensors import storage_key, whole_of
+from hydra_ext.split.stages.tensors import whole_of
+from hydra_ext.state.memory import ByStorage, storage_key
 
 
 class Values:

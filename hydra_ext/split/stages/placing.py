@@ -12,8 +12,8 @@ from typing import Any
 from hydra_ext.runtime.arguments import bring_home, to_device
 from hydra_ext.split.rehearsal.notes import Note
 from hydra_ext.split.rehearsal.recorder import Recorder
-from hydra_ext.split.stages.tensors import tensors_of
 from hydra_ext.split.stages.watch import StandInWatch
+from hydra_ext.state.arguments import tensors_in
 
 PLACING = (to_device, bring_home)
 
@@ -25,7 +25,7 @@ def placed_in_rehearsal(recorder: Recorder, function: Callable[..., Any], args: 
     finally:
         recorder.placing = False
     if function is to_device:
-        for host, moved in zip(tensors_of(args[0]), tensors_of(result), strict=True):
+        for host, moved in zip(tensors_in(args[0]), tensors_in(result), strict=True):
             if moved is not host:
                 recorder.notes.put(moved, recorder.notes.get(host) or recorder.notes.put(host, Note(foreign=True)))
                 key = recorder.values.key_of(host)
@@ -35,10 +35,10 @@ def placed_in_rehearsal(recorder: Recorder, function: Callable[..., Any], args: 
 
 
 def placed_in_stage(watch: StandInWatch, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    hosts = tensors_of(args[0])
+    hosts = [*tensors_in(args[0])]
     if function is to_device:
         return args[0] if any(watch.what(host) for host in hosts) else function(*args)
-    moved = tensors_of(args[1])
+    moved = [*tensors_in(args[1])]
     result = function(*args)
     for host, each in zip(hosts, moved, strict=True):
         if watch.what(each):  # a skipped call has written to it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hydra_ext.split.stage_program import event_seed
-from hydra_ext.state.randomness import generators, seed_host_randomness
+from hydra_ext.state.randomness import generators, seed_generators
 
 
 class EventRandomness:
@@ -32,6 +32,4 @@ class EventRandomness:
         return self._seed if event == 0 else event_seed(self._seed, event - 1, after=True)
 
     def _set(self, seed: int) -> None:
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        seed_host_randomness(seed)
+        seed_generators(seed, self._generators)

@@ -28,8 +28,9 @@ from hydra_ext.split.rehearsal.record import (
 )
 from hydra_ext.split.stages.placing import PLACING, placed_in_stage
 from hydra_ext.split.stages.randomness import EventRandomness
-from hydra_ext.split.stages.tensors import tensors_of, whole_of
+from hydra_ext.split.stages.tensors import whole_of
 from hydra_ext.split.stages.values import StageValues, shown, shown_value
+from hydra_ext.state.arguments import tensors_in
 
 Forward = Callable[..., Any]
 # What contexts call as they are left: torch.no_grad() and its like, profiler.record_function.
@@ -171,7 +172,7 @@ class StageRun(GlueMode):
                 known[key] = self.values.value(key)
             return known[key]
 
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         self._inside = True
         try:
             for inner in event.inner:
@@ -203,7 +204,7 @@ class StageRun(GlueMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         # Numbers that are not there are seen in the loss. A list of all that blocks returned may be given to each.
         with torch._C.DisableTorchFunction():
             missing = [tensor for tensor in self.values.missing(arguments) if not tensor.is_floating_point()]
@@ -285,7 +286,7 @@ class StageRun(GlueMode):
         number = self._position.call
         self._position.call += 1
         call = self._rehearsal.calls[number]
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         if call.structure is None:
             if call.reads_value or name in VALUE_READS:
                 self._check_readable(name, arguments)
@@ -310,7 +311,7 @@ class StageRun(GlueMode):
             raise SplitError(f"{name} reads a value that has not come to this stage: the rehearsal did not see it read")
 
     def _skip_call(self, call: GlueCall, structure: Structure, args: Any, kwargs: Any) -> Any:
-        arguments = tensors_of((args, kwargs))
+        arguments = [*tensors_in((args, kwargs))]
         self._inside = True
         try:
             for position, key in call.written:
@@ -321,13 +322,13 @@ class StageRun(GlueMode):
         return iter(result) if call.name == "__iter__" else result
 
     def _run_call(self, number: int, call: GlueCall, structure: Structure, func: Any, args: Any, kwargs: Any) -> Any:
-        with self.values.strictly(self.values.missing(tensors_of((args, kwargs)))):
+        with self.values.strictly(self.values.missing([*tensors_in((args, kwargs))])):
             result = func(*args, **kwargs)
         if call.name == "__iter__":
             result = list(result)
         if number in self._sent_calls:
             leaves = tree_leaves(result)
-            arguments = tensors_of((args, kwargs))
+            arguments = [*tensors_in((args, kwargs))]
             if len(leaves) != len(structure.leaves) or any(p >= len(arguments) for p, _ in call.written):
                 raise SplitError(f"{call.name} returns something else than in the rehearsal")
             for leaf, expected in zip(leaves, structure.leaves, strict=True):

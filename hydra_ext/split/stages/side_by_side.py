@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hydra_ext.errors import SplitError
 from hydra_ext.split.stage_program import Crossing, StagePass, StageProgram
 from hydra_ext.split.stages.stage import SplitStage
+from hydra_ext.split.stages.stand_ins import is_absent
 from hydra_ext.split.state.held import all_modules, entries, module_roots
-from hydra_ext.split.state.module_state import ATTRIBUTE, BUFFER, CONTENT, Copies, ModuleState, Place
+from hydra_ext.state.module_state import ATTRIBUTE, BUFFER, CONTENT, Copies, ModuleState, Place
 
 
 class SideBySide:
@@ -86,15 +87,14 @@ class SideBySide:
         current = ModuleState.now(self._roots)
         if self._shown is None:
             self._apart = _places(self._roots[0], self._rewritten)
-            self._of = {
-                stage: current if not i else current.copied(self._apart) for i, stage in enumerate(self._stages)
-            }
+            self._of = {stage: current.copied(self._apart, apart=is_absent) for stage in self._stages}
+            self._of[self._stages[0]] = current
             return current
         changed = current.changed_since(self._shown)
         if changed:
             self._apart = _places(self._roots[0], self._rewritten)
         for number, stage in enumerate(self._stages):
-            state, copies = self._of[stage], Copies()
+            state, copies = self._of[stage], Copies(is_absent)
             for place in changed:
                 state.take(place, current)
                 if number and place in self._apart and place in current.entries:

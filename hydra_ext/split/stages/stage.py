@@ -24,13 +24,14 @@ from hydra_ext.split.stages.ownership import buffers_of, parameters_of
 from hydra_ext.split.stages.randomness import EventRandomness
 from hydra_ext.split.stages.run import OtherWay, StageDone, StageRun
 from hydra_ext.split.stages.stand_ins import device_of, is_absent
-from hydra_ext.split.stages.tensors import Arrival, StandIns, named_tensors, own_copy
+from hydra_ext.split.stages.tensors import Arrival, StandIns
 from hydra_ext.split.stages.values import StageValues
 from hydra_ext.split.stages.watch import StandInWatch
-from hydra_ext.split.state.generators import GeneratorStates
+from hydra_ext.state.arguments import named_tensors, own_copy
 from hydra_ext.state.copies import sharing
-from hydra_ext.state.held_before import HeldBefore
 from hydra_ext.state.layout import copied
+from hydra_ext.state.randomness import RandomState
+from hydra_ext.state.snapshot import Snapshot
 
 
 class SplitStage:
@@ -171,10 +172,10 @@ class SplitStage:
         values = StageValues(rehearsal, self._hi, arrived, self._stand_ins, watch)
         run = StageRun(rehearsal, self._lo, self._hi, values, randomness, self.own_begins)
         passed = SplitPass(rehearsal, self._blocks, randomness, arrival)
-        passed.generators = GeneratorStates(rehearsal.lasting.generators)
+        passed.generators = RandomState(host=False, own=rehearsal.lasting.alive())
         if self.shares_microbatch:
             microbatch = _with_own_written(microbatch, rehearsal)
-        given = None if self._is_last else HeldBefore(microbatch)
+        given = None if self._is_last else Snapshot(microbatch)
         randomness.begin()
         output: Any = None
         try:
@@ -277,7 +278,7 @@ class SplitPass:
         self.leaving: Crossing | None = None
         self.loss: Tensor | None = None
         self.metrics: Any = None
-        self.generators = GeneratorStates(())
+        self.generators = RandomState(host=False)
 
     def leave(self, captured: dict[Key, Tensor], boundary: int) -> None:
         """The stage has ended before the boundary's event."""

@@ -1,76 +1,15 @@
-"""Tensors in nested arguments; stand-ins for those that are not there; tensors that came from another stage."""
+"""Stand-ins for tensors that are not there; tensors that came from another stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hydra_ext.split.opened import closed, opened
-from hydra_ext.state.copies import copied_together, sharing
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """In the order of the pytree; what is inside objects that are no pytree is not looked at."""
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
-
-
-def own_copy(
-    value: Any, noted: Callable[[Tensor, str], None] | None = None, *, only: Collection[int] | None = None
-) -> Any:
-    """The same with memory of its own, laid out alike; what is one tensor in several places is one again, and what
-    shares memory does so again.
-
-    Args:
-        noted: is told of each tensor and its place.
-        only: the identities of the tensors to copy, with those that share memory with them; all of them unless given.
-    """
-    # For a rehearsal what is written to must be told as a whole: unaligned memory would have more before it.
-    aligned = noted is None
-    copies: dict[int, Tensor] = {}
-    for group in sharing(tensor for _, tensor in named_tensors(value)):
-        if only is None or any(id(tensor) in only for tensor in group):
-            for tensor, copy in zip(group, copied_together(group, aligned=aligned), strict=True):
-                copies[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
-
-    def own(value: Any, above: str) -> Any:
-        leaves, tree = tree_flatten_with_path(value)
-        return tree_unflatten([own_leaf(leaf, above + keystr(path)) for path, leaf in leaves], tree)
-
-    def own_leaf(leaf: Any, place: str) -> Any:
-        content = None if isinstance(leaf, Tensor) else opened(leaf)
-        if content is not None:
-            return closed(leaf, {key: own(held, f"{place}[{key!r}]") for key, held in content.items()})
-        if not isinstance(leaf, Tensor) or id(leaf) not in copies:
-            return leaf
-        if noted is not None:
-            noted(copies[id(leaf)], place)
-        return copies[id(leaf)]
-
-    return own(value, "")
-
-
-def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Places, as :func:`own_copy` tells them, and what is there."""
-    for path, leaf in tree_flatten_with_path(value)[0]:
-        place = above + keystr(path)
-        if isinstance(leaf, Tensor):
-            yield place, leaf
-        else:
-            for key, held in (opened(leaf) or {}).items():
-                yield from named_tensors(held, f"{place}[{key!r}]")
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; for those without storage, equal for themselves only."""
-    try:
-        key: int = tensor.untyped_storage()._cdata
-        return key
-    except RuntimeError:  # it has no storage
-        return id(tensor)
+from hydra_ext.state.memory import storage_key
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.errors import SplitError
-from hydra_ext.split.rehearsal.notes import ByStorage
 from hydra_ext.split.rehearsal.operations import VALUE_OPERATIONS, Operation
-from hydra_ext.split.stages.tensors import Absent, AbsentBuffer, StandIns, tensors_of, whole_of
+from hydra_ext.split.stages.tensors import Absent, AbsentBuffer, StandIns, whole_of
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import ByStorage
 
 _HELD_ELSEWHERE = "a parameter or buffer that another stage holds"
 
@@ -58,7 +59,7 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         result = func(*args, **kwargs)
         if missing is not None:
-            for tensor in (*tensors_of(result), *operation.writes):
+            for tensor in (*tensors_in(result), *operation.writes):
                 self._marked.put(tensor, missing)
         self._marked.purge()
         return result

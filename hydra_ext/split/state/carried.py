@@ -14,11 +14,11 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.split.rehearsal.notes import MemoryOf, Root
+from hydra_ext.split.rehearsal.notes import Root
 from hydra_ext.split.rehearsal.recorder import Recorder
 from hydra_ext.split.rehearsal.usage import MADE_ONCE
-from hydra_ext.split.stages.tensors import storage_key
 from hydra_ext.split.state.held import all_modules, entries, module_roots
+from hydra_ext.state.memory import MemoryOf, storage_key
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hydra_ext.split.rehearsal.notes import ByStorage, Undo
 from hydra_ext.split.rehearsal.operations import Operation
-from hydra_ext.split.stages.tensors import storage_key, tensors_of
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.memory import ByStorage, Undo, storage_key
 
 
 class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._undo.before_write(tensor)
             given = {storage_key(tensor) for tensor in operation.tensors}
             result = func(*args, **(kwargs or {}))
-            for tensor in tensors_of(result):
+            for tensor in tensors_in(result):
                 if storage_key(tensor) not in given:
                     self._made.put(tensor, True)
             return result

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,28 +49,6 @@ class DrawnGenerators:
         self._before.clear()
         self._users.clear()
         return found
-
-
-class GeneratorStates:
-    """Of those that are still there, as they are now."""
-
-    def __init__(self, references: Iterable[weakref.ReferenceType[torch.Generator]]) -> None:
-        found = (reference() for reference in references)
-        self._states = [(generator, generator.get_state()) for generator in found if generator is not None]
-
-    def restore(self) -> None:
-        for generator, state in self._states:
-            generator.set_state(state)
-
-    @contextmanager
-    def as_then(self) -> Iterator[None]:
-        """Inside they are as they were; then as they are."""
-        now = GeneratorStates([weakref.ref(generator) for generator, _ in self._states])
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
 
 
 class DrawWatch(TorchFunctionMode):

@@ -15,6 +15,7 @@ from hydra_ext.split.rehearsal.record import PLAIN
 from hydra_ext.state.contents import (
     ATTRIBUTES,
     MAPPING,
+    OF_EVERY_MODULE,
     SEQUENCE,
     attributes_of,
     data_of,
@@ -24,7 +25,7 @@ from hydra_ext.state.contents import (
 from hydra_ext.state.foreign import is_foreign
 
 # Attributes that every module has; those that a model sets itself are its state.
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
+_OF_EVERY_MODULE = OF_EVERY_MODULE | {"forward"}
 _WRITTEN_IN_PYTHON = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
 _LONGEST, _MOST = 4096, 20_000  # members of one container, and holders in all: what is beyond is data, not state
 

@@ -7,13 +7,13 @@ without a name, or a parameter, was changed is only known: before, a run can be 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_ext.split.stages.tensors import storage_key
+from hydra_ext.state.memory import ByStorage, storage_key
 
 Root = tuple[str, str]  # as in the notes of a rehearsal
 
@@ -31,6 +31,10 @@ class Lasting:
     step: int | None = None
     generators: tuple[weakref.ReferenceType[torch.Generator], ...] = ()
 
+    def alive(self) -> Iterator[torch.Generator]:
+        """The generators that are still there."""
+        return (generator for reference in self.generators if (generator := reference()) is not None)
+
     def undoable_before(self, steps: int) -> bool:
         """Whether a run that has made so many steps can be undone."""
         return self.step is None or self.step > steps
@@ -42,7 +46,7 @@ class Writes:
     def __init__(self) -> None:
         self._names: dict[int, Root] = {}
         self._named: set[Root] = set()
-        self._other: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._other: ByStorage[int] = ByStorage()  # when first
 
     def name(self, tensor: Tensor, root: Root) -> None:
         self._names[storage_key(tensor)] = root
@@ -53,10 +57,10 @@ class Writes:
         root = self._names.get(memory)
         if root is not None and root[0] != "parameter":
             self._named.add(root)
-        elif memory not in self._other and memory != id(tensor):
-            self._other[memory] = step, StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        elif self._other.get(tensor) is None and memory != id(tensor):
+            self._other.put(tensor, step)
 
     def lasting(self, generators: tuple[weakref.ReferenceType[torch.Generator], ...]) -> Lasting:
         """Once nothing of the forward is left."""
-        steps = [step for step, memory in self._other.values() if not memory.expired()]  # type: ignore[no-untyped-call]
+        steps = [step for _, step in self._other.alive()]
         return Lasting(frozenset(self._named), min(steps, default=None), generators)

@@ -15,8 +15,8 @@ from torch import nn
 from hydra_ext.split.rehearsal.recorder import Recorder
 from hydra_ext.split.state.held import Root, argument_roots, entries
 from hydra_ext.split.state.outside import reached_by
+from hydra_ext.split.state.plain_values import ModulesNow, PlainValues
 from hydra_ext.split.state.reads import Reader, Reads
-from hydra_ext.split.state.snapshots import ModulesNow, Snapshot
 from hydra_ext.state.contents import is_source
 
 _UNKNOWN: set[Reader] = {("glue", -1)}  # its reader cannot be seen: it may be any
@@ -60,13 +60,13 @@ class PlainState:
         self._outside = reached_by(fn)
         self._modules = ModulesNow(model)
         self._before = self._modules.snapshot()
-        self._arguments = Snapshot([])
+        self._arguments = PlainValues([])
         self.left: dict[str, Left] = {}
         self.given: dict[int, dict[str, Left]] = {}
 
     def begin_event(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.end_glue()
-        self._arguments = Snapshot(argument_roots(args, kwargs))
+        self._arguments = PlainValues(argument_roots(args, kwargs))
 
     def end_glue(self) -> None:
         """The next event begins, or the forward has ended."""
@@ -79,8 +79,8 @@ class PlainState:
         event = len(self._recorder.usages) - 1
         for found in self._changed_on_modules():
             found.events.add(event)
-        before, self._arguments = self._arguments, Snapshot([])
-        after = Snapshot(argument_roots(args, kwargs))
+        before, self._arguments = self._arguments, PlainValues([])
+        after = PlainValues(argument_roots(args, kwargs))
         for path in before.changed(after):
             self._note_argument(event, name, path, after, output)
 
@@ -97,7 +97,7 @@ class PlainState:
                 found[-1].is_unseen |= is_unseen
         return found
 
-    def _note_argument(self, event: int, block: str, path: str, after: Snapshot, output: Any) -> None:
+    def _note_argument(self, event: int, block: str, path: str, after: PlainValues, output: Any) -> None:
         """Reads of an object's attributes can be watched; those of containers cannot."""
         entry = after.entries.get(path)
         if entry is not None and entry.owner is not None:
@@ -154,7 +154,7 @@ class PlainReads:
         self._recorder = recorder
         self._state = state
         self._modules = ModulesNow(model)
-        self._seen: Snapshot | None = None
+        self._seen: PlainValues | None = None
         self._owned = {name: left for name, left in state.left.items() if left.module is None}
         self.reads = Reads(
             lambda: ("event", recorder.running.index) if recorder.running else ("glue", len(recorder.usages) - 1)
@@ -180,13 +180,13 @@ class PlainReads:
         with self.reads.paused():
             self.reads.watch_again()
             if given:
-                self._watch_in(Snapshot(argument_roots(args, kwargs)), given)
+                self._watch_in(PlainValues(argument_roots(args, kwargs)), given)
             if self._owned:
                 before, self._seen = self._seen, self._modules.snapshot()
                 if self._seen is not before:
                     self._watch_in(self._seen, self._owned)
 
-    def _watch_in(self, snapshot: Snapshot, wanted: dict[str, Left]) -> None:
+    def _watch_in(self, snapshot: PlainValues, wanted: dict[str, Left]) -> None:
         for name, left in wanted.items():
             owner = snapshot.entries.get(left.owner or "")
             if owner is not None:
@@ -197,7 +197,7 @@ class PlainReads:
             self.reads.found[name] = set(_UNKNOWN)
 
 
-def _places(snapshot: Snapshot, path: str) -> dict[str, Left]:
+def _places(snapshot: PlainValues, path: str) -> dict[str, Left]:
     """Where one must look to see what reads what is there."""
     entry = snapshot.entries.get(path)
     source = entry is not None and is_source(entry.value)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.state.held_before import HeldBefore
+from hydra_ext.state.snapshot import Snapshot
 
 
 @contextmanager
-def unchanged_modules(model: nn.Module) -> Iterator[None]:
-    """Puts back afterwards what is set, replaced, added or removed in any module, and in whatever it holds.
+def unchanged(model: nn.Module, microbatch: Any) -> Iterator[None]:
+    """Puts back afterwards what is set, replaced, added or removed in any module, in the microbatch, and in whatever
+    they hold.
 
     Raises:
         SplitError: an iterator there has gone on.
     """
-    before = HeldBefore(model)
+    before = Snapshot(model, microbatch)
     try:
         yield
     finally:
@@ -26,14 +28,14 @@ def unchanged_modules(model: nn.Module) -> Iterator[None]:
     refuse_iterators(before)
 
 
-def refuse_iterators(before: HeldBefore) -> None:
+def refuse_iterators(before: Snapshot) -> None:
     """
     Raises:
         SplitError: one has gone on since.
     """
     for iterator in before.moved_iterators():
         raise SplitError(
-            f"the forward takes from a {type(iterator).__name__} that a module holds, which a forward that does not "
-            "count cannot put back: count in a number instead, take what it gives outside of the model, or give "
-            "stages= explicitly"
+            f"the forward takes from a {type(iterator).__name__} that a module, or the microbatch, holds, which a "
+            "forward that does not count cannot put back: count in a number instead, take what it gives outside of "
+            "the model, or give stages= explicitly"
         )

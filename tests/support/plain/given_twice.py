@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hydra_ext.pipeline import Pipeline
 from support.pipeline import pipelines
 
 COUNT = 4
-KINDS = ("one set of tensors", "views of one tensor", "objects")
+KINDS = ("one set of tensors", "views of one tensor", "objects", "objects in objects")
 
 
 class Enters(nn.Module):
@@ -31,6 +32,22 @@ class Enters(nn.Module):
 def loss_of(output: Tensor, microbatch: Any) -> Tensor:
     microbatch["labels"][microbatch["labels"] == 1] = 0
     return pipelines.loss_of(output, {"labels": microbatch.pop("labels")})
+
+
+class Outer:
+    """Its tensors are in an object that it holds."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.inner = SimpleNamespace(tensors=dict(tensors))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.inner.tensors[name]
+
+    def pop(self, name: str) -> Tensor:
+        return self.inner.tensors.pop(name)
+
+
+_MADE: dict[str, Any] = {"objects": UserDict, "objects in objects": Outer}
 
 
 def _buffers(kind: str) -> list[dict[str, Tensor]]:
@@ -53,7 +70,7 @@ def _train(rank: int, kind: str, *, reuse: bool, recompute: bool) -> list[Tensor
             for each in buffers:
                 each["x"].copy_(torch.randn(each["x"].shape, generator=generator))
                 each["labels"].copy_(torch.randint(pipelines.CLASSES, each["labels"].shape, generator=generator))
-            pipe.step([UserDict(each) if kind == "objects" else dict(each) for each in buffers], loss_of)
+            pipe.step([_MADE.get(kind, dict)(each) for each in buffers], loss_of)
     return [parameter.detach() for parameter in stages[rank].parameters()]
 
 

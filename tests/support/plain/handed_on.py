@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from hydra_ext.pipeline.ranks.watch import Watch
 from support.pipeline import pipelines
 
 COUNT = 6
-KEPT = ("buffer", "view of a buffer", "attribute", "list", "parameter", "microbatch")
+KEPT = ("buffer", "view of a buffer", "attribute", "list", "parameter", "object", "object in a list", "microbatch")
 
 
 class Keeps(nn.Module):
@@ -32,10 +33,13 @@ class Keeps(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
         self.attribute = torch.zeros(3, 5)
         self.members = [torch.zeros(3, 5)]
+        self.helper = SimpleNamespace(kept={"it": torch.zeros(3, 5)})
+        self.helpers = [SimpleNamespace(kept=torch.zeros(3, 5))]
 
     def forward(self, microbatch: dict[str, Any]) -> tuple[Tensor, ...]:
         buffer: Any = self.buffer
-        kept = [buffer, buffer[1:].detach(), self.attribute, self.members[0], self.frozen.data, microbatch["scratch"]]
+        kept = [buffer, buffer[1:].detach(), self.attribute, self.members[0], self.frozen.data]
+        kept += [self.helper.kept["it"], self.helpers[0].kept, microbatch["scratch"].kept]
         for tensor in kept:
             tensor.fill_(microbatch["number"])
         if microbatch["number"] == COUNT:
@@ -58,7 +62,7 @@ class Looks(nn.Module):
 def numbers_seen(rank: int) -> list[list[set[float]]]:
     """By microbatch, counted from 1, the values that the second stage has got of each kind."""
     stages = [Keeps(), Looks()]
-    scratch = torch.zeros(3, 5)
+    scratch = SimpleNamespace(kept=torch.zeros(3, 5))
     data = [
         {"x": torch.randn(2, 3, pipelines.WIDTH), "labels": torch.zeros(2, 3, dtype=torch.long)} for _ in range(COUNT)
     ]

@@ -8,7 +8,6 @@ a forward has shown which these are, all are noted. What compiled code reads, an
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,14 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.runtime.rounds import fibers
-from hydra_ext.state.contents import kinds_of
+from hydra_ext.state.contents import OF_EVERY_MODULE, kinds_of
 
 Key = tuple[nn.Module, str]
 Place = tuple[type, str]
 
 ABSENT: Any = object()
-CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
-TORCHS = frozenset(nn.Module().__dict__)  # what every module has: hooks, flags, the names of what it holds
 _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -41,7 +38,7 @@ class Accesses:
 
     def learn(self, keys: Iterable[Key]) -> bool:
         """Forwards set these. Returns whether reads of some of them were not noted until now."""
-        places = {(type(module), name) for module, name in keys if name and name not in TORCHS}
+        places = {(type(module), name) for module, name in keys if name and name not in OF_EVERY_MODULE}
         unnoted = not places <= self._places
         self._set |= places
         self._learned = True
@@ -73,7 +70,7 @@ class Accesses:
             kind = type(module)
             self._of_state.update((kind, name) for name in module._buffers)
             for name, value in module.__dict__.items():
-                if name in TORCHS or isinstance(value, nn.Parameter):
+                if name in OF_EVERY_MODULE or isinstance(value, nn.Parameter):
                     continue
                 if isinstance(value, Tensor) or kinds_of(value):
                     self._of_state.add((kind, name))

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hydra_ext.runtime.rounds.undoing.accesses import TORCHS, Key
-from hydra_ext.state.contents import ATTRIBUTES, classes_of, kinds_of
+from hydra_ext.runtime.rounds.undoing.accesses import Key
+from hydra_ext.state.contents import ATTRIBUTES, OF_EVERY_MODULE, classes_of, kinds_of
+from hydra_ext.state.memory import storage_key
 
 Holding = frozenset[Key]  # one thing, by all that hold it
 Written = tuple[nn.Module, Any]  # a module that holds it, and it
@@ -23,7 +24,7 @@ def holdings(models: Iterable[nn.Module], written: Sequence[Written]) -> list[Ho
     modules = [*dict.fromkeys(module for model in models for module in model.modules())]
     known: dict[int, frozenset[Any]] = {id(module): frozenset() for module in modules}
     for module in modules:
-        own = [(name, value) for name, value in module.__dict__.items() if name not in TORCHS]
+        own = [(name, value) for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE]
         for name, value in [*own, *module._buffers.items(), *(("", kind) for kind in classes_of(type(module)))]:
             for identity in _reached(value, wanted, known):
                 holders[identity].add((module, name))
@@ -32,7 +33,8 @@ def holdings(models: Iterable[nn.Module], written: Sequence[Written]) -> list[Ho
 
 
 def _all_of(module: nn.Module) -> set[Key]:
-    return {(module, name) for name in [*module.__dict__, *module._buffers] if name not in TORCHS} or {(module, "")}
+    names = [name for name in (*module.__dict__, *module._buffers) if name not in OF_EVERY_MODULE]
+    return {(module, name) for name in names or [""]}
 
 
 def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> frozenset[Any]:
@@ -53,9 +55,4 @@ def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> 
 
 def _identity(value: Any) -> Any:
     """Tensors of one memory are one thing."""
-    if isinstance(value, Tensor):
-        try:
-            return "memory", value.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # it has none
-            pass
-    return id(value)
+    return ("memory", storage_key(value)) if isinstance(value, Tensor) else id(value)

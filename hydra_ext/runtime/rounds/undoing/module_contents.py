@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hydra_ext.runtime.rounds.undoing.accesses import CONTAINERS, TORCHS, Key
+from hydra_ext.runtime.rounds.undoing.accesses import Key
 from hydra_ext.state import numbers
 from hydra_ext.state.contents import (
     ARRAY,
     ATTRIBUTES,
+    CONTAINERS,
     FIXED,
     ITERATOR,
     LEAVES,
     MAPPING,
+    OF_EVERY_MODULE,
     SEQUENCE,
     SET,
     SOURCE,
@@ -35,6 +37,7 @@ from hydra_ext.state.contents import (
     mapped_tuple,
 )
 from hydra_ext.state.iterators import independent_copy
+from hydra_ext.state.memory import storage_key
 from hydra_ext.state.numbers import is_small, version_of
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
@@ -78,14 +81,9 @@ class Copies:
         return known[2]
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
-        if not numbers.has_plain_numbers(tensor):
-            return False
         if self._parameters is None:
-            parameters = (parameter for model in self._models for parameter in model.parameters())
-            self._parameters = {
-                parameter.untyped_storage()._cdata for parameter in parameters if numbers.has_plain_numbers(parameter)
-            }
-        return tensor.untyped_storage()._cdata in self._parameters
+            self._parameters = {storage_key(parameter) for model in self._models for parameter in model.parameters()}
+        return storage_key(tensor) in self._parameters
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class ModuleContents:
             kind = type(value)
             if kind in LEAVES:
                 continue
-            if name in TORCHS and kind in CONTAINERS:
+            if name in OF_EVERY_MODULE and kind in CONTAINERS:
                 if value:
                     self._hooks.append((value, value.copy()))
                     found += value.values() if isinstance(value, dict) else ()

@@ -21,7 +21,7 @@ from hydra_ext.runtime import engine
 from hydra_ext.runtime.rounds.undoing.buffers import ModelBuffers, NotedBuffer, differs, note, restore, written
 from hydra_ext.runtime.rounds.undoing.holders import Holding, holdings
 from hydra_ext.runtime.rounds.undoing.module_contents import Copies, ModuleContents
-from hydra_ext.state.randomness import HostRandomness
+from hydra_ext.state.randomness import RandomState
 
 
 class UndoOwner(engine.BackwardParticipant, Protocol):
@@ -42,7 +42,7 @@ class _Moment:
 
     buffers: Sequence[NotedBuffer]
     contents: ModuleContents
-    randomness: HostRandomness
+    randomness: RandomState
 
     def restore(self) -> None:
         restore(self.buffers)
@@ -147,7 +147,7 @@ class Undo:
     def round_begins(self, owner: UndoOwner) -> None:
         models = models_of(owner)
         self._contents = ModuleContents.of(models, self._copies)
-        self._round = _Moment(self._buffers.note(models), self._contents, HostRandomness())
+        self._round = _Moment(self._buffers.note(models), self._contents, RandomState())
         self._wrote_early = False
         self._step = self._step or self._round
         self._backwards = owner.backwards

@@ -23,7 +23,7 @@ from hydra_ext.state.contents import (
 from hydra_ext.state.foreign import is_foreign
 
 
-class Snapshot:
+class PlainValues:
     """Nothing of tensors, which are followed by themselves. What arrays and random sources hold counts as a value.
 
     Attributes:
@@ -36,7 +36,7 @@ class Snapshot:
         self.entries = {entry.path: entry for entry in entries(roots, self._also)}
         self._values = {path: _plain(entry.holder, entry.value) for path, entry in self.entries.items()}
 
-    def changed(self, later: Snapshot) -> list[str]:
+    def changed(self, later: PlainValues) -> list[str]:
         """The paths of what is not the same later."""
         one, other = self._values, later._values
         return [path for path in dict.fromkeys((*one, *other)) if not _equal(one.get(path), other.get(path))]
@@ -50,18 +50,18 @@ class Snapshot:
 
 
 class ModulesNow:
-    """Snapshots of a model: the same object again while nothing has changed, which is quick to see."""
+    """The plain values of a model: the same object again while nothing has changed, which is quick to see."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = all_modules(model)
         self._classes = list(dict.fromkeys(kind for m in self._modules.values() for kind in classes_of(type(m))))
         self._contents: list[tuple[Any, list[Any]]] = []
         self._states: list[tuple[Any, Any]] = []
-        self._latest: Snapshot | None = None
+        self._latest: PlainValues | None = None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> PlainValues:
         if self._latest is None or not self._is_same():
-            self._latest = Snapshot([*module_roots(self._modules), *class_roots(self._classes)])
+            self._latest = PlainValues([*module_roots(self._modules), *class_roots(self._classes)])
             held = {id(entry.value): entry.value for entry in self._latest.entries.values()}
             holders = (*self._modules.values(), *self._classes, *held.values())
             self._contents = [(h, content) for h in holders if (content := _content(h)) is not None]

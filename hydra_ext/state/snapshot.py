@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from hydra_ext.state.contents import ITERATOR, LEAVES, Kind, has_changed, walk
-
-_SIMPLE = {dict, OrderedDict, defaultdict, Counter, list, set, deque}
+from hydra_ext.state.contents import CONTAINERS, ITERATOR, LEAVES, Kind, has_changed, walk
 
 
-class HeldBefore:
+class Snapshot:
     """What modules, or other things, hold, however deep, as it is now. What tensors hold is not looked at.
 
     Every microbatch pays for it, so that nothing is done for the many empty containers of a module but
@@ -25,21 +22,27 @@ class HeldBefore:
 
     Attributes:
         tensors: that were met on the way.
+        empty: containers that hold nothing.
+        entries: of all other things: a kind, the thing, and what it holds.
     """
 
     def __init__(self, *roots: Any, apart: Iterable[Any] = ()) -> None:
-        self.tensors: list[Tensor] = [root for root in roots if isinstance(root, Tensor)]
-        self._empty: list[Any] = []
-        self._saved: list[tuple[Kind, Any, Any]] = []
-        walk(roots, self._save, apart)
+        self.tensors: list[Tensor] = []
+        self.empty: list[Any] = []
+        self.entries: list[tuple[Kind, Any, Any]] = []
+        walk(self._sorted(roots), self._save, apart)
 
     def _save(self, value: Any, kind: Kind) -> list[Any]:
         saved = kind.save(value)
-        self._saved.append((kind, value, saved))
+        self.entries.append((kind, value, saved))
+        return self._sorted(kind.members(saved))
+
+    def _sorted(self, members: Iterable[Any]) -> list[Any]:
+        """Those that may hold something."""
         rest = []
-        for held in kind.members(saved):
-            if type(held) in _SIMPLE and not held:
-                self._empty.append(held)
+        for held in members:
+            if type(held) in CONTAINERS and not held:
+                self.empty.append(held)
             elif isinstance(held, Tensor):
                 self.tensors.append(held)
             elif type(held) not in LEAVES:
@@ -47,12 +50,12 @@ class HeldBefore:
         return rest
 
     def restore(self) -> None:
-        for empty in self._empty:
+        for empty in self.empty:
             if empty:
                 empty.clear()
-        for kind, held, saved in self._saved:
+        for kind, held, saved in self.entries:
             kind.put(held, saved)
 
     def moved_iterators(self) -> list[Any]:
         """Those that have gone on since: they stay where they are."""
-        return [held for kind, held, saved in self._saved if kind is ITERATOR and has_changed(kind, held, saved)]
+        return [held for kind, held, saved in self.entries if kind is ITERATOR and has_changed(kind, held, saved)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError
-from hydra_ext.split.stages.stand_ins import is_absent
 from hydra_ext.state.contents import (
     ARRAY,
     ATTRIBUTES,
@@ -18,6 +17,7 @@ from hydra_ext.state.contents import (
     ITERATOR,
     LEAVES,
     MAPPING,
+    OF_EVERY_MODULE,
     SET,
     SOURCE,
     Kind,
@@ -29,13 +29,14 @@ from hydra_ext.state.contents import (
     walk,
 )
 from hydra_ext.state.layout import copied
+from hydra_ext.state.numbers import version_of
 
 Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
 ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"
 
 # Forward hooks too: code that hooks itself in at the first forward marks that in an attribute.
-_HOOKS = {name for name in nn.Module().__dict__ if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
-_OF_TORCH = frozenset(nn.Module().__dict__) - {"training"} - _HOOKS
+_HOOKS = {name for name in OF_EVERY_MODULE if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
+_OF_TORCH = OF_EVERY_MODULE - {"training"} - _HOOKS
 
 
 class Entry(NamedTuple):
@@ -97,9 +98,13 @@ class ModuleState:
         else:
             self.entries.pop(place, None)
 
-    def copied(self, places: Collection[Place] | None = None) -> ModuleState:
-        """With copies of the tensors in these places, or in all; what is one tensor in several places is one again."""
-        copy = Copies()
+    def copied(self, places: Collection[Place] | None = None, *, apart: Callable[[Tensor], bool]) -> ModuleState:
+        """With copies of the tensors in these places, or in all; what is one tensor in several places is one again.
+
+        Args:
+            apart: tells of a tensor that there is to be no copy of it.
+        """
+        copy = Copies(apart)
         return ModuleState(
             self._roots,
             {
@@ -110,9 +115,14 @@ class ModuleState:
 
 
 class Copies:
-    """Entries with tensors of their own."""
+    """Entries with tensors of their own.
 
-    def __init__(self) -> None:
+    Args:
+        apart: as for :meth:`ModuleState.copied`.
+    """
+
+    def __init__(self, apart: Callable[[Tensor], bool]) -> None:
+        self._apart = apart
         self._made: dict[int, tuple[Tensor, Any]] = {}
 
     def of(self, entry: Entry) -> Entry:
@@ -124,7 +134,7 @@ class Copies:
     def _copy(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return mapped_tuple(value, self._copy)
-        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or is_absent(value):
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or self._apart(value):
             return value
         if id(value) not in self._made:
             made = copied(value) if value.grad_fn is None else _Computed(value)
@@ -201,7 +211,7 @@ def _remove(owner: Any, what: str, name: str) -> None:
 
 def _stamp(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return id(value), -1 if value.is_inference() else value._version
+        return id(value), version_of(value)
     return (id(value), *map(_stamp, value)) if isinstance(value, tuple) else id(value)
 
 

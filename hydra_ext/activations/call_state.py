@@ -1,0 +1,372 @@
+"""What a forward reads besides parameters, as it was before a call: for a second call that is to give the same.
+
+Batch statistics are written without a new version, so that small buffers are taken to have changed always; large ones
+are trusted to their version.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_ext.state.contents import (
+    ATTRIBUTES,
+    FIXED,
+    ITERATOR,
+    LEAVES,
+    MAPPING,
+    OF_EVERY_MODULE,
+    SEQUENCE,
+    SET,
+    Kind,
+    classes_of,
+    kinds_of,
+    mapped_tuple,
+)
+from hydra_ext.state.iterators import independent_copy, is_iterator
+from hydra_ext.state.layout import Layout, copied
+from hydra_ext.state.memory import storage_key
+from hydra_ext.state.numbers import clone, differ, has_plain_numbers, is_small, may_have_changed, put, version_of
+from hydra_ext.state.snapshot import Snapshot
+
+_ABSENT: Any = object()
+_PLAIN = (bool, int, float, str)
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})
+_WITH_MEMBERS = (MAPPING, SEQUENCE, SET, ATTRIBUTES)  # others can take the place of
+_WITHOUT_CONTENT = (FIXED, ITERATOR)
+
+Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
+Names = dict[str, Any]  # a module's attributes, or its buffers
+
+
+_thread = threading.local()
+
+
+def is_repeating() -> bool:
+    """Whether this thread makes a call again: what it sets meanwhile is put back."""
+    return bool(getattr(_thread, "repetitions", 0))
+
+
+class CallState:
+    """What the forward of a module reads besides parameters and arguments, as it is when this is made.
+
+    That is all that is reached from the attributes of the module, and of those inside it, however deep: numbers,
+    containers, objects and data of their classes, arrays, tensors, iterators, and generators of random numbers. A
+    second call finds it as the first one did, and leaves no trace in it: tensors and iterators are copies there, so
+    that graphs which have saved them keep their numbers, and all else is put back afterwards.
+
+    Some things the second call finds as they are by then: hooks, functions, large tensors that are no buffers, and
+    tensors of attributes and containers that no call of the module has replaced.
+
+    Attributes:
+        trusted: buffers that are not copied, and their versions.
+        escaped: whether the second call has written to what was to stay as it is, and cannot be put back.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [*module.modules()]
+        self._classes = [*dict.fromkeys(kind for inner in self._modules for kind in classes_of(type(inner)))]
+        self._held: list[Names] = [names for inner in self._modules for names in (inner.__dict__, inner._buffers)]
+        self._before: list[tuple[Names, Names]] = [(names, dict(names)) for names in self._held]
+        self._contents: Snapshot | None = Snapshot(
+            *(value for names, _ in self._before[::2] for name, value in names.items() if name not in OF_EVERY_MODULE),
+            *self._classes,
+            apart=self._modules,
+        )
+        self._copies = [(buffer, version_of(buffer), copied(buffer)) for buffer in module.buffers()]
+        known = {id(buffer) for buffer, _, _ in self._copies}
+        self._others = [
+            (tensor, tensor._version, copied(tensor) if is_small(tensor) else None)
+            for tensor in {id(tensor): tensor for tensor in self._contents.tensors}.values()
+            if id(tensor) not in known and _is_state(tensor)
+        ]
+        self._iterators = {
+            id(held): (held, independent_copy(held)) for kind, held, _ in self._contents.entries if kind is ITERATOR
+        }
+        self._empty = self._contents.empty
+        self._entries: list[tuple[Kind, Any, Any]] = []
+        self._tensors_inside: list[tuple[Kind, Any, Any]] = []  # of entries
+        self._names: list[tuple[Names, str, Any]] = []
+        self._values: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._written: list[Tensor] = []
+        self.trusted: list[tuple[Tensor, int]] = []
+        self.escaped = False
+
+    def drop_unchanged(self, hold: Hold) -> None:
+        """After the call: tensors that it has changed are held by ``hold``, the others are not kept."""
+        for names, before in self._before:
+            for name in before.keys() | names.keys():
+                value = before.get(name, _ABSENT)
+                if type(value) in LEAVES or isinstance(value, _PLAIN):
+                    self._names.append((names, name, value))
+                elif names.get(name, _ABSENT) is not value:
+                    self._names.append((names, name, _held(value, hold) if isinstance(value, Tensor) else value))
+                elif name not in OF_EVERY_MODULE and kinds_of(value):
+                    self._names.append((names, name, value))
+        for kind, held, saved in self._contents.entries if self._contents is not None else ():
+            if kind in _WITHOUT_CONTENT:
+                continue
+            if kind in _WITH_MEMBERS and next(_tensors_among(kind.members(saved)), None) is not None:
+                self._tensors_inside.append((kind, held, _kept(kind, held, saved, hold)))
+            else:
+                self._entries.append((kind, held, saved))
+        for buffer, version, value in self._copies:
+            if may_have_changed(buffer, version):
+                self._values.append((buffer, hold(value)))
+            else:
+                self.trusted.append((buffer, version))
+        for tensor, version, copy in self._others:
+            if tensor._version != version:
+                self._written.append(tensor)
+                if copy is not None:
+                    self._values.append((tensor, hold(copy)))
+        self._before.clear()
+        self._copies.clear()
+        self._others.clear()
+        self._contents = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[_Copies]:
+        """The module is as noted meanwhile, and afterwards as it is now. Gives what is to be told of saved tensors."""
+        held_now = [(names, dict(names)) for names in self._held]
+        of_entries = [held for entries in (self._entries, self._tensors_inside) for _, held, _ in entries]
+        now = self._snapshot(*self._empty, *of_entries)
+        copies = _Copies(self._written, self._iterators)
+        _thread.repetitions = getattr(_thread, "repetitions", 0) + 1
+        try:
+            for tensor, noted in self._values:
+                copies.take(tensor, _lying_as(tensor, noted()))
+            self._put()
+            if self._holds_tensors(now):
+                copies.begin(self._held, self._snapshot())
+            else:
+                copies.begin(self._held[1::2], Snapshot())
+            yield copies
+        finally:
+            _thread.repetitions -= 1
+            for names, before in held_now:
+                if type(names) is dict and names.keys() == before.keys():
+                    names.update(before)
+                else:
+                    for name in [*names.keys(), *before]:
+                        _set(names, name, before.get(name, _ABSENT))
+            now.restore()
+            self.escaped = copies.end()
+
+    def _holds_tensors(self, now: Snapshot) -> bool:
+        """Or iterators, elsewhere than in buffers: most modules do not."""
+        if now.tensors or self._tensors_inside or self._iterators:
+            return True
+        return any(kind is ITERATOR for kind, _, _ in now.entries)
+
+    def _snapshot(self, *others: Any) -> Snapshot:
+        """Of what is reached from the modules now, their hooks too, and of these others."""
+        values = (value for names in self._held[::2] for name, value in names.items() if name not in _OWN)
+        return Snapshot(*values, *self._classes, *others, apart=self._modules)
+
+    def _put(self) -> None:
+        """What was there before the first call, in its places."""
+        for names, name, value in self._names:
+            _set(names, name, value.tensor() if isinstance(value, _Held) else value)
+        for container in self._empty:
+            if container:
+                container.clear()
+        for kind, held, saved in self._entries:
+            kind.put(held, saved)
+        for kind, held, saved in self._tensors_inside:
+            with suppress(_GoneError):
+                kind.put(held, kind.mapped(saved, _found))
+
+
+class _Copies:
+    """What the second call may write to: copies of tensors and iterators, in their places. Tensors that it reaches
+    all the same, by a closure, are put back afterwards.
+
+    Args:
+        written: tensors that the first call has written to; of others only small ones are copied.
+        iterators: those from before the first call, with copies from then.
+    """
+
+    def __init__(self, written: list[Tensor], iterators: dict[int, tuple[Any, Any]]) -> None:
+        self._written = {id(tensor) for tensor in written}
+        self._iterators = iterators
+        self._known: dict[int, tuple[Any, Any]] = {}  # with the original, so that no other object takes its identity
+        self._originals: list[_Original] = []
+        self._there: Snapshot | None = None
+        self._memory: set[int] = set()  # of the originals
+        self._saved: set[int] = set()  # what of it the call has saved for backward
+
+    def take(self, original: Tensor, made: Tensor) -> None:
+        self._known[id(original)] = original, made
+        self._originals.append(_Original.of(original, copies=True))
+
+    def begin(self, held: list[Names], there: Snapshot) -> None:
+        """All is there, and the second call follows.
+
+        Args:
+            held: names of the modules.
+            there: what is reached from them.
+        """
+        self._there = there
+        for names in held:
+            for name, value in names.items():
+                if type(value) not in LEAVES and name not in _OWN:
+                    _set(names, name, self._of(value))
+        for kind, container, saved in there.entries:
+            if kind in _WITH_MEMBERS and any(map(_is_copied, kind.members(saved))):
+                kind.put(container, kind.mapped(saved, self._of))
+        for tensor in there.tensors:
+            if id(tensor) not in self._known and _is_state(tensor):  # where no other can take its place
+                self._known[id(tensor)] = tensor, tensor
+                self._originals.append(_Original.of(tensor, copies=is_small(tensor)))
+        self._memory = {storage_key(original.tensor) for original in self._originals}
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return mapped_tuple(value, self._of)
+        if not _is_copied(value):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._made(value)
+        return self._known[id(value)][1]
+
+    def _made(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            _, copy = self._iterators.get(id(value), (None, None))
+            made = independent_copy(value if copy is None else copy)
+            return value if made is None else made
+        if not _is_state(value):
+            return value
+        copies = id(value) in self._written or is_small(value)
+        self._originals.append(_Original.of(value, copies=copies))
+        return copied(value) if copies else value
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """The second call saves it for backward."""
+        if self._memory and (memory := storage_key(tensor)) in self._memory:
+            self._saved.add(memory)
+
+    def end(self) -> bool:
+        """After the second call: whether something that it has written to, or taken from, cannot be put back."""
+        escaped = self._there is not None and bool(self._there.moved_iterators())
+        for original in self._originals:
+            if original.has_moved():
+                # What the call has saved of it for backward must not change under it.
+                saved = storage_key(original.tensor) in self._saved and original.differs()
+                escaped = saved or not original.put() or escaped
+        return escaped
+
+
+@dataclass(frozen=True)
+class _Original:
+    """A tensor that the second call is not to write to.
+
+    Attributes:
+        value: what is put back if it does all the same; None where it is too large for a copy.
+    """
+
+    tensor: Tensor
+    version: int
+    value: Tensor | None
+
+    @staticmethod
+    def of(tensor: Tensor, *, copies: bool) -> _Original:
+        return _Original(tensor, version_of(tensor), clone(tensor) if copies else None)
+
+    def has_moved(self) -> bool:
+        return version_of(self.tensor) != self.version or (is_small(self.tensor) and self.differs())
+
+    def differs(self) -> bool:
+        return self.value is not None and differ(self.tensor, self.value)
+
+    def put(self) -> bool:
+        """Whether it is as before, for graphs that have saved it, too."""
+        if self.value is None:
+            return False
+        put(self.tensor, self.value)
+        if not self.tensor.is_inference():
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self.version,))
+        return True
+
+
+def _is_state(value: Any) -> bool:
+    """Whether it is a tensor that a call may write to in place, and neither a weight nor computed with a graph."""
+    return type(value) is Tensor and not value.requires_grad and not value.is_inference()
+
+
+def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
+    """A copy of the value that lies in memory as the buffer does: what is computed from it has the same bits."""
+    return Layout.of(buffer).copy(value) if has_plain_numbers(buffer) else clone(value)
+
+
+@dataclass(frozen=True)
+class _Held:
+    tensor: Callable[[], Tensor]
+
+
+def _held(value: Tensor, hold: Hold) -> _Held:
+    if not value.requires_grad:
+        return _Held(hold(value))
+    # Not with the graph that made it: that would hold the one of the call before, and so on.
+    taken = hold(value.detach())
+    return _Held(lambda: taken().detach().requires_grad_())
+
+
+class _GoneError(Exception):
+    """A tensor that was not kept alive is no more."""
+
+
+def _kept(kind: Kind, held: Any, saved: Any, hold: Hold) -> Any:
+    """The content with tensors held; those that are in their place still are not kept alive."""
+    there = set(map(id, _tensors_among(kind.members(kind.save(held)))))
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return mapped_tuple(value, kept)
+        if not isinstance(value, Tensor):
+            return value
+        return _Held(partial(_alive, weakref.ref(value))) if id(value) in there else _held(value, hold)
+
+    return kind.mapped(saved, kept)
+
+
+def _alive(reference: weakref.ReferenceType[Tensor]) -> Tensor:
+    tensor = reference()
+    if tensor is None:
+        raise _GoneError
+    return tensor
+
+
+def _found(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return mapped_tuple(value, _found)
+    return value.tensor() if isinstance(value, _Held) else value
+
+
+def _tensors_among(members: Iterable[Any]) -> Iterator[Tensor]:
+    """In tuples, too."""
+    for member in members:
+        if isinstance(member, Tensor):
+            yield member
+        elif isinstance(member, tuple):
+            yield from _tensors_among(member)
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether it is, or may have in it, what another one takes the place of."""
+    return isinstance(value, (Tensor, tuple)) or (type(value) not in LEAVES and is_iterator(type(value)))
+
+
+def _set(names: Names, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        names.pop(name, None)
+    elif names.get(name, _ABSENT) is not value:
+        names[name] = value

@@ -1,0 +1,127 @@
+"""Tensors by their memory: what shares it, what holds it, and what was in it before a write.
+
+Nothing is kept alive by being known: an address is not used again while a weak reference is held to what was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hydra_ext.state.layout import copied
+from hydra_ext.state.snapshot import Snapshot
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; for those without storage, equal for themselves only."""
+    try:
+        key: int = tensor.untyped_storage()._cdata
+        return key
+    except RuntimeError:  # it has no storage
+        return id(tensor)
+
+
+def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """As long as it is there, no other storage has the same address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class MemoryOf:
+    """A piece of memory, which this does not keep alive."""
+
+    key: int
+    reference: StorageWeakRef
+
+
+_Content = TypeVar("_Content")
+
+
+class ByStorage(Generic[_Content]):
+    """A mapping from tensors' memory."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef | Tensor, _Content]] = {}
+
+    def get(self, tensor: Tensor) -> _Content | None:
+        entry = self._entries.get(storage_key(tensor))
+        return entry[1] if entry is not None else None
+
+    def at(self, key: int) -> _Content | None:
+        entry = self._entries.get(key)
+        return entry[1] if entry is not None else None
+
+    def put(self, tensor: Tensor, content: _Content) -> _Content:
+        try:
+            holder: StorageWeakRef | Tensor = weak(tensor.untyped_storage())
+        except RuntimeError:  # it has no storage
+            holder = tensor
+        self._entries[storage_key(tensor)] = (holder, content)
+        return content
+
+    def contents(self) -> Iterator[_Content]:
+        return (content for _, content in self._entries.values())
+
+    def alive(self) -> Iterator[tuple[MemoryOf, _Content]]:
+        """Memory that is held, but for tensors without storage."""
+        self.purge()
+        for key, (holder, content) in list(self._entries.items()):
+            if isinstance(holder, StorageWeakRef):
+                yield MemoryOf(key, holder), content
+
+    def put_at(self, memory: MemoryOf, content: _Content) -> None:
+        self._entries[memory.key] = (memory.reference, content)
+
+    def purge(self) -> None:
+        """Forgets memory that is held no more."""
+        gone = [
+            key for key, (holder, _) in self._entries.items() if isinstance(holder, StorageWeakRef) and is_gone(holder)
+        ]
+        for key in gone:
+            del self._entries[key]
+
+
+class Undo:
+    """Memory as it was before the first write to it."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def before_write(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._saved or tensor.is_meta or key == id(tensor):
+            return
+        storage = tensor.untyped_storage()
+        self._saved[key] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+
+    def put_back(self) -> None:
+        """It is as before, and what it was is still known."""
+        for storage, saved in self._saved.values():
+            storage.copy_(saved)
+
+    def restore(self) -> None:
+        self.put_back()
+        self._saved.clear()
+
+
+class LastingMemory:
+    """That of all tensors which modules, or other things, hold, however deep: the next microbatch may write to it.
+
+    To be made when a forward has ended.
+    """
+
+    def __init__(self, *holders: Any) -> None:
+        self._keys = set(map(storage_key, Snapshot(*holders).tensors))
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The tensor without a graph; a copy where its memory lasts."""
+        return copied(tensor) if storage_key(tensor) in self._keys else tensor.detach()
