@@ -161,7 +161,7 @@ class Averaging:
         if staged.nested:  # what backwards inside the backward add to is not known
             self._finished = [turns - 1] * len(self._layout.blocks)
             return
-        by_leaf = staged.last_turns([*self._core.faces(), *hosts])
+        by_leaf = staged.last_turns([*self._core.blocks.faces(), *hosts])
         by_parameter = iter([max(pair) for pair in zip(by_leaf[: len(hosts)], by_leaf[len(hosts) :], strict=True)])
         self._finished = [max(next(by_parameter) for _ in block.parameters) for block in self._layout.blocks]
 
@@ -190,7 +190,7 @@ class Averaging:
             StateError: a gradient cannot be averaged, or a parameter was written to.
         """
         self.agree()
-        moved = self._core.moved_hosts()
+        moved = self._core.changes.moved()
         if moved:
             raise StateError(
                 f"something wrote to {moved} during the backward. An optimizer that steps inside backward has this "
@@ -267,12 +267,12 @@ class Averaging:
     def _gathered(self, block: int) -> list[Tensor | None]:
         """What is on the device still, if it can be reduced there."""
         if self._replicas.takes_gathered:
-            return self._core.take_gathered(block)
+            return self._core.gradients.take_gathered(block)
         return [None] * len(self._layout.blocks[block].parameters)
 
     def _issue(self, gathered: Sequence[Tensor | None]) -> None:
         block = self._left[-1]
-        arrived = self._core.settle_gradients(block)
+        arrived = self._core.gradients.finish(block)
         earlier = self._arrived.get(block, [False] * len(arrived))
         arrived = self._settled[block] = [now or before for now, before in zip(arrived, earlier, strict=True)]
         shares = [_share(i, parameter, gathered[i], arrived[i]) for i, parameter in self._trained[block]]
@@ -304,7 +304,7 @@ class Averaging:
     def _deliver(self, block: int, share: _Share) -> None:
         mean = share.buffer.div_(self._replicas.size)
         if share.from_device:
-            self._core.return_gathered(block, share.index, mean)
+            self._core.gradients.return_gathered(block, share.index, mean)
         elif share.parameter.grad is None:
             share.parameter.grad = mean
         elif share.parameter.grad is not mean:

@@ -207,7 +207,7 @@ class Resumable(ABC):
     @nothing_traced
     def _step_begins(self) -> None:
         """Perhaps: it is called by every forward that might be its first, which one without gradients is not."""
-        if self._termination is not None and not (self.meter.inside or self.core.window_open):
+        if self._termination is not None and not (self.meter.inside or self.core.gate.open):
             self._termination.step_begins()
 
     def end_steps(self) -> None:
@@ -269,7 +269,7 @@ class Resumable(ABC):
         )
 
     def _expect_rest(self, asked: str) -> None:
-        if self.core.window_open or self.meter.inside:
+        if self.core.gate.open or self.meter.inside:
             raise StateError(
                 f"{asked} was called while a step, a forward or a backward of the model is under way, here or in "
                 "another thread: call it between steps"
