@@ -129,7 +129,7 @@ class Training:
 
     def settle(self) -> Moved:
         """Returns when the update has ended and the disk is idle: what has moved since the beginning."""
-        self.run.core.finish_update()
+        self.run.core.update.finish()
         before = None
         while before != (now := self._moved()):
             before = now
@@ -137,7 +137,7 @@ class Training:
         return now
 
     def _moved(self) -> Moved:
-        disk = self.run.core.disk_statistics
+        disk = self.run.core.homes.disk.statistics
         return Moved(disk.read_bytes, disk.written_bytes)
 
     def steps(self, number: int) -> Moved:
@@ -173,7 +173,7 @@ class Bench:
         with cls(size, rows, 2**40).training(None) as roomy:
             roomy.step()
             kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-            activations = max(held for kind in kinds for _, held in roomy.run.core.recorded(kind))
+            activations = max(held for kind in kinds for _, held in roomy.run.core.pager.recorded(kind))
         layer = parameter_bytes(make_model(replace(size, layers=1)).transformer.h[0])
         return cls(size, rows, activations + BLOCKS_OF_ROOM * layer)
 

@@ -44,7 +44,7 @@ def train(size: Size) -> bool:
     budget = 6 * layer + 2**22
     ids = torch.randint(0, 256, (2, 1, size.tokens))
     with hydra_ext.offload(model, optimizer, budget=budget) as run:
-        weights = run.core.arena_bytes
+        weights = run.core.memory.arena_bytes
         arenas = []
         for _ in range(STEPS):
             run.step(
@@ -55,7 +55,7 @@ def train(size: Size) -> bool:
                 recompute=False,
             )
             run.sync()
-            arenas.append(run.core.arena_bytes)
+            arenas.append(run.core.memory.arena_bytes)
         state = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
         held = resident() - before
     kept, gradients = (weights + state) / count, (arenas[-1] - weights) / count

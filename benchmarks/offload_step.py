@@ -97,7 +97,7 @@ def moved_in_one_step(run: hydra_ext.Run, training: Training) -> Moved:
 
 def weights_in(run: hydra_ext.Run, sizes: list[int]) -> int:
     """The formula for room for less."""
-    forward, backward = run.core.recorded(_C.PassKind.FORWARD), run.core.recorded(_C.PassKind.BACKWARD)
+    forward, backward = run.core.pager.recorded(_C.PassKind.FORWARD), run.core.pager.recorded(_C.PassKind.BACKWARD)
     total, present = 0, set[int]()
     for window, later in ((forward, backward), (backward, forward)):
         for now in range(-1, len(window)):  # -1: the window opens

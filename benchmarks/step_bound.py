@@ -151,7 +151,7 @@ class Offloaded:
     def _step(self) -> None:
         def loss(ids: torch.Tensor) -> torch.Tensor:
             value: torch.Tensor = self._model(input_ids=ids, labels=ids, use_cache=False).loss
-            self._loaded = self._run.core.pager_statistics.loaded_bytes
+            self._loaded = self._run.core.pager.statistics.loaded_bytes
             return value
 
         self._run.step(self._batches, loss, max_norm=MAX_NORM, round_size=len(self._batches), recompute=False)
@@ -179,7 +179,7 @@ class Offloaded:
 
     def activations(self) -> int:
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-        return max(size for kind in kinds for _, size in self._run.core.recorded(kind))
+        return max(size for kind in kinds for _, size in self._run.core.pager.recorded(kind))
 
     def report(self) -> hydra_ext.Report:
         return self._run.report()

@@ -41,7 +41,7 @@ def test_a_budget_that_is_no_size_is_refused(budget: Any) -> None:
 @pytest.mark.parametrize("budget", ["8GiB", "512 MiB", " 1.5gb ", "123456789", 2**30, 2**63 - 1])
 def test_a_budget_that_is_a_size_is_taken(budget: Any) -> None:
     with hydra_ext.offload(nn.Linear(4, 4), budget=budget) as run:
-        assert run.report().budget_bytes == run.core.ledger.limit > 0
+        assert run.report().budget_bytes == run.core.memory.ledger.limit > 0
 
 
 def test_a_budget_below_the_largest_block_is_refused_before_anything_is_changed() -> None:
@@ -81,9 +81,9 @@ def test_a_budget_below_the_activations_says_where_what_was_held_and_what_to_cha
             assert part in text
         assert "Raise the budget" in text
         del caught
-        assert run.core.ledger.peak <= budget
-        assert run.core.pins == 0
-        assert not run.core.window_open
+        assert run.core.memory.ledger.peak <= budget
+        assert run.core.pager.pins == 0
+        assert not run.core.gate.open
 
 
 def test_training_goes_on_equal_after_running_out_of_memory_and_raising_the_budget() -> None:
@@ -96,7 +96,7 @@ def test_training_goes_on_equal_after_running_out_of_memory_and_raising_the_budg
                 language_loss(model, index).backward()
             model.zero_grad()
         assert run.report().windows > 0
-        run.core.ledger.set_limit(tight_budget(model, language_loss))
+        run.core.memory.ledger.set_limit(tight_budget(model, language_loss))
         found = outcome(model, run)
         assert run.report().evictions > 0
     assert_same(expected, found)

@@ -10,8 +10,6 @@
 
 namespace hydra {
 
-class PagedModel;
-
 namespace schedule {
 class Schedule;
 }
@@ -34,10 +32,12 @@ void bind_simulation(pybind11::module_& module, pybind11::class_<schedule::Sched
 void bind_plan(pybind11::module_& module);
 void bind_values(pybind11::module_& module);
 void bind_pytorch(pybind11::module_& module);
-void bind_gradients(pybind11::module_& module, pybind11::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class);
+void bind_model(pybind11::module_& module);
+void bind_gradients(pybind11::module_& module);
+void bind_homes(pybind11::module_& module);
+void bind_windows(pybind11::module_& module);
 void bind_tensors(pybind11::module_& module);
 void bind_rounds(pybind11::module_& module);
-void bind_homes(pybind11::module_& module);
 void bind_stash(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_cuda(pybind11::module_& module);        // in builds with CUDA

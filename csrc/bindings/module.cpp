@@ -15,7 +15,6 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_pytorch(module);
   hydra::bind_tensors(module);
   hydra::bind_rounds(module);
-  hydra::bind_homes(module);
   hydra::bind_stash(module);
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA

@@ -289,7 +289,7 @@ class Averaging:
 
     def follow(self, staged: _C.StagedBackward, turns: int) -> None:
         """This backward is about to run, in so many turns: :meth:`advance` may be called between them."""
-        self._order.follow(staged, turns, self._core.faces())
+        self._order.follow(staged, turns, self._core.blocks.faces())
 
     @torch.no_grad()
     def advance(self, turns: int) -> None:
@@ -315,7 +315,7 @@ class Averaging:
             StateError: a gradient cannot be averaged, or a parameter was written to.
         """
         self.agree()
-        moved = self._core.moved_hosts()
+        moved = self._core.changes.moved()
         if moved:
             raise StateError(
                 f"something wrote to {moved} during the backward. An optimizer that steps inside backward has this "
@@ -381,12 +381,12 @@ class Averaging:
     def _gathered(self, block: int) -> list[Tensor | None]:
         """What is on the device still, if it can be reduced there."""
         if self._replicas.takes_gathered:
-            return self._core.take_gathered(block)
+            return self._core.gradients.take_gathered(block)
         return [None] * len(self._layout.blocks[block].parameters)
 
     def _issue(self, gathered: Sequence[Tensor | None]) -> None:
         block = self._order.left[-1]
-        arrived = self._core.settle_gradients(block)
+        arrived = self._core.gradients.finish(block)
         earlier = self._arrived.get(block, [False] * len(arrived))
         arrived = self._settled[block] = [now or before for now, before in zip(arrived, earlier, strict=True)]
         trained = self._order.trained[block]
@@ -399,7 +399,7 @@ class Averaging:
     def _deliver(self, block: int, share: _Share) -> None:
         mean = share.buffer.div_(self._replicas.size)
         if share.from_device:
-            self._core.return_gathered(block, share.index, mean)
+            self._core.gradients.return_gathered(block, share.index, mean)
         elif share.parameter.grad is None:
             share.parameter.grad = mean
         elif share.parameter.grad is not mean:

@@ -102,7 +102,7 @@ def _refusal_type() -> type[StateError]:
 def _call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     owner = _models.get(variable.value)
     # The root's call does more than open a window: it brings its arguments to the device.
-    if owner is not None and (variable.value is owner.model or not owner.core.window_open):
+    if owner is not None and (variable.value is owner.model or not owner.core.gate.open):
         raise _refusal_type()(
             f"a call of a {type(variable.value).__name__} cannot be a part of one graph, as fullgraph=True asks: "
             "inside hydra_ext.offload() it brings weights to the device, or else would compute with host parameters. "

@@ -248,11 +248,11 @@ class Run:
 
         Sampled fingerprints notice most of such writes by themselves; a write of a few elements may escape them.
         """
-        self.core.refresh()
+        self.core.changes.refresh()
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.bring_home(disk=not self._checkpoint.reads_the_disk)
+        self.core.moves.bring_home(disk=not self._checkpoint.reads_the_disk)
 
     @property
     def steps(self) -> int:
@@ -363,16 +363,16 @@ class Run:
     def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
         """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
         self._place.open(self.model, arena)
-        self.core.charge_buffers(self._place.uncounted_bytes(self.model))
+        self.core.memory.charge_buffers(self._place.uncounted_bytes(self.model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
-        for host, face in zip(hosts, self.core.faces(), strict=True):
+        for host, face in zip(hosts, self.core.blocks.faces(), strict=True):
             dress(face, host)
             self._faces[id(host)] = face
-            self.core.show_in_window(host, face)
+            self.core.gate.show(host, face)
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):  # without parameters: others were refused
-                self.core.watch(module._parameters, f"the parameters of '{name}'")
-                self.core.watch(module._modules, f"the modules of '{name}'")
+                self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
+                self.core.gate.watch(module._modules, f"the modules of '{name}'")
         if self._saving is not None:
             self._saving.hook()  # inside the sites' calls, where no fiber parks
         sites.install(self, self.layout.sites)
@@ -429,12 +429,12 @@ class Run:
                 stack.callback(self.updates.close)
 
     def _wait_for_others(self) -> None:
-        while not self.core.wait_for_others(milliseconds=100):
+        while not self.core.gate.wait_for_others(milliseconds=100):
             pass  # in turns, for the sake of interrupts
 
     def _before_optimizer_step(self) -> None:
         _C.suspend_charging()
-        if self.core.window_open:
+        if self.core.gate.open:
             raise StateError(
                 "optimizer.step() was called while the model's forward or backward is under way, here or in another "
                 "thread; let that end first"
@@ -442,7 +442,7 @@ class Run:
         self.meter.update_begins()
 
     def _after_optimizer_step(self) -> None:
-        self.core.note_optimizer_step()
+        self.core.changes.note_optimizer_step()
         self._checkpoint.gradients_used = True
         before = self.meter.updates
         self.meter.update_ended(deferred=self.updates is not None)
@@ -468,24 +468,24 @@ class Run:
         """The root's call, inside a window."""
         if torch.is_grad_enabled():
             self._checkpoint.step_begins()
-        token = _C.WindowToken()
+        window, token = self.core.window, _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the window entered.
-            self.core.enter(token, self.forward_kind())
+            window.enter(token, self.forward_kind())
             try:
                 args, kwargs = arguments.place((args, kwargs))
                 with nullcontext() if self._saving is None else self._saving.inside():
                     output = call(*args, **kwargs)
                 if torch.is_grad_enabled():
-                    self.core.returns(token, list(tensors_in(output)))
+                    window.returns(token, list(tensors_in(output)))
                 failed = False
                 return output
             finally:
                 arguments.give_back()
         finally:
-            self.core.exit(token, failed=failed)
+            window.exit(token, failed=failed)
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:
@@ -496,7 +496,7 @@ class Run:
         self._place.backward_ended()
         if accumulated:
             self._checkpoint.gradients_used = False
-        if self.replicas is not None and self._averages and accumulated and not self.core.in_backward:
+        if self.replicas is not None and self._averages and accumulated and not self.core.gate.in_backward:
             with self._averaging(IN_BACKWARD) as averaging:
                 if averaging is not None:
                     averaging.complete()

@@ -57,19 +57,19 @@ class SiteCall(StandIn):
 
     @not_traced
     def _visit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        core = self._listener.core
+        window = self._listener.core.window
         visit = _C.SiteVisit()
         failed = True
         try:
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
-            core.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
+            window.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
             output = self.inner(*args, **kwargs)
             if torch.is_grad_enabled():
-                core.returns(visit, list(tensors_in(output)))
+                window.returns(visit, list(tensors_in(output)))
             failed = False
             return output
         finally:
-            core.end_visit(visit, failed=failed)
+            window.end_visit(visit, failed=failed)
 
 
 def install(listener: SiteListener, sites: list[Site]) -> None:

@@ -75,13 +75,13 @@ class Updates:
     def expect_last_gradients(self) -> None:
         """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
 
-        What changes one afterwards through torch's operations is seen; other writers call ``leaving_norm.forget()``.
+        What changes one afterwards through torch's operations is seen; other writers call ``gradients.norm.forget()``.
         """
-        self._core.leaving_norm.begin(self._optimizer.pool)
+        self._core.gradients.norm.begin(self._optimizer.pool)
 
     def step_ended(self) -> None:
         """However it did."""
-        self._core.leaving_norm.end()
+        self._core.gradients.norm.end()
 
     def step(self, parameters: Sequence[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
         """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
@@ -92,7 +92,7 @@ class Updates:
         if max_norm is None:
             self._optimizer.step()
             return None, False
-        known = self._core.leaving_norm.take(list(parameters))
+        known = self._core.gradients.norm.take(list(parameters))
         norm, factor = clip.combined(clip.sums_of_squares(parameters, known), max_norm)
         if not math.isfinite(norm):
             logger.warning("the norm of the gradients is %s: this step is skipped", norm)
@@ -113,8 +113,8 @@ class Updates:
     def parts(self, gradients: Gradients) -> list[Gradients]:
         """By block, in the order in which the last forward used the blocks; blocks whose weights overlap together, and
         with them the parameters outside the model if one of those overlaps, too. The step before has ended."""
-        self._core.finish_update()
-        used = [block for block, _ in self._core.recorded(_C.PassKind.FORWARD)]
+        self._core.update.finish()
+        used = [block for block, _ in self._core.pager.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
         outside = [parameter for parameter, _ in gradients if parameter not in self._block_of]
         together = self._together(list(order), outside)
@@ -134,7 +134,7 @@ class Updates:
     def _together(self, order: list[int], outside: list[Tensor]) -> dict[int, list[int]]:
         """By the first of them, the blocks that are updated as one, in this order."""
         group_of = {block: {block} for block in order}
-        for blocks in self._core.overlapping_blocks(outside):
+        for blocks in self._core.blocks.overlapping(outside):
             joined = set().union(*(group_of[block] for block in blocks))
             group_of.update(dict.fromkeys(joined, joined))
         together: dict[int, list[int]] = {}
@@ -157,8 +157,8 @@ class Updates:
             if len(blocks) > 1:
                 for block in blocks:
                     if block != _NO_BLOCK:
-                        self._core.bring_home(block)
-        settled = set(self._core.settled_blocks)
+                        self._core.moves.bring_home(block)
+        settled = set(self._core.homes.on_device)
         later: list[_C.BlockUpdate] = []
         at_home: list[_C.BlockUpdate] = []
         for blocks, part in zip(self._parts, prepared, strict=True):
@@ -169,9 +169,9 @@ class Updates:
                 update = _C.BlockUpdate(blocks, part.plan, optimizer.tensors_of(part))
                 (later if settled.isdisjoint(blocks) else at_home).append(update)
         if later:
-            self._core.defer_update(later, optimizer.pool, self._scale)
+            self._core.update.defer(later, optimizer.pool, self._scale)
         for update in at_home:
-            self._core.update_at_home(update, optimizer.pool, self._scale)
+            self._core.moves.update(update, optimizer.pool, self._scale)
         self._homes.end_step()
 
     def _run_outside(self, optimizer: HostOptimizer, part: PreparedStep) -> None:
@@ -181,4 +181,4 @@ class Updates:
                     _C.scale_gradient(gradient, self._scale)
         part.plan.run(optimizer.pool)
         if self._outside_overlaps:
-            self._core.refresh()  # no version of the model's parameters shows what was written through others
+            self._core.changes.refresh()  # no version of the model's parameters shows what was written through others

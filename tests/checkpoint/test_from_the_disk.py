@@ -30,7 +30,7 @@ def test_a_save_reads_the_disk_and_leaves_everything_there(tmp_path: Path) -> No
     (tmp_path / "spill").mkdir()
     with offloaded(model, ours, tmp_path / "spill") as run:
         step_over(run, model, BATCHES)
-        run.core.finish_update()
+        run.core.update.finish()
         before = run.report()
         saved = run.save(tmp_path / "checkpoints")
         after = run.report()

@@ -61,7 +61,7 @@ def test_a_training_has_the_bits_of_the_plain_one(
         assert torch.equal(torch.get_rng_state(), state)
         assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(parameters, plain.parameters(), strict=True)), "not the numbers"
-        assert observed.run.core.foreign_bytes == 0
+        assert observed.run.core.blocks.foreign_bytes == 0
         expected = train_briefly(plain, theirs, family)
         seen = train_briefly(model, ours, family)
     assert not differences((seen, model, ours), (expected, plain, theirs))
@@ -113,7 +113,7 @@ def test_all_of_it_lies_in_the_arena(tmp_path: Path, monkeypatch: pytest.MonkeyP
         model = materialized(Counted(family), weights)
         with hydra_ext.offload(model, budget=ROOMY) as run:
             assert arenas[-1].mapped_bytes == arena_bytes(run)
-            assert run.core.foreign_bytes == 0
+            assert run.core.blocks.foreign_bytes == 0
 
 
 def test_parameters_of_all_kinds_get_their_numbers() -> None:
@@ -136,7 +136,7 @@ def test_what_shares_memory_with_the_callers_tensors_stays_there() -> None:
     table = torch.randn(5, 3)
     model = materialized(lambda: nn.Sequential(nn.Embedding.from_pretrained(table, freeze=False), nn.Linear(3, 3)))
     with hydra_ext.offload(model, budget=ROOMY) as run:
-        assert run.core.foreign_bytes == table.nbytes
+        assert run.core.blocks.foreign_bytes == table.nbytes
         assert model[0].weight.data_ptr() == table.data_ptr()
 
 

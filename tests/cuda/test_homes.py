@@ -94,8 +94,8 @@ def test_blocks_leave_the_gpu_for_activations_that_grow() -> None:
             seen += [loss.detach().cpu(), optim.clip_grad_norm_(model.parameters(), 1e-2)]
             ours.step()
             ours.zero_grad()
-        assert run.core.home_statistics.settled > 0
-        assert run.core.home_statistics.returned > 0
+        assert run.core.homes.statistics.settled > 0
+        assert run.core.homes.statistics.returned > 0
     for a, b in zip(seen, expected, strict=True):
         assert torch.equal(a, b)
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):

@@ -139,7 +139,7 @@ def test_a_recurrent_model_trains_equal_and_keeps_its_storages() -> None:
     expected = train_plain(model, data, mean_of_squares)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with offloaded(model, optimizer, budget=BUDGET) as run:
-        faces = run.core.faces()
+        faces = run.core.blocks.faces()
         storages = [face.untyped_storage()._cdata for face in faces]
         found = train(model, optimizer, data, mean_of_squares)
         assert [face.untyped_storage()._cdata for face in faces] == storages
@@ -153,7 +153,7 @@ def test_capturing_a_forward_into_a_graph_is_refused() -> None:
         with pytest.raises(StateError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
             model(batch)
         torch.cuda.synchronize()
-        assert run.core.pins == 0
+        assert run.core.pager.pins == 0
         model(batch)
 
 

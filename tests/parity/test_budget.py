@@ -66,10 +66,12 @@ def test_after_every_step_only_the_slots_are_left(family: str) -> None:
         core = observed.run.core
         for step in range(4):
             train(model, optimizer, FAMILIES[family], recipe, steps=1, first=step)
-            assert core.resident_bytes > 0
-            assert core.ledger.in_use == core.resident_bytes + core.ledger.in_use_by(_C.MemoryClass.BUFFERS)
-            assert core.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == core.resident_bytes
-            assert core.ledger.peak <= budget
+            assert core.pager.resident_bytes > 0
+            assert core.memory.ledger.in_use == core.pager.resident_bytes + core.memory.ledger.in_use_by(
+                _C.MemoryClass.BUFFERS
+            )
+            assert core.memory.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == core.pager.resident_bytes
+            assert core.memory.ledger.peak <= budget
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +94,11 @@ def test_with_room_for_all_the_peak_is_the_plain_step_the_slots_and_gradients_on
     with offloaded(model, optimizer, budget=plain + 3 * parameter_bytes(model)) as observed:
         train(model, optimizer, FAMILIES[family], recipe, steps=3)
         core = observed.run.core
-        assert plain + core.resident_bytes <= core.ledger.peak <= plain + core.resident_bytes + gradient_bytes(model)
+        assert (
+            plain + core.pager.resident_bytes
+            <= core.memory.ledger.peak
+            <= plain + core.pager.resident_bytes + gradient_bytes(model)
+        )
 
 
 @pytest.mark.parametrize("name", CHECKPOINTING)
@@ -126,7 +132,7 @@ def test_one_byte_less_explains_itself_and_training_goes_on_at_a_larger_budget(
             train(model, optimizer, GPT2, recipe)
         del caught
         optimizer.zero_grad()
-        assert observed.run.core.ledger.in_use == observed.run.core.resident_bytes
+        assert observed.run.core.memory.ledger.in_use == observed.run.core.pager.resident_bytes
     with offloaded(model, optimizer, budget=_generous(recipe)):
         seen = train(model, optimizer, GPT2, recipe)
     assert differences((seen, model, optimizer), _trained(recipe)) == []
@@ -140,9 +146,9 @@ def test_a_budget_lowered_between_steps_and_raised_again_changes_no_number(small
     seen = []
     with offloaded(model, optimizer, budget=_generous(recipe)) as observed:
         for first in range(0, STEPS, 5):
-            observed.run.core.ledger.set_limit(_generous(recipe))
+            observed.run.core.memory.ledger.set_limit(_generous(recipe))
             seen += train(model, optimizer, GPT2, recipe, steps=5, first=first)
-            observed.run.core.ledger.set_limit(smallest[name] // 2)
+            observed.run.core.memory.ledger.set_limit(smallest[name] // 2)
             with pytest.raises(torch.OutOfMemoryError):
                 train(model, optimizer, GPT2, recipe, steps=1)
             optimizer.zero_grad()

@@ -101,9 +101,9 @@ def check_equal_to_plain(case: Case, *, fault_path: bool = True) -> None:
         seen = train(model, optimizer, family, recipe, after_step=observed.note)
         assert differences((seen, model, optimizer), (reference, plain, plain_optimizer)) == []
         _check_reports(case, observed.reports, updated=updated_bytes(observed.run), gradients=gradient_bytes(model))
-        assert observed.run.core.foreign_bytes == 0
+        assert observed.run.core.blocks.foreign_bytes == 0
     assert differences((seen, model, optimizer), (reference, plain, plain_optimizer)) == []
-    assert observed.run.core.ledger.in_use == 0
+    assert observed.run.core.memory.ledger.in_use == 0
 
 
 def _check_reports(case: Case, reports: list[Any], *, updated: int, gradients: int) -> None:

@@ -89,7 +89,7 @@ def test_autocast_copies_of_weights_are_not_kept_for_backward() -> None:
         with recipe.precision():
             loss = family.loss(model, family.batches(0)[0])
         loss.backward()
-        assert run.core.dropped_copies > 0
+        assert run.core.arrivals.dropped_copies > 0
         report = run.report()
         held = report.peak_activations_bytes + report.peak_workspace_bytes
         # Embeddings are not cast, and one block's copies are alive at the peak: a third of them is a safe share.

@@ -65,9 +65,9 @@ def test_each_keeps_to_its_own_budget_and_trains_as_plain_pytorch(order: tuple[i
         _train_interleaved(*ours, 0, STEPS)
         for one in observed:
             core = one.run.core
-            assert core.windows_opened == 2 * STEPS
+            assert core.gate.opens == 2 * STEPS
             assert one.run.report().peak_bytes <= one.run.budget
-            assert core.ledger.in_use == core.resident_bytes
+            assert core.memory.ledger.in_use == core.pager.resident_bytes
     assert not engine.installed()
     for trained, reference in zip(ours, plain, strict=True):
         assert (
@@ -84,11 +84,11 @@ def test_one_that_runs_out_of_memory_leaves_the_other_as_it_was() -> None:
     with ExitStack() as stack:
         observed = [_enter(stack, trained, trained.budget()) for trained in ours]
         _train_interleaved(*ours, 0, 2)
-        inner = observed[1].run.core.ledger
+        inner = observed[1].run.core.memory.ledger
         inner.set_limit(inner.limit // 4)
         with pytest.raises(torch.OutOfMemoryError, match="hydra_ext"):
             _train_interleaved(*ours, 2, 3)
-        assert not any(one.run.core.window_open for one in observed)
+        assert not any(one.run.core.gate.open for one in observed)
         inner.set_limit(observed[1].run.budget)
         _train_interleaved(*ours, 2, 4)
     assert not engine.installed()

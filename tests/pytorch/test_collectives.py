@@ -48,7 +48,7 @@ def test_a_collective_on_a_device_parameter_is_refused(communicate: object) -> N
         pytest.raises(RuntimeError, match=r"hydra_ext: c10d::.*inner.weight"),
     ):
         model(torch.ones(1, 4))
-    assert run.core.pins == 0
+    assert run.core.pager.pins == 0
 
 
 @pytest.mark.usefixtures("_alone")

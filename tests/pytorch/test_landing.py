@@ -50,7 +50,7 @@ def test_more_gradients_take_no_more_memory_to_land_in() -> None:
     with hydra_ext.offload(model, budget="64MiB", checks=Checks(poison_hosts=True)) as run:
         for batch in batches():
             model(batch).pow(2).mean().backward()
-            sizes.append(run.core.arena_bytes)
+            sizes.append(run.core.memory.arena_bytes)
     assert sizes[1] - sizes[0] == 2 * PIECE  # one more than the lane has under way
     assert sizes[2] == sizes[1]
 

@@ -73,10 +73,10 @@ def evict_before_every_node(root: torch.Tensor) -> None:
 def offloaded(model: nn.Module, **options: Any) -> Iterator[hydra_ext.Run]:
     blocks = [f"holders.{name}" for name in model.holders]
     with hydra_ext.offload(model, budget=BUDGET, blocks=blocks, **options) as run:
-        assert len(run.core.faces()) == run.report().blocks == len(blocks)
+        assert len(run.core.blocks.faces()) == run.report().blocks == len(blocks)
         yield run
-        assert not run.core.window_open
-        assert run.core.pins == 0
+        assert not run.core.gate.open
+        assert run.core.pager.pins == 0
     assert not engine.installed()
 
 
@@ -126,8 +126,8 @@ def test_more_parameters_than_the_budget_holds_in_one_operation_are_named() -> N
         with pytest.raises(torch.OutOfMemoryError, match=r"no slot for block 'holders\.\w+'.*in use") as caught:
             model()
         assert "Raise the budget" in str(caught.value)
-        assert run.core.pins == 0
-        assert not run.core.window_open
+        assert run.core.pager.pins == 0
+        assert not run.core.gate.open
 
 
 def test_what_an_operation_wrote_comes_home_even_if_all_is_evicted_at_once() -> None:
@@ -142,7 +142,7 @@ def test_what_an_operation_wrote_comes_home_even_if_all_is_evicted_at_once() -> 
     with offloaded(model, checks=hydra_ext.Checks(poison_hosts=True)) as run:
         with EvictBeforeEveryCall():
             result = model()
-        assert run.core.pager_statistics.write_backs > 0
+        assert run.core.pager.statistics.write_backs > 0
     assert torch.equal(result, expected)
     assert torch.equal(model.holders["w"].value, plain.holders["w"].value)
 
@@ -151,5 +151,5 @@ def test_the_allocator_counts_what_operations_took_and_gives_it_back() -> None:
     model = Operation(CASES["linear"])
     with offloaded(model) as run:
         model().sum().backward()
-        assert run.core.ledger.peak > 0
-        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        assert run.core.memory.ledger.peak > 0
+        assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0

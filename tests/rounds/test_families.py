@@ -105,7 +105,7 @@ def _check_reports(case: Case, observed: Any, expected: Seen) -> None:
     if case.family in DIVERGENT:
         return
     # A static model: its blocks are passed in the same order however many microbatches there are.
-    passes = [len(run.core.recorded(kind)) for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)]
+    passes = [len(run.core.pager.recorded(kind)) for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)]
     for before, after in pairwise(reports[1:]):
         loads = after.loads - before.loads
         assert loads <= len(case.rounds()) * sum(passes), "a block was moved more than once in a pass"

@@ -285,7 +285,7 @@ def assert_a_failed_step_keeps_no_activations(run: hydra_ext.Run, model: nn.Modu
     except Stop:
         failed = True
     assert failed
-    assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+    assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -41,7 +41,7 @@ def test_no_wait_is_missing(name: str, recompute: bool) -> None:
     with hydra_ext.offload(model, optimizer, budget=budget, device=device, checks=checks) as run:
         seen = train_rounds(run, model, family.loss, batches, PLAN, **choices)
         report = run.report()
-        backend = run.core.backend
+        backend = run.core.memory.backend
         assert isinstance(backend, _C.SimulatedDevice)
         assert (backend.hazards(), backend.first_hazard()) == (0, "")
     assert differences(seen, expected) == []

@@ -78,7 +78,7 @@ def activations(family: Family, m: int, *, recompute: bool = False) -> int:
             mine = batches[step * m : (step + 1) * m]
             run.step(mine, lambda b: family.loss(model, b), round_size=size, recompute=recompute)
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-        peak = max(size for kind in kinds for _, size in run.core.recorded(kind))
+        peak = max(size for kind in kinds for _, size in run.core.pager.recorded(kind))
         report = run.report()
         assert report.windows > 0
         assert (report.refusals, report.fallbacks, report.faults) == (0, 0, 0)
@@ -181,7 +181,7 @@ def test_an_error_after_the_last_block_leaves_gradients_as_they_were(before: boo
         assert factor.grad is None
         model.zero_grad()
         seen = train_rounds(run, model, LAYERED.loss, batches, PLAN, steps=2, round_size=4, recompute=False)
-        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
     assert differences(seen, train_loop(LAYERED.make(0), LAYERED.loss, batches, PLAN, steps=2)) == []
 
 
@@ -203,7 +203,7 @@ def test_an_interrupt_between_forward_and_backward_leaves_nothing_for_the_next_s
         monkeypatch.setattr(Round, "backward", backward)
         assert_nothing_left(run)
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
         seen = train_rounds(run, model, LAYERED.loss, batches, PLAN, steps=2, round_size=4, recompute=False)
         assert (run.report().refusals, run.report().fallbacks) == (0, 0)
     assert differences(seen, train_loop(LAYERED.make(0), LAYERED.loss, batches, PLAN, steps=2)) == []

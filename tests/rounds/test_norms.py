@@ -90,11 +90,11 @@ def train_rounds(model: nn.Module, **choices: Any) -> tuple[Outcome, list[int], 
     with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=list(model.layers), checks=checks) as run:
         for step in range(STEPS):
             batches = BATCHES[step * MICROBATCHES : (step + 1) * MICROBATCHES]
-            before = run.core.leaving_norm.taken
+            before = run.core.gradients.norm.taken
             out = run.step(batches, lambda batch: loss_of(model, batch), max_norm=1e-3, recompute=False, **choices)
             assert out.grad_norm is not None
             seen.append(out.grad_norm)
-            taken.append(run.core.leaving_norm.taken - before)
+            taken.append(run.core.gradients.norm.taken - before)
         report = run.report()
     assert report.windows > 0
     return [*seen, *state(model, optimizer)], taken, report
@@ -192,7 +192,7 @@ def test_gradients_that_leave_in_another_type_have_the_sums_of_what_arrived(roun
         for step in range(STEPS):
             out = run.step(BATCHES[:MICROBATCHES], lambda b: loss_of(model, b), max_norm=1e-3, round_size=round_size)
             assert out.grad_norm == torch.tensor(norms[step], dtype=torch.float32)
-        assert run.core.leaving_norm.taken == STEPS * count(model)
+        assert run.core.gradients.norm.taken == STEPS * count(model)
         assert (run.report().refusals, run.report().fallbacks) == (0, 0)
         assert run.report().windows > 0
 
@@ -215,7 +215,7 @@ def test_a_gradient_that_the_loss_gives_to_the_parameter_itself_has_no_sum(last:
         for batch in BATCHES[:STEPS]:
             out = run.step([batch], loss, max_norm=1e-3)
             assert out.grad_norm == torch.tensor(norms[-1], dtype=torch.float32)
-        assert run.core.leaving_norm.taken == STEPS * (count(model) - last)
+        assert run.core.gradients.norm.taken == STEPS * (count(model) - last)
         assert run.report().windows > 0
         assert (run.report().refusals, run.report().fallbacks) == (0, 0)
 
@@ -229,7 +229,7 @@ def test_a_scaler_or_a_step_without_a_norm_wants_no_sums() -> None:
         scaled = run.step(BATCHES[:2], lambda b: loss_of(model, b), max_norm=1e-3, scaler=scaler)
         assert plain.grad_norm is None
         assert scaled.grad_norm is not None
-        assert run.core.leaving_norm.taken == 0
+        assert run.core.gradients.norm.taken == 0
 
 
 def test_a_step_that_failed_leaves_no_sums_behind() -> None:
@@ -245,7 +245,7 @@ def test_a_step_that_failed_leaves_no_sums_behind() -> None:
             run.step(BATCHES[:2], lambda b: loss_of(model, b), max_norm=1e-3)
         handle.remove()
         loss_of(model, BATCHES[0]).backward()
-        assert run.core.leaving_norm.take(list(model.parameters())) == [None] * count(model)
+        assert run.core.gradients.norm.take(list(model.parameters())) == [None] * count(model)
 
 
 # ---- what voids a sum -----------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_a_step_that_failed_leaves_no_sums_behind() -> None:
 def summed_as_they_left(model: nn.Module) -> Iterator[hydra_ext.Run]:
     """After one backward."""
     with hydra_ext.offload(model, budget=ROOMY, checks=Checks(poison_hosts=True)) as run:
-        run.core.leaving_norm.begin(threads.pool(None))
+        run.core.gradients.norm.begin(threads.pool(None))
         loss_of(model, BATCHES[0]).backward()
         yield run
 
@@ -275,7 +275,7 @@ def test_a_gradient_that_is_not_what_arrived_has_no_sum(change: Callable[[Tensor
     model = stack()
     parameters = list(model.parameters())
     with summed_as_they_left(model) as run:
-        norm = run.core.leaving_norm
+        norm = run.core.gradients.norm
         change(parameters[4])
         known = norm.take(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -289,7 +289,7 @@ def test_sums_can_be_voided_by_who_writes_unseen() -> None:
     model = stack()
     parameters = list(model.parameters())
     with summed_as_they_left(model) as run:
-        norm = run.core.leaving_norm
+        norm = run.core.gradients.norm
         norm.forget()
         loss_of(model[3:], BATCHES[0].to(run.device)).backward()
         assert [known is None for known in norm.take(parameters)] == [True] * 6 + [False] * 6

@@ -223,7 +223,7 @@ def test_autocast_wherever_its_context_was_made(made: str, recompute: bool) -> N
                 out = run.step(batches[3 * step : 3 * step + 3], fn, seeds=PLAN.seeds(step), recompute=recompute)
             seen.losses += losses_of(out)
             seen.step_ended(model)
-        assert (run.core.dropped_copies > 0) is not recompute  # then no graph holds them
+        assert (run.core.arrivals.dropped_copies > 0) is not recompute  # then no graph holds them
     assert differences(seen, expected) == []
 
 

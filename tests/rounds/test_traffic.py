@@ -47,11 +47,11 @@ def passes_of_a_step(
     moments: list[tuple[int, int, set[int]]] = []
 
     def there() -> set[int]:
-        return set(run.core.resident_blocks)
+        return set(run.core.pager.resident_blocks)
 
     def fn(batch: Any) -> Tensor:
         loss = loss_of(batch)
-        statistics = run.core.pager_statistics
+        statistics = run.core.pager.statistics
         moments.append((statistics.loads, statistics.loaded_bytes, there()))
         return loss
 
@@ -83,9 +83,9 @@ def test_each_block_is_moved_once_per_pass(name: str, m: int) -> None:
         blocks = range(len(run.layout.blocks))
         report = run.report()
         everything = sum(slot_bytes(run, block) for block in blocks)
-        order = [block for block, _ in run.core.recorded(_C.PassKind.FORWARD)]
+        order = [block for block, _ in run.core.pager.recorded(_C.PassKind.FORWARD)]
         assert sorted(order) == list(blocks)
-        assert [block for block, _ in run.core.recorded(_C.PassKind.BACKWARD)] == order[::-1]
+        assert [block for block, _ in run.core.pager.recorded(_C.PassKind.BACKWARD)] == order[::-1]
         for step in steps[1:]:
             # The update has changed every block. What the forward ends with is where the backward begins.
             assert (step.forward_loads, step.forward_bytes) == (len(blocks), everything)
@@ -115,7 +115,7 @@ def steps_of_a_stack(budget: int, m: int) -> tuple[list[Passes], int, hydra_ext.
     with hydra_ext.offload(model, optimizer, budget=budget, blocks=list(model), checks=checks) as run:
         steps = [passes_of_a_step(run, partial(loss_of, model), batches, max_norm=1.0) for _ in range(STEPS)]
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-        activations = max(size for kind in kinds for _, size in run.core.recorded(kind))
+        activations = max(size for kind in kinds for _, size in run.core.pager.recorded(kind))
         return steps, activations, run.report()
 
 

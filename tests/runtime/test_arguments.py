@@ -43,7 +43,7 @@ def assert_equal(work: Callable[[nn.Module], list[Any]]) -> None:
 
 
 def held(run: Run) -> int:
-    return run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
+    return run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
 
 
 def test_a_state_that_holds_tensors_takes_what_the_forward_puts_in_it() -> None:
@@ -111,7 +111,7 @@ def test_containers_are_given_back_when_the_forward_fails() -> None:
             model(forward, mine)
         assert mine == {"first": first, "added": first}
         assert mine["first"] is mine["added"] is first
-        assert not run.core.window_open
+        assert not run.core.gate.open
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

@@ -116,7 +116,7 @@ def test_buffers_of_any_kind_are_tried_out_and_paid_for(make: Callable[[], torch
     model = nn.Linear(4, 4, dtype=torch.float64)
     model.register_buffer("any", make())
     with hydra_ext.offload(model, budget=ROOMY) as run:
-        assert (run.core.ledger.in_use_by(_C.MemoryClass.BUFFERS) > 0) == (model.any.numel() > 0)
+        assert (run.core.memory.ledger.in_use_by(_C.MemoryClass.BUFFERS) > 0) == (model.any.numel() > 0)
         assert model.cpu() is model
         with pytest.raises(ModelChanged, match="'any'"):
             model._apply(lambda tensor: tensor if tensor.dtype == torch.float64 else None)

@@ -66,14 +66,14 @@ def test_figures_agree_with_each_other_and_with_the_report(whole: bool, native: 
     with offloaded(model, optimizer) as run:
         whole_step(run)
         run.sync()
-        before, lanes_before = run.report(), run.core.backend.to_host_statistics.busy_seconds
+        before, lanes_before = run.report(), run.core.memory.backend.to_host_statistics.busy_seconds
         run.on_step(seen.append)
         for batch in BATCHES[:4]:
             if whole:
                 whole_step(run)
             else:
                 step_in_a_loop(run, batch)
-        after, lanes_after = run.report(), run.core.backend.to_host_statistics.busy_seconds
+        after, lanes_after = run.report(), run.core.memory.backend.to_host_statistics.busy_seconds
     assert [figures.step for figures in seen] == [2, 3, 4, 5]
     for figures in seen:
         assert figures.budget_bytes == run.budget
@@ -91,7 +91,7 @@ def test_figures_agree_with_each_other_and_with_the_report(whole: bool, native: 
     elif not whole:
         # From one step() to the next all of an update is inside; the last one is under way yet.
         updated = sum(figures.update_seconds for figures in seen)
-        assert 0 < updated <= run.core.update_seconds - before.update_seconds
+        assert 0 < updated <= run.core.update.seconds - before.update_seconds
 
 
 def test_the_peak_is_that_of_the_step() -> None:

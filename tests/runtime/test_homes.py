@@ -36,11 +36,11 @@ def offloaded(
     with hydra_ext.offload(model, optimizer, budget=budget, blocks=blocks, device=device, checks=checks) as run:
         yield run
         assert run.report().windows > 0
-        assert run.core.pins == 0
+        assert run.core.pager.pins == 0
         assert run.report().peak_bytes <= budget
-    assert run.core.slot_bytes_held == 0
+    assert run.core.memory.slot_bytes == 0
     for cls in (_C.MemoryClass.WEIGHTS, _C.MemoryClass.GRADIENTS, _C.MemoryClass.OPTIMIZER):
-        assert run.core.ledger.in_use_by(cls) == 0
+        assert run.core.memory.ledger.in_use_by(cls) == 0
     for parameter in model.parameters():
         parameter.data_ptr()  # its own bytes, on the host
 
@@ -114,7 +114,7 @@ def test_the_last_blocks_are_at_home_as_far_as_the_budget_reaches() -> None:
     with offloaded(model, ours) as run:
         train(model, ours)
         activations = max(
-            size for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD) for _, size in run.core.recorded(kind)
+            size for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD) for _, size in run.core.pager.recorded(kind)
         )
     model, ours = pair()[2:]
     budget = activations + LAYERS * BLOCK + 2 * GRADIENTS + 2 * (GRADIENTS + MOMENTS) + 100
@@ -143,7 +143,7 @@ def test_a_block_goes_home_where_it_fits_to_the_byte(count: int, missing: int) -
     with offloaded(model, ours) as run:
         train(model, ours)
         activations = max(
-            size for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD) for _, size in run.core.recorded(kind)
+            size for kind in (_C.PassKind.FORWARD, _C.PassKind.BACKWARD) for _, size in run.core.pager.recorded(kind)
         )
     model, ours = pair()[2:]
     budget = activations + LAYERS * BLOCK + 2 * GRADIENTS + count * (GRADIENTS + MOMENTS) - missing
@@ -151,8 +151,8 @@ def test_a_block_goes_home_where_it_fits_to_the_byte(count: int, missing: int) -
         train(model, ours)
         train(model, ours)
         assert len(run.report().homes) == count - missing
-        assert run.core.home_statistics.settled == count - missing
-        assert run.core.home_statistics.returned == 0
+        assert run.core.homes.statistics.settled == count - missing
+        assert run.core.homes.statistics.returned == 0
 
 
 def test_blocks_make_room_for_activations_and_come_back() -> None:
@@ -173,7 +173,7 @@ def test_blocks_make_room_for_activations_and_come_back() -> None:
         settled = run.report().homes
         assert len(settled) > 1
         seen += work(model, ours, 16)
-        assert run.core.home_statistics.returned > 0
+        assert run.core.homes.statistics.returned > 0
         assert len(run.report().homes) < len(settled)
         assert "came back" in run.report().homes_reason or "needs" in run.report().homes_reason
         assert_same(expected, seen + work(model, ours, 1))
@@ -241,7 +241,7 @@ def test_gradients_are_the_users_as_ever(name: str) -> None:
     expected = work(plain, theirs)
     with offloaded(model, ours) as run:
         assert_same(expected, work(model, ours))
-        assert run.core.home_statistics.settled > 0
+        assert run.core.homes.statistics.settled > 0
     assert_same(state(plain, theirs), state(model, ours))
 
 
@@ -259,7 +259,7 @@ def test_a_gradient_that_somebody_has_kept_stays_what_it_was() -> None:
     work(plain, theirs)
     with offloaded(model, ours) as run:
         work(model, ours)
-        assert run.core.home_statistics.returned > 0
+        assert run.core.homes.statistics.returned > 0
         assert_same(*[[gradient.clone() for gradient in one] for one in kept])
     assert_same(*[list(one) for one in kept])
 

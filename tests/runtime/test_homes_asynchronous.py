@@ -66,6 +66,6 @@ def test_homes_wait_for_what_the_device_still_does(name: str, work: str, seed: i
     checks = Checks(poison_hosts=True)
     with hydra_ext.offload(model, ours, budget=ROOMY, blocks=list(model), device=device, checks=checks) as run:
         assert_same(expected, WORKS[work](model, ours))
-        assert run.core.home_statistics.settled >= LAYERS
-        assert (run.core.home_statistics.returned > 0) is (work == "returning")
+        assert run.core.homes.statistics.settled >= LAYERS
+        assert (run.core.homes.statistics.returned > 0) is (work == "returning")
     assert_same(state(plain, theirs), state(model, ours))

@@ -229,8 +229,8 @@ def test_an_end_whose_transfers_all_fail_leaves_a_plain_model_and_says_what_is_l
     with pytest.raises(TransferError), at_home(ours, faults=faults) as run:
         faults.fail(_C.testing.Operation.TO_HOST, 1, persistent=True)
     assert type(model) is nn.Sequential
-    assert run.core.slot_bytes_held == 0
-    assert run.core.ledger.in_use_by(_C.MemoryClass.OPTIMIZER) == 0
+    assert run.core.memory.slot_bytes == 0
+    assert run.core.memory.ledger.in_use_by(_C.MemoryClass.OPTIMIZER) == 0
     for lost in (model[0].weight.detach(), optimizer.state[model[0].weight]["exp_avg"]):
         with pytest.raises(RuntimeError, match="ended"):
             lost.sum()
@@ -256,7 +256,7 @@ def test_a_block_that_cannot_be_moved_stays_on_the_host() -> None:
         return failing
 
     with offloaded(ours, faults=faults) as run:
-        with mock.patch.object(_C.PagedModel, "settle", fail_moves(_C.PagedModel.settle)):
+        with mock.patch.object(_C.HomeMoves, "settle_on_device", fail_moves(_C.HomeMoves.settle_on_device)):
             train(*ours)
         assert run.report().homes == ()
         assert "could not be moved" in run.report().homes_reason
@@ -300,5 +300,5 @@ def test_an_update_whose_block_has_left_in_between_is_made_on_the_host(name: str
 
         with mock.patch.object(ours[1], "finish", disturbed):
             assert_same(expected, steps(*ours, run))
-        assert run.core.home_statistics.returned > 0
+        assert run.core.homes.statistics.returned > 0
     assert_same(state(*plain), state(*ours))

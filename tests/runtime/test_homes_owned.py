@@ -230,7 +230,7 @@ def test_blocks_stay_at_home_whether_gradients_are_cleared_before_or_after_forwa
             loss.backward()
             optimizer.step()
         assert len(run.report().homes) == LAYERS
-        assert run.core.home_statistics.returned == 0
+        assert run.core.homes.statistics.returned == 0
 
 
 def test_a_graph_from_before_a_step_is_known_to_be_so_when_blocks_come_home_in_between() -> None:

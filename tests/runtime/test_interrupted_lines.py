@@ -17,7 +17,7 @@ from support.benches import ROOMY, assert_same
 
 # Python looks for signals when a function begins, a loop turns and a call ends: never between `try:` or `finally:` and
 # what follows.
-_NOT_INTERRUPTED = ("try:", "with windows_of(", "self.core.exit(", "core.end_visit(")
+_NOT_INTERRUPTED = ("try:", "with windows_of(", "window.exit(", "window.end_visit(")
 
 
 class Interrupt:
@@ -67,8 +67,8 @@ def test_an_interrupt_at_any_line_of_ours_leaves_no_window_open(backward: bool) 
             loss = model(BATCHES[1]).sum() if backward else None
             interrupt = Interrupt(lines)
             interrupt.call(loss.backward if loss is not None else lambda: model(BATCHES[1]))
-            assert not run.core.window_open
-            assert run.core.pins == 0
+            assert not run.core.gate.open
+            assert run.core.pager.pins == 0
             assert faces(model) == 0
             if not interrupt.raised:
                 break

@@ -115,8 +115,8 @@ def test_nothing_is_left_of_a_context(error: type[BaseException] | None) -> None
 def test_a_run_that_ended_holds_no_device_memory_and_still_reports() -> None:
     run = a_whole_life(tiny_gpt2())
     gc.collect()
-    assert run.core.resident_bytes == 0
-    assert run.core.ledger.in_use == 0
+    assert run.core.pager.resident_bytes == 0
+    assert run.core.memory.ledger.in_use == 0
     assert run.report().windows > 0
     assert "peak" in str(run.report())
 
@@ -161,7 +161,7 @@ def test_of_a_backward_that_a_parameters_hook_ended_nothing_is_kept(name: str, r
         handle.remove()
         del loss
         model.zero_grad()
-        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
+        assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == 0
         model(rows).sum().backward()
         found = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
@@ -241,7 +241,7 @@ def evict(run):
             torch.empty(2 * ROOMY, dtype=torch.uint8)
         except torch.OutOfMemoryError:
             pass
-    assert run.core.resident_bytes == 0
+    assert run.core.pager.resident_bytes == 0
 
 def try_all(face, moment, before):
     for name, use in uses.items():

@@ -34,7 +34,7 @@ def refuses_and_then_trains_on(change: Callable[[nn.Module], Any], undo: Callabl
 
         with pytest.raises(ModelChanged):
             change_and_run()
-        assert not run.core.window_open
+        assert not run.core.gate.open
         undo(model, memo)
         assert_same(expected, outcome(model, run))
         assert run.report().evictions > 0

@@ -92,7 +92,7 @@ def test_a_step_moves_what_the_formula_says(tmp_path: Path) -> None:
         assert report.disk_working_bytes <= run_plan(model, ours).working
         assert report.loads == STEPS * DEPTH  # the device holds them all from forward to backward
         assert report.fallbacks == report.refusals == 0
-    moved = run.core.disk_statistics
+    moved = run.core.homes.disk.statistics
     again = (report.rounds - STEPS) * GRADIENT  # a second round of a step adds to what the first one brought
     entered, update = ON_DISK, ON_DISK + 2 * GRADIENT
     first, left = 2 * GRADIENT, update  # there is no state before the first step; in the end all comes home
@@ -224,7 +224,7 @@ def test_frozen_layers_are_read_and_never_written(tmp_path: Path) -> None:
     # When entering all weights; a step writes gradients, and then weights and state.
     trained = DEPTH - DEPTH // 2
     written = DEPTH * ON_DISK + STEPS * trained * (GRADIENT + ON_DISK + 2 * GRADIENT)
-    assert run.core.disk_statistics.written_bytes == written
+    assert run.core.homes.disk.statistics.written_bytes == written
     assert_same(state(plain, theirs), state(model, ours))
 
 
@@ -280,7 +280,7 @@ def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
     with context(caught.value.smallest_budget) as run:
         assert_same(expected, [steps_of(model, ours, ids) for ids in text])
         assert run.report().disk_weight_bytes > 0
-        run.core.finish_update()
+        run.core.update.finish()
         assert run.report().disk_gradient_bytes == 0  # used, and dropped
     assert_same([*plain.parameters()], [*model.parameters()])
 
@@ -317,7 +317,7 @@ def test_a_transfer_that_fails_is_an_error_and_never_a_wrong_number(
         try:
             for batch in BATCHES:
                 run.step(batch.split(2), lambda part: model(part).pow(2).mean(), max_norm=0.1)
-                run.core.finish_update()
+                run.core.update.finish()
         except (hydra_ext.errors.SpillError, RuntimeError) as error:  # the latter through torch's dispatcher
             told = str(error)
         failed = files.met() > 0

@@ -305,7 +305,7 @@ def test_saving_keeps_no_block_from_the_device_nor_from_the_arena() -> None:
     made = model, optim.AdamW(model.parameters(), lr=1e-2)
     save_all(made)
     with offloaded(made, budget=ROOMY) as run:
-        assert run.core.foreign_bytes == 0
+        assert run.core.blocks.foreign_bytes == 0
         for number, batch in enumerate([*BATCHES, *BATCHES]):
             step(made, batch)
             if number == 0:

@@ -50,7 +50,7 @@ def budget() -> int:
 
 
 def hazards(run: Run) -> tuple[int, str]:
-    device = run.core.backend
+    device = run.core.memory.backend
     assert isinstance(device, _C.SimulatedDevice)
     return device.hazards(), device.first_hazard()
 
@@ -113,8 +113,8 @@ def test_whichever_operation_fails_the_step_can_be_repeated(
                 except (errors.TransferError, torch.OutOfMemoryError):
                     failed += 1
                 subject.abandon()
-                assert run.core.pins == 0
-                assert not run.core.window_open
+                assert run.core.pager.pins == 0
+                assert not run.core.gate.open
             faults.reset()
             assert torch.equal(subject.step(index), losses[index])
     assert failed > 0

@@ -196,7 +196,7 @@ def test_state_that_is_replaced_is_still_there_for_who_kept_it(tmp_path: Path) -
 
     with offloaded(model, ours, tmp_path) as run:
         train(plain, theirs), train(model, ours)
-        run.core.finish_update()
+        run.core.update.finish()
         wanted, kept = replace(plain, theirs), replace(model, ours)
         train(plain, theirs), train(model, ours)
         assert torch.equal(kept, wanted)
@@ -219,7 +219,7 @@ def test_several_threads_may_read_state_at_once(tmp_path: Path) -> None:
                 assert all(all(map(torch.equal, found.result(), wanted)) for found in read)
             for block, layer in enumerate(model.children()):
                 tensors = [tensor for weight in layer.parameters() for tensor in ours.tensors_beside(weight)]
-                run.core.settle_on_disk(block, tensors)
+                run.core.moves.settle_state_on_disk(block, tensors)
             assert run.report().disk_bytes == LAYERS * 2 * STATE
 
 

@@ -157,7 +157,7 @@ def test_a_forward_that_no_backward_follows_charges_its_thread_while_its_graph_l
         del output, held
         gc.collect()
         assert not _C.on_simulated_device(torch.zeros(10))
-        assert run.core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == best.nbytes
+        assert run.core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS) == best.nbytes
 
 
 def test_an_evaluation_without_graph_charges_nothing_afterwards() -> None:
@@ -311,7 +311,7 @@ def test_parameters_that_move_inside_the_context_are_still_found(change: Callabl
     model = stack()
     with hydra_ext.offload(model, budget=ROOMY, checks=POISONED) as run:
         seen = work(model)
-        assert run.core.foreign_entries == 0
+        assert run.core.gate.foreign_entries == 0
     assert faces(model) == 0
     assert_same(work(stack()), seen)
 

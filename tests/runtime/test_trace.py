@@ -108,7 +108,7 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         before=before,
         after=after,
         names=names,
-        order={name: [names[block] for block, _ in run.core.recorded(kind)] for name, kind in kinds.items()},
+        order={name: [names[block] for block, _ in run.core.pager.recorded(kind)] for name, kind in kinds.items()},
         # fp32: weights and two moments are read and written, the gradient is read.
         update_bytes={block.name: 7 * block.nbytes for block in run.layout.blocks},
         outcome=outcome,
@@ -193,8 +193,8 @@ def test_the_counter_divides_the_budget(traced: Traced) -> None:
 def test_recording_changes_no_bit(traced: Traced) -> None:
     plain, run, _, _ = train(traced.program, None)
     assert all(torch.equal(a, b) for a, b in zip(traced.outcome, plain, strict=True))
-    run.core.backend.activity.start(10)
-    record = run.core.backend.activity.stop()
+    run.core.memory.backend.activity.start(10)
+    record = run.core.memory.backend.activity.stop()
     assert (list(record.activities), list(record.memory)) == ([], [])
 
 
@@ -204,10 +204,10 @@ def test_compute_nests_by_itself() -> None:
     with hydra_ext.offload(
         model, optim.AdamW(model.parameters()), budget="64MiB", checks=Checks(poison_hosts=True)
     ) as run:
-        run.core.backend.activity.start(10_000)
+        run.core.memory.backend.activity.start(10_000)
         rounds(run, 0)
         loop(run, 1)
-        activities = run.core.backend.activity.stop().activities
+        activities = run.core.memory.backend.activity.stop().activities
     compute = [a for a in activities if a.row == _C.ActivityRow.COMPUTE]
     assert len(compute) > 100
     assert {a.thread for a in compute} == {0}
@@ -286,7 +286,7 @@ def test_weights_written_back_and_gradients_with_a_graph_are_on_the_row_too(crea
         with run.trace(tmp_path / "step.json"):
             model(torch.ones(4, 100)).pow(2).sum().backward(create_graph=create_graph)
         report = run.report()
-        assert run.core.gradient_statistics.synchronous == (2 if create_graph else 0)
+        assert run.core.gradients.statistics.synchronous == (2 if create_graph else 0)
         model.zero_grad()
     file = traces.read(tmp_path / "step.json")
     copies = file.row("device to host", "copy")

@@ -59,7 +59,7 @@ def test_an_error_inside_leaves_what_there_is(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         work()
     assert [event["name"] for event in traces.read(tmp_path / "step.json").row("compute", "pass")] == ["inference 1"]
-    assert not run.core.backend.activity.recording
+    assert not run.core.memory.backend.activity.recording
 
 
 def test_a_disk_that_is_full_is_said_on_leaving_unless_there_is_an_error_already(
@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_is_said_on_leaving_unless_there_is_an_error_already
     with pytest.raises(ZeroDivisionError), run.trace("/dev/full"):
         raise ZeroDivisionError
     assert "No space left" in caplog.text
-    assert not run.core.backend.activity.recording
+    assert not run.core.memory.backend.activity.recording
 
 
 def test_a_trace_of_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:

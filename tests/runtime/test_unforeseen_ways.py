@@ -45,9 +45,9 @@ def assert_equal(work: Work, build: Callable[[], nn.Module] = stack) -> None:
     with hydra_ext.offload(model, budget=ROOMY, device=device, checks=POISONED) as run:
         offloaded = work(model)
         assert run.report().windows > 0
-        assert run.core.foreign_entries == 0
-        assert not run.core.window_open
-        assert run.core.pins == 0
+        assert run.core.gate.foreign_entries == 0
+        assert not run.core.gate.open
+        assert run.core.pager.pins == 0
     assert_same(plain, offloaded)
 
 
@@ -319,7 +319,7 @@ def test_a_backward_after_a_silent_write_does_not_take_the_new_weights_for_the_o
             parameter.data.mul_(2)
         with pytest.raises(RuntimeError, match="before the parameter was changed"):
             loss.backward()
-        assert run.core.dropped_copies > 0
+        assert run.core.arrivals.dropped_copies > 0
 
 
 @pytest.mark.parametrize("transfer", [1, 2])

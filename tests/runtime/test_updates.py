@@ -171,7 +171,7 @@ def test_nothing_is_allocated_for_a_step_once_all_have_been_seen() -> None:
         for _ in range(3):
             train(model, optimizer)
             run.sync()
-            sizes.append(run.core.arena_bytes)
+            sizes.append(run.core.memory.arena_bytes)
         assert sizes[0] == sizes[1] == sizes[2]
 
 

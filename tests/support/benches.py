@@ -43,8 +43,8 @@ class Bench:
         for model in self.models:
             assert not any(_C.is_face(parameter) for parameter in model.parameters()), "device parameters left in place"
         for run in self.runs:
-            assert not run.core.window_open
-            assert run.core.pins == 0
+            assert not run.core.gate.open
+            assert run.core.pager.pins == 0
 
 
 Body = Callable[[Bench], Outcome]
@@ -167,8 +167,8 @@ def assert_equal_to_plain(case: Case, *, tight: bool) -> None:
         assert report.windows > 0
         assert report.loads > 0
         assert report.peak_bytes <= report.budget_bytes
-        assert (run.core.foreign_entries > 0) == case.foreign
+        assert (run.core.gate.foreign_entries > 0) == case.foreign
     assert any(run.report().evictions > 0 for run in runs) == tight, "the budget is not what it is taken for"
     gc.collect()
     if not case.keeps_bytes:
-        assert [run.core.ledger.in_use for run in runs] == [0 for _ in runs]
+        assert [run.core.memory.ledger.in_use for run in runs] == [0 for _ in runs]

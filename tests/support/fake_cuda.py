@@ -45,8 +45,8 @@ def fake_cuda(model: nn.Module, *, budget: int | None = None) -> Iterator[Run]:
         ) as run,
     ):
         yield run
-        assert run.core.windows_opened > 0, "nothing ran on the device"
-        assert run.core.pins == 0
+        assert run.core.gate.opens > 0, "nothing ran on the device"
+        assert run.core.pager.pins == 0
         assert run.report().loads > 0
     assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
     assert {name: id(buffer) for name, buffer in model.named_buffers()} == {n: id(b) for n, b in buffers.items()}

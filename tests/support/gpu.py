@@ -120,10 +120,10 @@ def train_plain(model: nn.Module, batches: list[torch.Tensor], loss_of: Step, *,
 def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, budget: int | str) -> Iterator[Run]:
     with hydra_ext.offload(model, optimizer, budget=budget, device="cuda", checks=Checks(poison_hosts=True)) as run:
         yield run
-        assert run.core.windows_opened > 0, "nothing ran on the device"
-        assert not run.core.window_open
-        assert run.core.pins == 0
-    assert run.core.resident_bytes == 0
+        assert run.core.gate.opens > 0, "nothing ran on the device"
+        assert not run.core.gate.open
+        assert run.core.pager.pins == 0
+    assert run.core.pager.resident_bytes == 0
 
 
 def assert_same(found: Trace, expected: Trace) -> None:

@@ -141,28 +141,28 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         proof="It tells the emulated device what to hold back, and does nothing elsewhere: without it tests see less.",
     ),
     Equivalent(
-        file="csrc/pytorch/model/paged_model_update.cpp",
+        file="csrc/pytorch/model/pending_update.cpp",
         function="a step begins while the last one runs",
         change=(
-            "- finish_update();",
-            "- if (disk_) {",
-            "- disk_->expect_gradients();",
-            "+ if (disk_) {",
-            "+ disk_->expect_gradients();",
+            "- finish();",
+            "- if (DiskHomes* const disk = disk_.homes()) {",
+            "- disk->expect_gradients();",
+            "+ if (DiskHomes* const disk = disk_.homes()) {",
+            "+ disk->expect_gradients();",
         ),
         proof="Updates.parts(), by which every step begins, has waited for the last one.",
     ),
     Equivalent(
-        file="csrc/pytorch/model/paged_model_update.cpp",
+        file="csrc/pytorch/model/pending_update.cpp",
         function="slots keep the weights from before a step",
-        change=("- parameter->note_moved();", "- if (!disk_ ||", "+ if (!disk_ ||"),
+        change=("- parameter->note_moved();", "- if (!disk_.holds(", "+ if (!disk_.holds("),
         proof="HostOptimizer.finish() has raised the version of all that the step writes, and a slot of another "
         "version is filled again; only the face's version would rise later, with the next window.",
     ),
     Equivalent(
-        file="csrc/pytorch/model/paged_model_window.cpp",
+        file="csrc/pytorch/model/model_window.cpp",
         function="a backward writes gradients that a step still reads",
-        change=("- finish_update();  // the last step's gradients are free again", "+ settle_update();"),
+        change=("- update.finish();  // the last step's gradients are free again", "+ update.reap();"),
         proof="The forward has waited for each block that it used, and gradients that a step holds are not written: "
         "those of other blocks would take memory beside.",
     ),
@@ -189,7 +189,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         "memory ends its block's home: the offset is 0.",
     ),
     Equivalent(
-        file="csrc/pytorch/model/paged_model_update.cpp",
+        file="csrc/pytorch/model/home_moves.cpp",
         function="a block that left its home before the step keeps its old bytes",
         change=(
             "- parameter->note_moved();",

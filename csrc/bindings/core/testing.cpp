@@ -68,10 +68,10 @@ void run_twin(const std::vector<at::Tensor>& update, const std::vector<at::Tenso
 }
 
 void drain(PagedModel& model) {
-  model.finish_update();
-  model.backend().to_device().drain();
-  model.backend().to_host().drain();
-  if (DiskHomes* const disk = model.disk()) {
+  model.update().finish();
+  model.memory().backend().to_device().drain();
+  model.memory().backend().to_host().drain();
+  if (DiskHomes* const disk = model.homes().disk().homes()) {
     disk->lane().drain();
   }
 }

@@ -12,12 +12,10 @@ namespace hydra {
 
 namespace {
 
-using Released = py::call_guard<py::gil_scoped_release>;
-
-std::vector<std::optional<at::Tensor>> take_gathered(PagedModel& model, std::int32_t block) {
+std::vector<std::optional<at::Tensor>> take_gathered(GradientPath& path, std::int32_t block) {
   const py::gil_scoped_release released;
   std::vector<std::optional<at::Tensor>> gradients;
-  for (at::Tensor& gradient : model.take_gathered(block)) {
+  for (at::Tensor& gradient : path.take_gathered(block)) {
     gradients.push_back(gradient.defined() ? std::optional(std::move(gradient)) : std::nullopt);
   }
   return gradients;
@@ -35,17 +33,27 @@ struct Charged {
 
 }  // namespace
 
-void bind_gradients(py::module_& module, py::class_<PagedModel, std::shared_ptr<PagedModel>>& model_class) {
-  model_class
+void bind_gradients(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> gil_released;
+  py::class_<GradientPath>(module, "GradientPath", "The way of gradients to where they are at home.")
       .def("take_gathered", &take_gathered, py::arg("block"),
            "What was gathered on the device and is all there is of a block's gradients, or copies of what is at home "
            "there, by parameter.")
-      .def("settle_gradients", &PagedModel::settle_gradients, Released(), py::arg("block"),
-           "Nothing is to be added to the block's gradients in this window. Returns which of them have changed.")
-      .def("return_gathered", &PagedModel::return_gathered, Released(), py::arg("block"), py::arg("index"),
+      .def("return_gathered", &GradientPath::return_gathered, gil_released, py::arg("block"), py::arg("index"),
            py::arg("gradient"))
-      .def("moved_hosts", &PagedModel::moved_hosts)
-      .def_property_readonly("in_backward", &PagedModel::in_backward);
+      .def("finish", &GradientPath::finish, gil_released, py::arg("block"),
+           "Nothing is to be added to the block's gradients in this window. Returns which of them have changed.")
+      .def(
+          "send_to_disk",
+          [](GradientPath& path, std::int32_t block, Bytes backlog) { path.spill().begin(block, backlog); },
+          py::arg("block"), py::arg("backlog"), gil_released)
+      .def("begin_early", [](GradientPath& path) { path.gathering().begin_early(); })
+      .def("drop_early", [](GradientPath& path) { path.gathering().drop_carried(); })
+      .def(
+          "run_hooks", [](GradientPath& path) { path.sink().run_hooks(/*failed=*/false); }, gil_released,
+          "Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.")
+      .def_property_readonly("norm", [](GradientPath& path) { return &path.sink().norm(); })
+      .def_property_readonly("statistics", released([](GradientPath& path) { return path.sink().statistics(); }));
   // Made of C, as Windows is.
   py::class_<Uncharged>(module, "Uncharged", "What the thread allocates inside is charged to no device.")
       .def(py::init<>())

@@ -1,3 +1,4 @@
+// Parts of a paged model: where its blocks are at home, and their moves.
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -10,12 +11,7 @@ namespace hydra {
 
 namespace {
 
-using Released = py::call_guard<py::gil_scoped_release>;
-using ModelClass = py::class_<PagedModel, std::shared_ptr<PagedModel>>;
-
-}  // namespace
-
-void bind_homes(py::module_& module) {
+void bind_home_statistics(py::module_& module) {
   py::class_<HomeStatistics>(module, "HomeStatistics")
       .def_readonly("settled", &HomeStatistics::settled)
       .def_readonly("returned", &HomeStatistics::returned)
@@ -33,43 +29,46 @@ void bind_homes(py::module_& module) {
       .def_readonly("written_bytes", &DiskStatistics::written_bytes)
       .def_readonly("spared_bytes", &DiskStatistics::spared_bytes)
       .def_readonly("wait_seconds", &DiskStatistics::wait_seconds);
-  auto model_class = py::reinterpret_borrow<ModelClass>(module.attr("PagedModel"));
-  model_class
-      .def("settle", &PagedModel::settle, py::arg("block"), py::arg("state"), Released(),
+}
+
+std::optional<at::Tensor> read_from_disk(HomeMoves& moves, const at::Tensor& tensor) {
+  at::Tensor copy = moves.read_from_disk(tensor);
+  return copy.defined() ? std::optional<at::Tensor>(std::move(copy)) : std::nullopt;
+}
+
+}  // namespace
+
+void bind_homes(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> gil_released;
+  bind_home_statistics(module);
+  py::class_<ModelDisk>(module, "ModelDisk", "The disk as a home, if there is one.")
+      .def("open", &ModelDisk::open, py::arg("folder"), py::arg("sizes"), py::arg("files") = nullptr, gil_released)
+      .def("make", &ModelDisk::make, py::arg("block"), py::arg("like"), py::arg("dtype"), py::kw_only(),
+           py::arg("copies"), gil_released, "A tensor of the optimizer's state that is at home there.")
+      .def_property_readonly("fills", &ModelDisk::fills)
+      .def_property_readonly("statistics", released(&ModelDisk::statistics));
+  py::class_<BlockHomes>(module, "BlockHomes", "Where blocks are at home, besides the host.")
+      .def_property_readonly("disk", &BlockHomes::disk)
+      .def_property_readonly("on_device", released([](BlockHomes& homes) { return homes.device().blocks(); }),
+                             "Blocks whose home is the device.")
+      .def_property_readonly("statistics", released([](BlockHomes& homes) { return homes.device().statistics(); }),
+                             "Of the device.");
+  py::class_<HomeMoves>(module, "HomeMoves", "Moves of blocks between their homes.")
+      .def("settle_on_device", &HomeMoves::settle_on_device, py::arg("block"), py::arg("state"), gil_released,
            "The device becomes the block's home, if it can.")
-      .def("bring_home", py::overload_cast<std::int32_t>(&PagedModel::bring_home), py::arg("block"), Released())
-      .def(
-          "bring_home",
-          [](PagedModel& model, bool disk) { disk ? model.bring_home() : model.bring_home_from_device(); },
-          py::kw_only(), py::arg("disk") = true, Released(), "All of it; what is on the `disk` may stay there.")
-      .def("update_at_home", &PagedModel::update_at_home, py::arg("update"), py::arg("pool"), py::arg("scale") = 1.0F,
-           Released())
-      .def_property_readonly("settled_blocks",
-                             py::cpp_function([](PagedModel& model) { return model.homes().blocks(); }, Released()))
-      .def_property_readonly(
-          "home_statistics",
-          py::cpp_function([](PagedModel& model) { return model.homes().statistics(); }, Released()));
-  model_class
-      .def("open_disk", &PagedModel::open_disk, py::arg("folder"), py::arg("sizes"), py::arg("files") = nullptr,
-           Released())
-      .def("settle_on_disk", &PagedModel::settle_on_disk, py::arg("block"), py::arg("state"), Released(),
+      .def("settle_state_on_disk", &HomeMoves::settle_state_on_disk, py::arg("block"), py::arg("state"), gil_released,
            "The disk becomes the home of the block's optimizer state.")
-      .def("settle_weights_on_disk", &PagedModel::settle_weights_on_disk, py::arg("block"), Released(),
+      .def("settle_weights_on_disk", &HomeMoves::settle_weights_on_disk, py::arg("block"), gil_released,
            "The disk becomes the home of the block's weights, if it can.")
-      .def_property_readonly("disk_fills", &PagedModel::disk_fills)
-      .def("send_gradients_to_disk", &PagedModel::send_gradients_to_disk, py::arg("block"), py::arg("backlog"),
-           Released())
-      .def("make_on_disk", &PagedModel::make_on_disk, py::arg("block"), py::arg("like"), py::arg("dtype"),
-           py::kw_only(), py::arg("copies"), Released())
+      .def("bring_home", py::overload_cast<std::int32_t>(&HomeMoves::bring_home), py::arg("block"), gil_released)
       .def(
-          "read_from_disk",
-          [](PagedModel& model, const at::Tensor& tensor) -> std::optional<at::Tensor> {
-            at::Tensor copy = model.read_from_disk(tensor);
-            return copy.defined() ? std::optional<at::Tensor>(std::move(copy)) : std::nullopt;
-          },
-          py::arg("tensor"), Released(), "A copy of what is on the disk; None if it is not.")
-      .def_property_readonly("disk_statistics", py::cpp_function(&PagedModel::disk_statistics, Released()));
-  module.def("scale_gradient", &scale_gradient, py::arg("gradient"), py::arg("factor"), Released(),
+          "bring_home", [](HomeMoves& moves, bool disk) { disk ? moves.bring_home() : moves.bring_home_from_device(); },
+          py::kw_only(), py::arg("disk") = true, gil_released, "All of it; what is on the `disk` may stay there.")
+      .def("update", &HomeMoves::update, py::arg("update"), py::arg("pool"), py::arg("scale") = 1.0F, gil_released,
+           "Runs a block's part of an optimizer step now, where its home is.")
+      .def("read_from_disk", &read_from_disk, py::arg("tensor"), gil_released,
+           "A copy of what is on the disk; None if it is not.");
+  module.def("scale_gradient", &scale_gradient, py::arg("gradient"), py::arg("factor"), gil_released,
              "In place, wherever the gradient's home is.");
 }
 

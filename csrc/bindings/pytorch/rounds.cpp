@@ -4,7 +4,7 @@
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/pytorch/memory/counting_allocator.h"
-#include "csrc/pytorch/model/paged_model.h"
+#include "csrc/pytorch/model/gradient_path.h"
 #include "csrc/pytorch/model/staged_backward.h"
 #include "csrc/pytorch/threads/thread_context.h"
 
@@ -24,9 +24,9 @@ void plan_turns(StagedBackward& backward, const Turns& order) {
   backward.plan(std::move(turns));
 }
 
-void run_last_piece(StagedBackward& backward, const PagedModel& model) {
+void run_last_piece(StagedBackward& backward, const GradientPath& path) {
   const py::gil_scoped_release released;
-  backward.run_last_piece([&model](const at::Tensor& leaf) { return model.may_accumulate_early(leaf); });
+  backward.run_last_piece([&path](const at::Tensor& leaf) { return path.may_accumulate_early(leaf); });
 }
 
 /// Random states are the host's, in any turn.
@@ -52,12 +52,12 @@ void bind_rounds(py::module_& module) {
            "The next microbatch; marks: the sequence numbers that its pieces begin at.")
       .def(
           "run_last_piece",
-          [](StagedBackward& backward, const PagedModel& model) {
+          [](StagedBackward& backward, const GradientPath& path) {
             HANDLE_TH_ERRORS
-            run_last_piece(backward, model);
+            run_last_piece(backward, path);
             END_HANDLE_TH_ERRORS_PYBIND
           },
-          py::arg("model"), "Of the microbatch that was added last.")
+          py::arg("gradients"), "Of the microbatch that was added last.")
       .def("plan", &plan_turns, py::arg("turns"), "turns: (microbatch, piece), all of them.")
       .def_property_readonly("refusal", &StagedBackward::refusal)
       .def_property_readonly("held", &StagedBackward::held)

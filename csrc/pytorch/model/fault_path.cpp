@@ -39,21 +39,21 @@ class OperationPins {
 
   void add(const Page& page, bool written, const c10::OperatorHandle& op) {
     std::shared_ptr<PagedModel> model = page.owner.lock();
-    TORCH_CHECK(model != nullptr && !model->closed(), "hydra_ext: ", c10::toString(op.operator_name()),
+    TORCH_CHECK(model != nullptr && !model->gate().closed(), "hydra_ext: ", c10::toString(op.operator_name()),
                 " reads the device parameter '", page.name,
                 "', but the offload context it belonged to has ended; use the model's own parameter");
     try {
-      if (!model->window_open()) {
-        model->synchronise_for_fault(page.block);  // a face that the user has kept
+      if (!model->gate().open()) {
+        model->changes().synchronise_for_fault(page.block);  // a face that the user has kept
       }
       const ReleaseGilIfHeld released;
       model->pager().acquire(page.block, AcquireReason::kFault);
     } catch (const Error&) {
-      rethrow_for_torch(model->explain());
+      rethrow_for_torch(model->arrivals().timeline().explain());
     }
     pins_.emplace_back(model, page.block);
     if (written) {
-      model->note_face_written(page);
+      model->changes().note_face_written(page);
     }
   }
 
@@ -120,7 +120,7 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
                      parameter.nbytes() == parameter.storage().nbytes();
   if (model && whole && copy.is_floating_point() && copy.itemsize() < parameter.itemsize()) {
     if (const DerivedPagePtr derived = derive(parameter, page, copy)) {
-      model->derived_pages().add(derived);
+      model->arrivals().derived_pages().add(derived);
     }
   }
 }
@@ -130,14 +130,14 @@ void bring_to_host(const Withheld& withheld, const c10::Storage& storage, const 
   const std::shared_ptr<PagedModel> model = withheld.owner.lock();
   TORCH_CHECK(model != nullptr, "hydra_ext: ", c10::toString(op.operator_name()),
               " uses a tensor of an offload context that has ended in the middle of an optimizer step");
-  TORCH_CHECK(!(model->poisons_hosts() && model->window_open()), "hydra_ext: ", c10::toString(op.operator_name()),
+  TORCH_CHECK(!(model->changes().poisons() && model->gate().open()), "hydra_ext: ", c10::toString(op.operator_name()),
               " uses a host parameter, its gradient or its optimizer state inside forward or backward, while ",
               "Checks(poison_hosts=True) forbids it");
   const ReleaseGilIfHeld released;
   try {
-    model->bring_home(withheld.block, storage);
+    model->moves().bring_home(withheld.block, storage);
   } catch (const Error&) {
-    rethrow_for_torch(model->explain());
+    rethrow_for_torch(model->arrivals().timeline().explain());
   }
 }
 

@@ -29,9 +29,9 @@ class SiteReached final : public autograd::FunctionPreHook {
     if (model) {
       const ReleaseGilIfHeld released;
       try {
-        model->arrive_backward(blocks_);
+        model->rounds().arrive_backward(blocks_);
       } catch (const Error&) {
-        rethrow_for_torch(model->explain());
+        rethrow_for_torch(model->arrivals().timeline().explain());
       }
     }
     return gradients;
@@ -109,7 +109,7 @@ std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Te
   std::unordered_map<const autograd::Node*, std::size_t> marked;
   std::vector<std::vector<NodePtr>> alive;
   for (std::size_t i = 0; i < models.size(); ++i) {
-    alive.push_back(models[i]->marks().alive());
+    alive.push_back(models[i]->window().marks().alive());
     for (const auto& node : alive.back()) {
       marked.emplace(node.get(), i);
     }

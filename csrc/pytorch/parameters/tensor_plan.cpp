@@ -63,7 +63,7 @@ ParameterUpdate formats_of(const TensorUpdate& update) {
 void bring_to_host(const at::Tensor& tensor) {
   if (const WithheldPtr withheld = withheld_of(tensor)) {
     if (const std::shared_ptr<PagedModel> model = withheld->owner.lock()) {
-      model->bring_home(withheld->block, tensor.storage());
+      model->moves().bring_home(withheld->block, tensor.storage());
     }
   }
 }
@@ -146,13 +146,13 @@ std::vector<double> tensor_sums(const std::vector<at::Tensor>& tensors, ThreadPo
     for (const std::size_t place : places) {
       there.push_back(tensors[place]);
     }
-    const auto found = model->homes().sums_of_squares(there, pool);
+    const auto found = model->homes().device().sums_of_squares(there, pool);
     for (std::size_t i = 0; i < places.size(); ++i) {
       sums[places[i]] = found[i];
       if (found[i]) {
         continue;
       }
-      if (const at::Tensor copy = model->read_from_disk(there[i]); copy.defined()) {
+      if (const at::Tensor copy = model->moves().read_from_disk(there[i]); copy.defined()) {
         double sum = 0.0;
         const NormInput input = norm_input(copy, copy.const_data_ptr());
         sums_of_squares({&input, 1}, {&sum, 1}, pool, instructions);

@@ -81,7 +81,7 @@ def _train_both(plain: nn.Module, offloaded: nn.Module, options: argparse.Namesp
         moved = 0
         for step, ids in enumerate(text):
             if step == options.steps - 1:
-                context.core.record_timeline(10_000)
+                context.core.arrivals.timeline.record(10_000)
             torch.manual_seed(step)
             plain_loss = _step(plain, reference, ids)
             torch.manual_seed(step)

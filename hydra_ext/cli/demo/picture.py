@@ -47,7 +47,7 @@ def draw(run: Run, path: Path) -> None:
 
 
 def _draw_timeline(run: Run, axes: Any) -> None:
-    samples = run.core.timeline()
+    samples = run.core.arrivals.timeline.samples()
     moments = range(len(samples))
     axes.stackplot(
         moments,

@@ -94,7 +94,7 @@ class Tier:
     def show(self, slot: int) -> None:
         """Calls of modules use the leaves of this slot from now on."""
         self.run.version = slot
-        self.run.core.expect_version(slot)
+        self.run.core.arrivals.set_version(slot)
 
     def admit(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What has arrived from another rank, in memory that counts in the budget."""

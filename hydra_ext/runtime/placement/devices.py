@@ -113,7 +113,7 @@ class Place(ABC):
 
     def activation_bytes(self, core: _C.PagedModel) -> int:
         """What the device holds now that is neither weight nor buffer nor gradient."""
-        return core.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
+        return core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
 
 
 class SimulatedPlace(Place):
@@ -204,7 +204,7 @@ class CudaPlace(Place):
         return None if self._backend is None else int(self._backend.memory().reserved_peak)
 
     def activation_bytes(self, core: _C.PagedModel) -> int:
-        return int(torch.cuda.memory_allocated(self.device)) - core.resident_bytes
+        return int(torch.cuda.memory_allocated(self.device)) - core.pager.resident_bytes
 
 
 def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:

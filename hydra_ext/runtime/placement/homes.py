@@ -64,9 +64,9 @@ class Homes:
 
     def expect_step(self, gradients: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> None:
         """Blocks whose state the coming step makes come to the host before anything is changed."""
-        for block in self._core.settled_blocks:
+        for block in self._core.homes.on_device:
             if any(parameter not in self._stepped for parameter, _ in gradients.get(block, ())):
-                self._core.bring_home(block)
+                self._core.moves.bring_home(block)
         for members in gradients.values():
             self._stepped.update(parameter for parameter, _ in members)
 
@@ -100,7 +100,7 @@ class Homes:
         """The device becomes the block's home: empty, or why not."""
         name = self._blocks[block].name
         try:
-            settled = self._core.settle(block, self._state_of_block(block))
+            settled = self._core.moves.settle_on_device(block, self._state_of_block(block))
         except TransferError as error:
             logger.warning("'%s' stays on the host: %s", name, error)
             return f"'{name}' could not be moved: {error}"
@@ -111,7 +111,7 @@ class Homes:
         self._next_try = self._steps + self._wait
 
     def _note_returned(self) -> None:
-        returned = set(self._settled) - set(self._core.settled_blocks)
+        returned = set(self._settled) - set(self._core.homes.on_device)
         if not returned:
             return
         stayed = self._steps - max(self._settled.pop(block) for block in returned)
@@ -139,7 +139,7 @@ class Homes:
     def _left(self) -> int:
         """Of the budget, beside activations, a slot for every block, gradients on their way, and homes."""
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-        activations = max((size for kind in kinds for _, size in self._core.recorded(kind)), default=self._budget)
+        activations = max((size for kind in kinds for _, size in self._core.pager.recorded(kind)), default=self._budget)
         slots = sum(_aligned(p.nbytes) for block in self._blocks for _, p in block.parameters)
         largest = max((self._gradient_bytes(block) for block in range(len(self._blocks))), default=0)
         homes = sum(self._cost(block) for block in self._settled)
@@ -163,12 +163,12 @@ class Homes:
     @property
     def names(self) -> tuple[str, ...]:
         """The blocks at home on the device."""
-        return tuple(self._blocks[block].name for block in self._core.settled_blocks)
+        return tuple(self._blocks[block].name for block in self._core.homes.on_device)
 
     @property
     def nbytes(self) -> int:
         """What they hold there: weights, gradients, state."""
-        blocks = self._core.settled_blocks
+        blocks = self._core.homes.on_device
         slots = sum(_aligned(p.nbytes) for block in blocks for _, p in self._blocks[block].parameters)
         return slots + sum(self._cost(block) for block in blocks)
 

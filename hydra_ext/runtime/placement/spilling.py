@@ -265,7 +265,7 @@ class Spilling:
         state = {} if optimizer is None else optimizer.state_sizes()
         self._gradients_stay = gradients_stay
         sizes = [self._sizes(block, state, slot_bytes(block)) for block in range(len(layout.blocks))]
-        self.plan = choose(sizes, limit.budget, fills=core.disk_fills)
+        self.plan = choose(sizes, limit.budget, fills=core.homes.disk.fills)
         stay = sum(each.weights for number, each in enumerate(sizes) if number not in self.plan.weights)
         self._room = limit.budget - stay
         self._block_of: dict[Tensor, int] = {
@@ -278,7 +278,7 @@ class Spilling:
         if extents:  # all room now: a full disk in the middle of a step would be too late
             _expect_room(limit.folder, sum(map(_rounded, extents)))
             _warn_of_a_slow_disk(limit.folder)
-            core.open_disk(str(limit.folder), extents, limit.files)
+            core.homes.disk.open(str(limit.folder), extents, limit.files)
 
     def _sizes(self, block: int, state: Mapping[Tensor, Sequence[int]], slot_bytes: int) -> BlockSizes:
         parameters = self._parameters[block]
@@ -300,8 +300,8 @@ class Spilling:
     def block_added(self, block: int) -> None:
         """The core has it: its weights go to the disk if they are to."""
         if block in self.plan.gradients:
-            self._core.send_gradients_to_disk(block, self._backlog)
-        if block in self.plan.weights and not self._core.settle_weights_on_disk(block):
+            self._core.gradients.send_to_disk(block, self._backlog)
+        if block in self.plan.weights and not self._core.moves.settle_weights_on_disk(block):
             logger.warning(
                 "the weights of '%s' stay on the host, beyond host_budget=: their memory has another owner (a view, "
                 "an array of numpy's, a second parameter)",
@@ -312,7 +312,7 @@ class Spilling:
         """A tensor of the optimizer's, where it belongs: zeros, or the parameter's numbers."""
         block = self._block_of.get(parameter)
         if block is not None:
-            return self._core.make_on_disk(block, parameter, dtype, copies=copies)
+            return self._core.homes.disk.make(block, parameter, dtype, copies=copies)
         return parameter.detach().to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def settle(self, blocks: Iterable[int]) -> None:
@@ -321,6 +321,6 @@ class Spilling:
             if block in self.plan.state and self._optimizer is not None:
                 parameters = self._parameters[block]
                 state = [tensor for parameter in parameters for tensor in self._optimizer.tensors_beside(parameter)]
-                self._core.settle_on_disk(block, state)
+                self._core.moves.settle_state_on_disk(block, state)
             if block in self.plan.weights:
-                self._core.settle_weights_on_disk(block)
+                self._core.moves.settle_weights_on_disk(block)

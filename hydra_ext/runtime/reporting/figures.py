@@ -139,7 +139,7 @@ class StepMeter:
         """A step begins here."""
         self._begin = None
         if self._listeners or self.observer is not None:
-            self._core.ledger.take_peak()
+            self._core.memory.ledger.take_peak()
             self._begin = self._now()
 
     def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
@@ -158,7 +158,7 @@ class StepMeter:
 
     def update_begins(self) -> None:
         """Once for each class of an optimizer whose ``step()`` calls that of its base."""
-        windows = self._core.windows_opened
+        windows = self._core.gate.opens
         if self._update_depth == 0 or windows != self._update_windows:  # one that did not end has failed
             self._update_depth = 0
             self._update_windows = windows
@@ -199,15 +199,15 @@ class StepMeter:
 
     def _now(self) -> _Moment:
         core = self._core
-        pager, backend = core.pager_statistics, core.backend
+        pager, backend = core.pager.statistics, core.memory.backend
         waited = pager.hook_wait_seconds + pager.fault_wait_seconds + pager.drain_wait_seconds
         return _Moment(
             nanoseconds=time.monotonic_ns(),
             to_device=backend.to_device_statistics.busy_seconds,
             to_host=backend.to_host_statistics.busy_seconds,
-            deferred=core.update_seconds,
+            deferred=core.update.seconds,
             at_once=self._at_once,
-            waited=waited + core.gradient_statistics.wait_seconds + core.update_wait_seconds,
+            waited=waited + core.gradients.statistics.wait_seconds + core.update.wait_seconds,
         )
 
     def _between(self, begin: _Moment, end: _Moment) -> StepFigures:
@@ -228,7 +228,7 @@ class StepMeter:
             seconds=seconds,
             tokens=None,
             tokens_per_second=None,
-            peak_bytes=self._core.ledger.take_peak() if peak is None else peak,
+            peak_bytes=self._core.memory.ledger.take_peak() if peak is None else peak,
             budget_bytes=self._budget,
             compute_seconds=busy["compute"] if synchronous else None,
             to_device_seconds=busy["host to device"],

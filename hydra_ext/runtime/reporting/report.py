@@ -192,8 +192,8 @@ def make_report(
     *,
     budget: int,
 ) -> Report:
-    pager, gradients, ledger = core.pager_statistics, core.gradient_statistics, core.ledger
-    disk = core.disk_statistics
+    pager, gradients, ledger = core.pager.statistics, core.gradients.statistics, core.memory.ledger
+    disk = core.homes.disk.statistics
     return Report(
         budget_bytes=budget,
         peak_bytes=ledger.peak,
@@ -203,13 +203,13 @@ def make_report(
         peak_workspace_bytes=ledger.peak_workspace,
         peak_buffers_bytes=ledger.peak_by(_C.MemoryClass.BUFFERS),
         peak_optimizer_bytes=ledger.peak_by(_C.MemoryClass.OPTIMIZER),
-        parameter_bytes=sum(face.nbytes for face in core.faces()),
+        parameter_bytes=sum(face.nbytes for face in core.blocks.faces()),
         blocks=len(layout.blocks),
         weights_moved_bytes=pager.loaded_bytes,
         gradients_moved_bytes=gradients.bytes,
         homes=homes.names if homes is not None else (),
         homes_bytes=homes.nbytes if homes is not None else 0,
-        homes_moved_bytes=core.home_statistics.moved_bytes,
+        homes_moved_bytes=core.homes.statistics.moved_bytes,
         homes_reason=homes.reason if homes is not None else "the optimizer is none of hydra_ext.optim",
         weights_written_back_bytes=pager.written_back_bytes,
         loads=pager.loads,
@@ -218,9 +218,9 @@ def make_report(
         spills=pager.spills,
         faults=pager.faults,
         order_changes=pager.order_changes,
-        deferred_updates=core.deferred_updates,
-        update_seconds=core.update_seconds,
-        update_bytes=core.update_bytes,
+        deferred_updates=core.update.deferred,
+        update_seconds=core.update.seconds,
+        update_bytes=core.update.bytes,
         disk_bytes=disk.weight_bytes + disk.gradient_bytes + disk.state_bytes,
         disk_weight_bytes=disk.weight_bytes,
         disk_gradient_bytes=disk.gradient_bytes,
@@ -232,8 +232,8 @@ def make_report(
         waited_for_faults_seconds=pager.fault_wait_seconds,
         waited_for_gradients_seconds=gradients.wait_seconds,
         waited_at_window_end_seconds=pager.drain_wait_seconds,
-        waited_for_updates_seconds=core.update_wait_seconds,
-        windows=core.windows_opened,
+        waited_for_updates_seconds=core.update.wait_seconds,
+        windows=core.gate.opens,
         rounds=steps.rounds,
         refusals=steps.refusals,
         fallbacks=steps.fallbacks,

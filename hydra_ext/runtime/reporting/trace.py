@@ -65,11 +65,11 @@ class Trace:
         self._steps: list[Event] = []
 
     def __enter__(self) -> None:
-        self._run.core.backend.activity.start(_ROOM)
+        self._run.core.memory.backend.activity.start(_ROOM)
         try:
             self._file = open(self._path, "w", encoding="utf-8")
         except BaseException as error:  # re-raised
-            self._run.core.backend.activity.stop()
+            self._run.core.memory.backend.activity.stop()
             if isinstance(error, OSError):
                 raise self._failure(error) from error
             raise
@@ -84,7 +84,7 @@ class Trace:
         try:
             self._run.sync()  # the step that was traced is to be there with its update
         finally:
-            self._write(self._run.core.backend.activity.stop(), failed=error is not None)
+            self._write(self._run.core.memory.backend.activity.stop(), failed=error is not None)
 
     # ---- what the meter tells ---------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Trace:
     def _write_to(self, file: TextIO, record: _C.ActivityRecord) -> None:
         about = {
             "hydra_ext": build.VERSION,
-            "device": self._run.core.backend.name,
+            "device": self._run.core.memory.backend.name,
             "budget_bytes": self._run.budget,
             "dropped_events": record.dropped,
         }

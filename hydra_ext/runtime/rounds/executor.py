@@ -189,7 +189,7 @@ class Round(Generic[Result]):
                 for fiber in fibers:
                     fiber.start()
                 stays = self._pass_sites(fibers, kind, repetition=repetition)
-                self._owner.core.stay_in([], kind)
+                self._owner.core.rounds.stay_in([], kind)
             for fiber in fibers:
                 fiber.join()
             return stays
@@ -209,7 +209,7 @@ class Round(Generic[Result]):
             place = min(fiber.place for fiber in waiting)
             group = [fiber for fiber in waiting if fiber.place == place]
             blocks = frozenset[int]().union(*(fiber.blocks for fiber in group))
-            core.stay_in(sorted(blocks), kind)
+            core.rounds.stay_in(sorted(blocks), kind)
             for fiber in group:
                 with self._turns.turn_of(fiber.index, keep=not repetition):
                     fiber.go_on(blocks)
@@ -223,7 +223,7 @@ class Round(Generic[Result]):
                     together = bool(blocks) and len(group) == len(fibers) and fiber.index == self._graphs.added
                     self._early = together and self._run_last_piece(fiber)
                     self._note_last_stay(fiber)
-                core.drop_copies()
+                core.rounds.drop_copies()
             stays.append(Stay(sorted(blocks), [(fiber, len(fiber.marks) - 1) for fiber in group]))
         return stays
 
@@ -283,7 +283,7 @@ class Round(Generic[Result]):
         if not self._graphs.can_be_early:
             return False
         if fiber.index == 0:
-            self._owner.core.begin_early()
+            self._owner.core.gradients.begin_early()
         with self._last_piece(), self._turns.turn_of(fiber.index, backward=True):
             self._graphs.run_last_piece(fiber.index)
         return True
@@ -296,15 +296,15 @@ class Round(Generic[Result]):
         for stay in reversed(self._stays):
             if averaging is not None:
                 averaging.advance(turn)
-            core.stay_in(stay.blocks, _C.PassKind.BACKWARD)
+            core.rounds.stay_in(stay.blocks, _C.PassKind.BACKWARD)
             for fiber, _ in stay.pieces:
                 with self._turns.turn_of(fiber.index, backward=True):
                     self._graphs.run(fiber.index, turn)
-                core.drop_copies()
+                core.rounds.drop_copies()
                 turn += 1
         if averaging is not None:
             averaging.complete()
-        core.stay_in([], _C.PassKind.BACKWARD)
+        core.rounds.stay_in([], _C.PassKind.BACKWARD)
 
 
 class _Unheard:

@@ -71,13 +71,13 @@ class RoundGraphs(Generic[Result]):
     def run_last_piece(self, index: int) -> None:
         """Of this microbatch."""
         with self._regions[index]:
-            self.staged.run_last_piece(self._owner.core)
+            self.staged.run_last_piece(self._owner.core.gradients)
 
     def run(self, index: int, turn: int) -> None:
         """The piece of this turn, which is this microbatch's."""
         with self._regions[index]:
             self.staged.run(turn)
-            self._owner.core.run_hooks()
+            self._owner.core.gradients.run_hooks()
 
 
 def nested_sums(fibers: Sequence[Fiber[Result]], stays: Sequence[Stay[Result]]) -> str:

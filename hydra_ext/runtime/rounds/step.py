@@ -321,9 +321,9 @@ class Stepper:
                 raise NotAsALoop("several microbatches have written to what backward needs as it was") from error
             raise
         finally:
-            owner.core.drop_early()
+            owner.core.gradients.drop_early()
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
-        peak = max((size for kind in kinds for _, size in owner.core.recorded(kind)), default=0)
+        peak = max((size for kind in kinds for _, size in owner.core.pager.recorded(kind)), default=0)
         self._choice.learn(decision, held=held, peak=peak)
         self.rounds += 1
         self._backward_known = True

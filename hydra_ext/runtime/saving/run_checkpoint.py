@@ -167,7 +167,7 @@ class RunCheckpoint:
     def step_begins(self) -> None:
         """Perhaps: it is called by every forward that might be its first, which one without gradients is not."""
         run = self._run
-        if self._termination is not None and not (run.meter.inside or run.core.window_open):
+        if self._termination is not None and not (run.meter.inside or run.core.gate.open):
             self._termination.step_begins()
 
     def step_ended(self) -> None:
@@ -205,7 +205,7 @@ class RunCheckpoint:
         )
 
     def _expect_rest(self, asked: str) -> None:
-        if self._run.core.window_open or self._run.meter.inside:
+        if self._run.core.gate.open or self._run.meter.inside:
             raise StateError(
                 f"{asked} was called while a step, a forward or a backward of the model is under way, here or in "
                 "another thread: call it between steps"

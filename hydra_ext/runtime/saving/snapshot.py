@@ -99,7 +99,7 @@ def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
 
     def fetched(fetch: Callable[[], Tensor]) -> Tensor:
         tensor = fetch()
-        copy = core.read_from_disk(tensor)
+        copy = core.moves.read_from_disk(tensor)
         return tensor if copy is None else copy
 
     return [replace(entry, fetch=partial(fetched, entry.fetch)) for entry in group]

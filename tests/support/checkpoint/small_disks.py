@@ -128,7 +128,7 @@ def spilling(folder: Path) -> dict[str, Any]:
     _enlarge(folder, "8m")
     with _context(model, ours, folder) as run:
         seen["same losses"] = _same(expected, train(model, ours))
-        run.core.finish_update()
+        run.core.update.finish()
         seen["on disk"] = run.report().disk_bytes
         seen["reserved"] = _used(folder)
     seen["left"], seen["same state"] = _used(folder), _same(state(plain, theirs), state(model, ours))

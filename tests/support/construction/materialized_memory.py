@@ -77,7 +77,7 @@ def _measure(build: Callable[[], nn.Module], weights: Path | None = None) -> Tak
         with hydra_ext.offload(model, budget=2**30) as run:
             seen["arena"] = _arenas[-1].mapped_bytes
             seen["expected_arena"] = arena_bytes(run)
-            seen["foreign"] = run.core.foreign_bytes
+            seen["foreign"] = run.core.blocks.foreign_bytes
             seen["largest_block"] = max(block.nbytes for block in run.layout.blocks)
             seen["largest_parameter"] = max(parameter.nbytes for parameter in model.parameters())
 

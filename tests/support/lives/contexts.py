@@ -112,10 +112,10 @@ class LeftBehind(AssertionError):
 
 def report_left(side: Side, run: hydra_ext.Run) -> None:
     held = {
-        "resident bytes": run.core.resident_bytes,
-        "slots": run.core.slot_bytes_held,
-        "weights": run.core.ledger.in_use_by(_C.MemoryClass.WEIGHTS),
-        "buffers": run.core.ledger.in_use_by(_C.MemoryClass.BUFFERS),
+        "resident bytes": run.core.pager.resident_bytes,
+        "slots": run.core.memory.slot_bytes,
+        "weights": run.core.memory.ledger.in_use_by(_C.MemoryClass.WEIGHTS),
+        "buffers": run.core.memory.ledger.in_use_by(_C.MemoryClass.BUFFERS),
         "the engine's wrapper": int(engine.installed()),
         "threads": len(set(threading.enumerate()) - side.threads),
     }
@@ -133,10 +133,10 @@ def passed(side: Side) -> list[str]:
     peak = run.report().peak_bytes
     if peak > run.budget:
         found.append(f"budget: peak {peak} of {run.budget} bytes")
-    if run.core.resident_bytes > run.budget:
-        found.append(f"budget: {run.core.resident_bytes} of {run.budget} bytes are resident")
-    if run.core.window_open:
+    if run.core.pager.resident_bytes > run.budget:
+        found.append(f"budget: {run.core.pager.resident_bytes} of {run.budget} bytes are resident")
+    if run.core.gate.open:
         found.append("a window is open")
-    if run.core.pins:
-        found.append(f"{run.core.pins} pins")
+    if run.core.pager.pins:
+        found.append(f"{run.core.pager.pins} pins")
     return found

@@ -109,7 +109,7 @@ def tight_budget(job: Job) -> int:
             for step in range(job.steps):
                 take_any_step(run, job, rank, step, recorder)
                 kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD, _C.PassKind.INFERENCE)
-                largest = max(largest, *(size for kind in kinds for _, size in run.core.recorded(kind)))
+                largest = max(largest, *(size for kind in kinds for _, size in run.core.pager.recorded(kind)))
     return largest + parameter_bytes(model) * 2 // 5
 
 

@@ -25,7 +25,7 @@ def leave_after(moment: str) -> Any:
 
     def call(self: Averaging, block: int, *shares: Any) -> Any:
         result = plain(self, block, *shares)
-        self._core.bring_home(block)
+        self._core.moves.bring_home(block)
         return result
 
     return mock.patch.object(Averaging, moment, call)
@@ -43,7 +43,7 @@ def train_at_home(rank: int, job: Job, moment: str | None) -> Seen:
         for step in range(job.steps):
             take_any_step(run, job, rank, step, recorder)
         recorder.seen["report"] = run.report().as_dict()
-        recorder.seen["settled"] = run.core.home_statistics.settled
-        recorder.seen["returned"] = run.core.home_statistics.returned
+        recorder.seen["settled"] = run.core.homes.statistics.settled
+        recorder.seen["returned"] = run.core.homes.statistics.returned
     recorder.seen["parameters"] = [values_of(list(model.parameters()))]
     return recorder.end()

@@ -147,8 +147,8 @@ def assert_nothing_left(run: hydra_ext.Run) -> None:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("microbatch")]
     assert nn.Module.__setattr__ is not isolation._setattr
     assert torch.set_autocast_cache_enabled is not isolation._set_cache
-    assert not run.core.window_open
-    assert run.core.pins == 0
+    assert not run.core.gate.open
+    assert run.core.pager.pins == 0
     assert torch.is_autocast_cache_enabled()
 
 
@@ -161,7 +161,7 @@ def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **
         sizes: list[int] = []
 
         def note(_step: int) -> None:
-            sizes.extend(size for kind in kinds for _, size in run.core.recorded(kind))
+            sizes.extend(size for kind in kinds for _, size in run.core.pager.recorded(kind))
 
         # All steps: microbatches of some families take ways of their own.
         steps = len(batches) // plan.m

@@ -201,10 +201,10 @@ class Device:
             self.failed += 1
             if self._case.home == "device":  # without memory they would not stay there
                 raise torch.OutOfMemoryError("scripted: the device is out of memory.")
-            self._run.core.ledger.set_limit(1)  # the next allocation is refused, whatever leaves
+            self._run.core.memory.ledger.set_limit(1)  # the next allocation is refused, whatever leaves
 
     def recovered(self) -> None:
-        self._run.core.ledger.set_limit(self._run.budget)
+        self._run.core.memory.ledger.set_limit(self._run.budget)
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def train_disturbed(case: Case, folder: Path) -> tuple[Left, hydra_ext.Report]:
             if case.before and step == DISTURBED:
                 _accumulate(model, temperature, data[STEPS][0])
             if step == DISTURBED:
-                assert run.core.settled_blocks or case.home != "device"
+                assert run.core.homes.on_device or case.home != "device"
                 assert run.report().disk_bytes or case.home != "disk"
             device.armed = step == DISTURBED
             max_norm = 0.5 if case.clip else None

@@ -64,7 +64,7 @@ def compare(work: Work, *, make: Callable[[], Made] = make, returned: bool | Non
     expected = work(*plain)
     with at_home(ours) as run:
         assert_same(expected, work(*ours))
-        assert returned is None or (run.core.home_statistics.returned > 0) is returned
+        assert returned is None or (run.core.homes.statistics.returned > 0) is returned
     assert_same(state(*plain), state(*ours))
 
 

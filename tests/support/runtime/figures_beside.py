@@ -30,8 +30,8 @@ def main() -> None:
             core = run.core
             while not ended.is_set():
                 for _ in range(100):
-                    core.update_seconds  # noqa: B018
-                    core.update_bytes  # noqa: B018
+                    core.update.seconds  # noqa: B018
+                    core.update.bytes  # noqa: B018
                 run.report()
 
         with beside(look, until=ended):

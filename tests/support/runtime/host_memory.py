@@ -132,17 +132,19 @@ def _train(layers: int, width: int, round_size: int) -> HostMemory:
 
     with hydra_ext.offload(model, optimizer, budget=budget) as run:
         core = run.core
-        seen.arena_before = core.arena_bytes
+        seen.arena_before = core.memory.arena_bytes
         for _ in range(STEPS):
             hook.reset_peaks()
-            core.ledger.reset_peak()
+            core.memory.ledger.reset_peak()
             batches = [torch.ones(2, width, dtype=torch.bfloat16) for _ in range(MICROBATCHES)]
             run.step(batches, loss, max_norm=1.0, round_size=round_size, recompute=False)
             run.sync()
             del batches
             live, peak = hook.counts("hook_live"), hook.counts("hook_peak")
             seen.steps.append(
-                StepHeld(_resident(), core.arena_bytes, core.slot_bytes_held, live, peak, core.ledger.peak)
+                StepHeld(
+                    _resident(), core.memory.arena_bytes, core.memory.slot_bytes, live, peak, core.memory.ledger.peak
+                )
             )
         seen.updates = run.report().deferred_updates
     tensors = [value for state in optimizer.state.values() for value in state.values()]

@@ -155,9 +155,11 @@ def _from_disk(folder: Path) -> Outcome:
     run = context.__enter__()
     _open.append(context)
     losses = _train(model, optimizer, WIDTH)
-    run.core.finish_update()
-    disk = run.core.disk_statistics
-    seen = Outcome(losses, _sums(model, optimizer, run.core.read_from_disk))  # which waits for what is being written
+    run.core.update.finish()
+    disk = run.core.homes.disk.statistics
+    seen = Outcome(
+        losses, _sums(model, optimizer, run.core.moves.read_from_disk)
+    )  # which waits for what is being written
     report = run.report()
     seen.read, seen.spared = disk.read_bytes, disk.spared_bytes
     seen.written, seen.loads = report.disk_written_bytes, report.loads

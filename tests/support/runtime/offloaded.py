@@ -41,15 +41,15 @@ def offloaded(
     checks = Checks(poison_hosts=True, fault_path=fault_path)
     with hydra_ext.offload(model, optimizer, budget=budget, checks=checks) as run:
         yield Observed(run)
-        assert run.core.windows_opened > 0, "nothing ran on the device, so that equality proves nothing"
-        assert not run.core.window_open
-        assert run.core.pins == 0
-        assert run.core.foreign_entries == 0, "parameters that the window did not replace"
+        assert run.core.gate.opens > 0, "nothing ran on the device, so that equality proves nothing"
+        assert not run.core.gate.open
+        assert run.core.pager.pins == 0
+        assert run.core.gate.foreign_entries == 0, "parameters that the window did not replace"
         assert run.report().peak_bytes <= budget
     assert not (alone and engine.installed())
-    assert run.core.resident_bytes == run.core.slot_bytes_held == 0
-    assert run.core.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == 0
-    assert run.core.ledger.in_use_by(_C.MemoryClass.BUFFERS) == 0
+    assert run.core.pager.resident_bytes == run.core.memory.slot_bytes == 0
+    assert run.core.memory.ledger.in_use_by(_C.MemoryClass.WEIGHTS) == 0
+    assert run.core.memory.ledger.in_use_by(_C.MemoryClass.BUFFERS) == 0
 
 
 def updated_bytes(run: Run) -> int:

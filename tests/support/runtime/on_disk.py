@@ -84,7 +84,7 @@ def offloaded(
         **options,
     )
     with context as run:
-        assert run.core.disk_fills == FILLS
+        assert run.core.homes.disk.fills == FILLS
         yield run
         assert run.report().windows > 0
     assert not list(folder.iterdir())

@@ -68,7 +68,7 @@ class Gradients:
         self._noted: dict[int, _NotedGradient] = {}
         self._at_home: list[tuple[int, int, Tensor]] = []  # block, parameter, copy
         self._lost = False
-        for block in owner.core.settled_blocks:
+        for block in owner.core.homes.on_device:
             self._note_home(block, [parameter for _, parameter in owner.layout.blocks[block].parameters])
         self.note(owner.model.parameters())
         groups = [] if owner.optimizer is None else owner.optimizer.param_groups
@@ -95,7 +95,7 @@ class Gradients:
         if all(parameter.grad is None for parameter in parameters):
             return
         with torch.no_grad(), _C.Uncharged():
-            for index, gradient in enumerate(self._core.take_gathered(block)):
+            for index, gradient in enumerate(self._core.gradients.take_gathered(block)):
                 parameter = parameters[index]
                 if gradient is not None and parameter.grad is not None:
                     self._noted[id(parameter)] = _NotedGradient(parameter, parameter.grad, parameter.grad._version)
@@ -118,7 +118,7 @@ class Gradients:
             if noted.gradient is not None and noted.copy is not None and noted.gradient._version != noted.version:
                 noted.gradient.copy_(noted.copy)
         for block, index, copy in self._at_home:
-            self._core.return_gathered(block, index, copy)
+            self._core.gradients.return_gathered(block, index, copy)
 
 
 def models_of(owner: UndoOwner) -> list[nn.Module]:

@@ -1,0 +1,63 @@
+// Parts of a paged model: its memory, its blocks, its pager, what is written to it, and the step under way.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "csrc/bindings/bindings.h"
+#include "csrc/pytorch/model/paged_model.h"
+
+namespace py = pybind11;
+
+namespace hydra {
+
+namespace {
+
+BlockList resident_blocks(const Pager& pager) {
+  BlockList resident;
+  for (std::int32_t block = 0; block < static_cast<std::int32_t>(pager.blocks()); ++block) {
+    const BlockState state = pager.state(block);
+    if (state == BlockState::kPresent || state == BlockState::kLoading) {
+      resident.push_back(block);
+    }
+  }
+  return resident;
+}
+
+}  // namespace
+
+void bind_model(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> gil_released;
+  py::class_<ModelMemory>(module, "ModelMemory", "The budget on the device, and the host arena.")
+      .def("charge_buffers", &ModelMemory::charge_buffers, py::arg("bytes"))
+      .def_property_readonly("ledger", &ModelMemory::ledger)
+      .def_property_readonly("backend", &ModelMemory::backend)
+      .def_property_readonly("arena_bytes", [](const ModelMemory& memory) { return memory.arena()->mapped_bytes(); })
+      .def_property_readonly("slot_bytes", &ModelMemory::slot_bytes,
+                             "Bytes that the device has given to slots and has not got back.");
+  py::class_<ModelBlocks>(module, "ModelBlocks", "The blocks, and both faces of their parameters.")
+      .def("faces", &ModelBlocks::faces)
+      .def("overlapping", &ModelBlocks::overlapping, gil_released, py::arg("others"),
+           "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
+      .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);
+  py::class_<Pager>(module, "Pager", "Which block is in which slot.")
+      .def("recorded", &Pager::recorded, py::arg("kind"), gil_released,
+           "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
+      .def_property_readonly("statistics", released(&Pager::statistics))
+      .def_property_readonly("resident_blocks", released(&resident_blocks),
+                             "Blocks whose bytes are on the device, or on their way there.")
+      .def_property_readonly("resident_bytes", released(&Pager::resident_bytes))
+      .def_property_readonly("pins", released(&Pager::pins));
+  py::class_<HostChanges>(module, "HostChanges", "What is written to parameters, on either side.")
+      .def("refresh", &HostChanges::refresh)
+      .def("note_optimizer_step", &HostChanges::note_optimizer_step)
+      .def("moved", &HostChanges::moved,
+           "Names of parameters that were written to since the window opened, or last was open.");
+  py::class_<PendingUpdate>(module, "PendingUpdate", "An optimizer step that runs while the model goes on.")
+      .def("defer", &PendingUpdate::defer, py::arg("updates"), py::arg("pool"), py::arg("scale") = 1.0F, gil_released)
+      .def("finish", py::overload_cast<>(&PendingUpdate::finish), gil_released)
+      .def_property_readonly("deferred", released(&PendingUpdate::deferred), "Steps so far.")
+      .def_property_readonly("seconds", released(&PendingUpdate::seconds))
+      .def_property_readonly("wait_seconds", released(&PendingUpdate::wait_seconds))
+      .def_property_readonly("bytes", released(&PendingUpdate::bytes));
+}
+
+}  // namespace hydra

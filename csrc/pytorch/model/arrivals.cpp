@@ -1,0 +1,42 @@
+#include "csrc/pytorch/model/arrivals.h"
+
+#include "csrc/pytorch/threads/error_bridge.h"
+#include "csrc/pytorch/threads/gil.h"
+
+namespace hydra {
+
+void Arrivals::arrive(const BlockList& blocks, PassKind kind) {
+  std::size_t arrived = 0;
+  try {
+    keep_headroom();
+    for (; arrived < blocks.size(); ++arrived) {
+      timeline_.approach(blocks[arrived]);
+      pager_.arrive(blocks[arrived]);
+      timeline_.note_arrival(blocks[arrived], kind);
+    }
+  } catch (...) {  // re-raised: all or none
+    leave({blocks.begin(), blocks.begin() + static_cast<std::ptrdiff_t>(arrived)});
+    rethrow_for_torch(timeline_.explain());
+  }
+}
+
+void Arrivals::leave(const BlockList& blocks) noexcept {
+  for (const std::int32_t block : blocks) {
+    dropped_copies_ += derived_pages_.drop(block);
+    pager_.release(block, AcquireReason::kHook);
+  }
+}
+
+void Arrivals::drop_copies(const BlockList& blocks) noexcept {
+  for (const std::int32_t block : blocks) {
+    dropped_copies_ += derived_pages_.drop(block);
+  }
+}
+
+void Arrivals::keep_headroom() {
+  const ReleaseGilIfHeld released;
+  while (homes_.device().any() && memory_.crowded() && !pager_.could_evict() && homes_.device().give_one_up()) {
+  }
+}
+
+}  // namespace hydra
