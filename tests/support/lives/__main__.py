@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("--without", default="", help="operations to leave out, such as 'rounds,share how=vector'")
     parser.add_argument("--of", default="", help="only programs whose model or optimizer matches this expression")
     parser.add_argument("--stash", action="store_true", help="programs with only a stash")
-    parser.add_argument("--shorten", action="store_true", help="print a failing program as a script, as short as possible")
+    parser.add_argument("--shorten", action="store_true", help="print each failing program as the shortest script")
     parser.add_argument("--first", action="store_true", help="end at the first failing program")
     options = parser.parse_args()
     torch.set_num_threads(1)
