@@ -61,7 +61,7 @@ def observe(folder: Path | None) -> Outcome:
     """Trains in a folder, with just so much of address space as the budgets allow; or plainly."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.runtime.larger_than_host", *([str(folder)] if folder else [])],
-        # Otherwise malloc keeps an amount of freed memory that depends on earlier allocations, or maps room for threads.
+        # Otherwise malloc keeps an amount of freed memory that depends on the past, or maps room for threads.
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
