@@ -154,7 +154,7 @@ class Meter:
 
 def drain(model: hydra_ext._C.PagedModel) -> None:
     """
-    Waits for the model's update and all its transfers. Does not raise their errors.
+    Waits for the model's update, whose error it raises, and for all transfers, failed ones included.
     """
 
 def pretend_cuda() -> None:

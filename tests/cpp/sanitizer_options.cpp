@@ -1,5 +1,5 @@
-// Sanitizers ask for these. An impossible allocation is an error that tests provoke, as it would be without
-// a sanitizer, and not the end of the process.
+// Default options, which sanitizers call for. Tests make impossible allocations, which must throw as without a
+// sanitizer, and not end the process.
 extern "C" {
 __attribute__((visibility("default"))) const char* __asan_default_options();
 __attribute__((visibility("default"))) const char* __tsan_default_options();

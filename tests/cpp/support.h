@@ -1,4 +1,4 @@
-// What several C++ tests need: a gate between threads, byte patterns, a fence opened by hand.
+// Shared helpers of C++ tests: a gate between threads, byte patterns, a fence that the test opens.
 #pragma once
 
 #include <condition_variable>
@@ -57,7 +57,7 @@ inline std::vector<std::uint8_t> random_bytes(Bytes size, std::uint32_t seed) {
   return bytes;
 }
 
-/// The message of the error that the ticket carries; empty when it has none.
+/// The message of the ticket's error; empty if it has none.
 inline std::string message_of(Ticket& ticket) {
   try {
     ticket.wait();

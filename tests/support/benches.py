@@ -1,7 +1,7 @@
-"""One piece of user code, run on plain models and on offloaded ones, and all that has to be equal afterwards.
+"""Runs one piece of user code on plain and on offloaded models, and compares all results.
 
-A comparison on the simulated device proves something only with poisoned hosts, since both faces of a weight are CPU
-memory there, and only if windows did open. :func:`assert_equal_to_plain` sees to both.
+On the simulated device both faces of a weight are CPU memory. So a comparison proves something only with poisoned
+hosts, and only if windows have opened. :func:`assert_equal_to_plain` ensures both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bench:
             run.refresh()
 
     def assert_at_rest(self) -> None:
-        """Between calls the user sees host parameters, and nothing is held."""
+        """Asserts that the user sees host parameters between calls, and that no memory is in use."""
         for model in self.models:
             assert not any(_C.is_face(parameter) for parameter in model.parameters()), "device parameters left in place"
         for run in self.runs:
@@ -52,11 +52,11 @@ Body = Callable[[Bench], Outcome]
 
 @dataclass(frozen=True)
 class Subject:
-    """What user code works on.
+    """The models that user code works on.
 
     Attributes:
-        build: makes the models, the same ones whenever it is called.
-        pass_of: one forward of one model up to its loss; by it the activations are measured.
+        build: Makes the models; every call makes the same ones.
+        pass_of: One forward of one model up to its loss, by which activations are measured.
     """
 
     build: Callable[[], list[nn.Module]]
@@ -65,13 +65,13 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of user code and what is particular about it.
+    """A piece of user code and its special properties.
 
     Attributes:
-        prepare: done to the models before they are offloaded.
-        passes: how many forwards' activations live at the same time.
-        foreign: the code itself replaces parameters in modules while they run (a functional call).
-        keeps_bytes: something outlives the code on purpose (caches of compilers).
+        prepare: A function that changes the models before they are offloaded.
+        passes: The number of forwards whose activations live at the same time.
+        foreign: Whether the code itself replaces parameters in running modules (a functional call).
+        keeps_bytes: Whether memory outlives the code on purpose (caches of compilers).
     """
 
     name: str
@@ -84,7 +84,7 @@ class Case:
 
 
 def activation_bytes(model: nn.Module, pass_of: Callable[[nn.Module, int], torch.Tensor]) -> int:
-    """Peak of a plain forward and backward without parameters and gradients."""
+    """Returns the peak of a plain forward and backward, without parameters and gradients."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -105,7 +105,7 @@ def parameter_bytes(model: nn.Module) -> int:
 def tight_budget(
     model: nn.Module, pass_of: Callable[[nn.Module, int], torch.Tensor], *, passes: int = 1, share: float = 0.4
 ) -> int:
-    """Room for the activations of so many passes, with a margin, and for a share of the weights."""
+    """Returns a budget for the activations of ``passes`` passes, with a margin, and for a share of the weights."""
     return int(1.25 * passes * activation_bytes(model, pass_of) + share * parameter_bytes(model))
 
 
@@ -158,7 +158,7 @@ def assert_same(plain: Outcome, offloaded: Outcome) -> None:
 
 
 def assert_equal_to_plain(case: Case, *, tight: bool) -> None:
-    """The code gives the same on both; the models were really offloaded, and nothing is left of it."""
+    """Asserts that both give the same results, that the models were offloaded, and that nothing is left behind."""
     plain = run_plain(case)
     offloaded, runs = run_offloaded(case, tight=tight)
     assert_same(plain, offloaded)

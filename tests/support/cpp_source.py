@@ -1,4 +1,4 @@
-"""Just enough understanding of C++ text for the architecture tests: comments, strings, includes, function lengths."""
+"""A minimal parser of C++ text for the architecture tests: comments, strings, includes, function lengths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCOPE = re.compile(r"\b(?:namespace|class|struct|union|enum|extern)\b")
 
 @dataclass(frozen=True)
 class Body:
-    """A function body, or a block that cannot be told from one, outside any other."""
+    """A function body, or a block that looks like one, outside of all others."""
 
     head: str
     first_line: int
@@ -37,12 +37,12 @@ def includes(text: str) -> list[str]:
 
 
 def strip_comments(text: str) -> str:
-    """Blanks comments, keeping strings and line numbers."""
+    """Blanks comments; keeps strings and line numbers."""
     return _TOKENS.sub(lambda match: _blank(match) if match[0][:2] in ("//", "/*") else match[0], text)
 
 
 def strip(text: str) -> str:
-    """Blanks comments, strings, characters and preprocessor lines, keeping line numbers."""
+    """Blanks comments, strings, characters and preprocessor lines; keeps line numbers."""
     return _DIRECTIVES.sub(_blank, _TOKENS.sub(_blank, text))
 
 
@@ -51,13 +51,13 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def bodies(text: str) -> list[Body]:
-    """Outermost blocks that are neither a namespace, a type nor an initialiser, by counting braces.
+    """Finds the outermost blocks that are neither a namespace, a type nor an initialiser, by counting braces.
 
-    A body's head is what stands before its brace since the last `;`, `{` or `}`.
+    A body's head is the text before its brace, from the last `;`, `{` or `}` on.
     """
     clean = strip(text)
     found: list[Body] = []
-    scopes: list[bool] = []  # of every open brace: whether it opens a scope that may hold functions
+    scopes: list[bool] = []  # for every open brace, whether it opens a scope that may have functions
     head_start, line, first_line, head = 0, 1, 0, ""
     for index, character in enumerate(clean):
         if character == "\n":
@@ -87,12 +87,12 @@ def _opens_scope(head: str) -> bool:
 
 @dataclass
 class ClassShape:
-    """What a class or struct shows, and holds.
+    """The public methods, the fields and the constructor of a class or struct.
 
     Attributes:
-        methods: names of public member functions, without constructors, destructors and operators.
-        fields: names of data members that are not static.
-        parameters: of the constructor that has the most.
+        methods: Names of public member functions, without constructors, destructors and operators.
+        fields: Names of data members that are not static.
+        parameters: The number of parameters of the longest constructor.
     """
 
     name: str
@@ -103,7 +103,7 @@ class ClassShape:
 
 
 def classes(text: str) -> list[ClassShape]:
-    """Of a header, nested ones included."""
+    """Returns the shapes of a header's classes, including nested ones."""
     clean = strip(text)
     found: list[ClassShape] = []
     _read_scope(clean, 0, None, public=True, found=found)
@@ -116,7 +116,7 @@ _NO_MEMBER = re.compile(r"^(?:using|typedef|friend|static_assert|enum|class|stru
 
 
 def _read_scope(clean: str, start: int, shape: ClassShape | None, *, public: bool, found: list[ClassShape]) -> int:
-    """From behind an opening brace to behind the one that closes it, or to the end."""
+    """Reads from behind an opening brace to behind its closing brace, or to the end."""
     begin = index = start
     while index < len(clean):
         character = clean[index]
@@ -140,7 +140,7 @@ def _read_scope(clean: str, start: int, shape: ClassShape | None, *, public: boo
                 begin = index = _read_scope(clean, index + 1, None, public=True, found=found)
             else:
                 index = _behind_block(clean, index)
-                if "(" in _without_arguments(head):  # a function's body: no semicolon need follow
+                if "(" in _without_arguments(head):  # a function's body, after which no semicolon is needed
                     _read_member(head, shape, public=public)
                     begin = index
         else:
@@ -159,7 +159,7 @@ def _behind_block(clean: str, index: int) -> int:
 
 
 def _without_arguments(head: str) -> str:
-    """Without what stands in angle brackets, which may have parentheses and commas."""
+    """Removes text in angle brackets, which may have parentheses and commas."""
     while (shorter := re.sub(r"<[^<>]*>", "", head)) != head:
         head = shorter
     return head
@@ -185,7 +185,7 @@ def _read_member(statement: str, shape: ClassShape | None, *, public: bool) -> N
 
 
 def _flat_arguments(text: str) -> str:
-    """Up to the parenthesis that closes them, without what is in further ones."""
+    """Returns the text up to the closing parenthesis, without nested parentheses."""
     depth, kept = 0, ""
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)

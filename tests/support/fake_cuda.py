@@ -1,7 +1,7 @@
-"""A GPU that computes nothing: device faces, inputs and buffers are on ``cuda``, and torch infers the rest.
+"""A fake GPU without compute: device faces, inputs and buffers are on ``cuda``, and torch infers the other devices.
 
 Under ``FakeTensorMode`` an operation whose tensors are on different devices raises, as it would on a GPU, while the
-engine moves real bytes on the simulated device's lanes. Without gradients only: autograd asks the CUDA build for more.
+engine moves real bytes on the simulated device's lanes. It works without gradients only: autograd needs a CUDA build.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FakeCudaPlace(devices.Place):
 
 @contextmanager
 def fake_cuda(model: nn.Module, *, budget: int | None = None) -> Iterator[Run]:
-    """The model offloaded to the fake GPU, for evaluation; asserts that it was at work and is whole again."""
+    """Offloads the model to the fake GPU, for evaluation. Asserts that the engine was used and the model restored."""
     _C.testing.pretend_cuda()
     size = sum(parameter.nbytes for parameter in model.parameters()) + sum(b.nbytes for b in model.buffers())
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""A real GPU for tests: a test that asks for one where there is none fails, and is never skipped."""
+"""A real GPU for tests. Without a GPU a test that needs one fails; it is never skipped."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def require_gpu() -> torch.device:
 
 
 def on_stream(pointer: int) -> Any:
-    """The context of a stream that the backend names by its handle."""
+    """Enters a stream that the backend names by its handle."""
     return torch.cuda.stream(torch.cuda.ExternalStream(pointer) if pointer else torch.cuda.default_stream())
 
 
 @contextmanager
 def jitter(run: Run, seed: int) -> Iterator[None]:
-    """Delays both lanes at random times; compute is delayed by :func:`sleepy`."""
+    """Delays both lanes at random times. :func:`sleepy` delays compute."""
     backend = run._place._backend  # type: ignore[attr-defined]
     streams = [backend.to_device_stream, backend.to_host_stream]
     ended = Event()
@@ -57,7 +57,7 @@ def jitter(run: Run, seed: int) -> Iterator[None]:
 
 
 def sleepy(model: nn.Module, seed: int) -> None:
-    """Modules of the model delay compute at random, before they run."""
+    """Makes modules of the model delay compute at random before they run."""
     chance = random.Random(seed)
 
     def delay(_module: nn.Module, _inputs: object) -> None:
@@ -70,7 +70,7 @@ def sleepy(model: nn.Module, seed: int) -> None:
 
 @dataclass
 class Trace:
-    """What a training run gave, on the host."""
+    """The results of a training run, on the host."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torc
 
 
 def train_plain(model: nn.Module, batches: list[torch.Tensor], loss_of: Step, *, lr: float = 0.05) -> Trace:
-    """The reference: forward and backward on the GPU, the update on the host, where the offloaded run does it."""
+    """The reference: forward and backward on the GPU, and the update on the host, as in the offloaded run."""
     plain = copy.deepcopy(model)
     on_gpu = copy.deepcopy(model).cuda()
     optimizer = torch.optim.SGD(plain.parameters(), lr=lr, momentum=0.9)

@@ -1,7 +1,7 @@
-"""What a test may leave behind, and another one fail for: each is named, and ended or put back where that can be done.
+"""Finds state that a test leaves behind, and that could make another test fail. Names it, and ends or restores it.
 
-``Now()`` is taken before a test, ``left_since(before)`` asked after it. Where nothing was left both are quick; only
-what differs is looked at closely.
+``Now()`` is taken before a test, and ``left_since(before)`` is called after it. Both are quick if the test left
+nothing: only differences are examined closely.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hydra_ext import _C
 from hydra_ext.runtime import engine, root
 
 _REPOSITORY = Path(__file__).parents[2]
-PATIENCE = 30.0  # seconds: for what is about to end, on a busy machine too
+PATIENCE = 30.0  # seconds for threads and processes that are about to end, also on a busy machine
 _log = logging.getLogger(__name__)
 _engine_holder: Any = Variable
 _HOOKS: Any = torch._C._autograd
 
-# ---- values: they are as they were ----------------------------------------------------------------------------------
+# ---- values, which have to be unchanged -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Value:
-    """Something there is one of in the process."""
+    """A value that exists once in the process."""
 
     name: str
     read: Callable[[], Any]
@@ -126,17 +126,17 @@ VALUES = (
     Value("the environment", _environment, _set_environment),
 )
 
-# ---- things: there are no more of them ------------------------------------------------------------------------------
+# ---- objects, which must not become more ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Things:
-    """Something that there may be several of.
+    """A kind of object that may exist several times.
 
     Attributes:
-        there: those there are.
-        name: None for one that is no concern of ours.
-        end: makes one go.
+        there: Returns the objects that exist.
+        name: Returns an object's name; None for one that does not concern us.
+        end: Ends one.
     """
 
     there: Callable[[], Iterable[Any]]
@@ -165,13 +165,13 @@ def _noted_enter(stash: hydra_ext.stash) -> hydra_ext.stash:
 
 
 def watch() -> None:
-    """From now on it is known which modules have their class swapped, and which stashes were entered."""
+    """Records from now on which modules have their class swapped, and which stashes were entered."""
     root.swap = _noted_swap
     hydra_ext.stash.__enter__ = _noted_enter  # type: ignore[method-assign]
 
 
 def _still(known: weakref.WeakSet[Any], holds: Callable[[Any], bool]) -> list[Any]:
-    """Those of the known for which it holds; the others are forgotten."""
+    """Returns the known objects for which the condition holds, and forgets the others."""
     if len(known) == 0:
         return []
     for one in [*known]:
@@ -186,7 +186,7 @@ def _end_stash(stash: hydra_ext.stash) -> None:
 
 
 def _name_of_thread(thread: threading.Thread) -> str | None:
-    # Threads of torch's that have called Python, and one that tqdm starts with its first bar, stay.
+    # Torch's threads that have called Python stay, and so does the thread that tqdm starts with its first bar.
     if isinstance(thread, threading._DummyThread) or type(thread).__module__.startswith("tqdm."):
         return None
     thread.join(PATIENCE)
@@ -194,7 +194,7 @@ def _name_of_thread(thread: threading.Thread) -> str | None:
 
 
 def _children() -> list[int]:
-    """Of the main thread, which has those of threads that have ended, too."""
+    """Returns the children of the main thread, which also has those of ended threads."""
     number = os.getpid()
     with open(f"/proc/{number}/task/{number}/children", "rb", buffering=0) as file:
         return [*map(int, file.read().split())]
@@ -224,7 +224,7 @@ def _end_child(child: int) -> None:
 
 
 def _descriptors() -> list[str]:
-    """But for that of the listing itself: the lowest that is free then, as it was before."""
+    """Returns the open descriptors, without that of the listing itself: the lowest free one, as before."""
     found = os.listdir("/proc/self/fd")
     own = os.dup(2)
     os.close(own)
@@ -232,7 +232,7 @@ def _descriptors() -> list[str]:
 
 
 def _name_of_descriptor(number: str) -> str | None:
-    """Of a file or folder; not of sockets, pipes and fonts, which libraries keep."""
+    """Names files and folders, but not sockets, pipes and fonts, which libraries keep."""
     try:
         mode = os.fstat(int(number)).st_mode
         path = os.readlink(f"/proc/self/fd/{number}")
@@ -243,14 +243,14 @@ def _name_of_descriptor(number: str) -> str | None:
 
 
 _PASSING = {"__pycache__", ".hypothesis", ".pytest_cache", ".ruff_cache", ".mypy_cache", ".git", "build"}
-_PASSING_STARTS = ("torchinductor_", "pymp-", "pytest-cache-files-")  # of libraries, for the length of the process
+_PASSING_STARTS = ("torchinductor_", "pymp-", "pytest-cache-files-")  # libraries keep these as long as the process
 
 
 _listed: dict[str, tuple[int, list[str]]] = {}
 
 
 def _files() -> list[str]:
-    """In the folder for what is temporary, the repository, and what of the shared memory has our number."""
+    """Returns the files in the temporary folder and the repository, and shared memory with our process id."""
     found: list[str] = []
     for folder in (str(_REPOSITORY), f"{_REPOSITORY}/tests", tempfile.gettempdir(), "/dev/shm"):
         changed = os.stat(folder).st_mtime_ns
@@ -291,7 +291,7 @@ def _groups() -> list[str]:
     return ["torch.distributed's process group"] if dist.is_available() and dist.is_initialized() else []
 
 
-# In the order in which they are ended.
+# The order in which objects are ended.
 THINGS = (
     Things(
         _contexts,
@@ -322,7 +322,7 @@ THINGS = (
 
 
 class Now:
-    """What is there, and how it is set."""
+    """The present objects and values."""
 
     def __init__(self) -> None:
         self.values = [value.read() for value in VALUES]
@@ -330,11 +330,11 @@ class Now:
 
 
 def left_since(before: Now) -> list[str]:
-    """Names what was left since then. It has been ended, or put back, where that can be done."""
+    """Names everything that is new since then, and ends or restores it if possible."""
     after = Now()
     if after.values == before.values and all(map(set.issuperset, before.things, after.things)):
         return []
-    gc.collect()  # what is held no more goes by itself
+    gc.collect()  # unreferenced objects end by themselves
     names = [f"{value.name} {_difference(was, now)}" for value, was, now in _changed_since(before)]
     names += [name for things, were in zip(THINGS, before.things, strict=True) for _, name in _added(things, were)]
     if names:
@@ -356,7 +356,7 @@ def _changed_since(before: Now) -> list[tuple[Value, Any, Any]]:
 
 
 def _added(things: Things, were: set[Any]) -> list[tuple[Any, str]]:
-    """With their names."""
+    """Returns new objects with their names."""
     return [(one, name) for one in things.there() if one not in were and (name := things.name(one)) is not None]
 
 
@@ -367,6 +367,6 @@ def _clean_up(before: Now) -> None:
                 things.end(one)
             except Exception:  # noqa: BLE001 - the others are still to be ended
                 _log.exception("%s could not be ended", name)
-        if number == 0:  # contexts put back what they replaced; all else is put back here
+        if number == 0:  # contexts restore what they have replaced; other values are restored here
             for value, was, _ in _changed_since(before):
                 value.write(was)

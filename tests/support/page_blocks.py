@@ -1,7 +1,7 @@
 """Runs the examples of a page of Markdown: `python -m support.page_blocks README.md docs/guide/offload.md ...`.
 
-What a page marks, and how, is described in docs/develop/testing.md. Pages are read by the parser that the site is built
-with. `--not-run` lists the examples that are not run, each with its reason; tests/docs/not_run.txt is that list.
+docs/develop/testing.md describes the marks of a page. The parser is the one that the site is built with. `--not-run`
+lists the examples that are not run, each with its reason; tests/docs/not_run.txt has that list.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-# In the folder that a page's examples run in. Not hydra_ext, which holds no build; docs is written to by its commands.
+# Linked into the folder that examples run in. hydra_ext is not linked, since it has no build; commands write to docs.
 LINKED = ("benchmarks", "csrc", "examples", "tests", "tools")
 COPIED = "docs"
 SECONDS = 300  # for a command; one that hangs fails
@@ -48,7 +48,7 @@ ELSEWHERE = {
     "source": "it changes the shell",
     "sudo": "it changes the machine",
 }
-# What needs no shell, and no process of its own, which would import torch and transformers for seconds.
+# Commands run in this process, without a shell: a new process would import torch and transformers for seconds.
 OWN_VERB = re.compile(r"(?:python -m hydra_ext|hydra-ext)((?: [\w./=,'-]+)*)")
 SCRIPT = re.compile(r"python ((?:docs|examples)/[\w/]+\.py(?: [\w./=,'-]+)*)")
 LANGUAGES = ("console", "cpp", "diff", "json", "output", "python", "text", "toml", "yaml")
@@ -60,11 +60,11 @@ class Block:
 
     Attributes:
         kind: The language of the fence, or ``"setup"``.
-        source: What is in it.
-        line: Of the page, that ``source`` begins at; from 1.
+        source: Its text.
+        line: The line of the page that ``source`` begins at, from 1.
         expected: Output that the page shows for it; None if it shows none.
-        numbers_differ: Numbers of the output are not compared.
-        not_run: The reason that the page gives; None for what is run.
+        numbers_differ: Whether numbers of the output are not compared.
+        not_run: The page's reason why it is not run; None if it is run.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Page:
 
 
 class PageError(Exception):
-    """A page that is not written as it has to be, or whose example does something else than it says."""
+    """A page with an error in its marks, or an example with another result than the page shows."""
 
     def __init__(self, page: Path, line: int, message: str) -> None:
         super().__init__(f"{page}:{line}: {message}")
@@ -95,7 +95,7 @@ class PageError(Exception):
 
 # ---- reading --------------------------------------------------------------------------------------------------------
 def read(path: Path) -> Page:
-    """The blocks of a page.
+    """Reads the blocks of a page.
 
     Raises:
         PageError: A fence without a known language, an indented block of code, or an output without its example.
@@ -146,7 +146,7 @@ def pages() -> list[Path]:
 
 
 def commands(block: Block) -> Iterator[tuple[int, str, str]]:
-    """Of a console block: line, command, and what the page shows as its output."""
+    """Returns the line, the command and the shown output of each command in a console block."""
     line, command, shown = block.line, "", list[str]()
     for number, text in enumerate(block.source.splitlines(), block.line):
         if command.endswith("\\"):
@@ -166,7 +166,7 @@ def is_elsewhere(command: str) -> bool:
 
 
 def not_run(page: Page) -> Iterator[str]:
-    """What of a page is not run, and why."""
+    """Lists the examples of a page that are not run, with their reasons."""
     for block in page.blocks:
         if block.kind == "console":
             for _, command, _ in commands(block):
@@ -179,7 +179,7 @@ def not_run(page: Page) -> Iterator[str]:
 
 # ---- running --------------------------------------------------------------------------------------------------------
 def same(expected: str, got: str, *, numbers_differ: bool) -> bool:
-    """Whether an output is what a page shows; ``...`` there stands for anything."""
+    """Whether an output is the one that a page shows, where ``...`` matches any text."""
     expected, got = (
         "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).strip() for text in (expected, got)
     )
@@ -190,10 +190,10 @@ def same(expected: str, got: str, *, numbers_differ: bool) -> bool:
 
 
 def run(page: Page, folder: Path, *, rank: int = 0) -> None:
-    """All that a page has to run, in order, in ``folder``. Only rank 0 runs commands and compares.
+    """Runs all examples of a page in order, in ``folder``. Only rank 0 runs commands and compares.
 
     Raises:
-        PageError: An output is another than the page shows, or a command fails.
+        PageError: An output differs from the page, or a command fails.
     """
     if rank == 0:
         _furnish(page, folder)
@@ -215,7 +215,7 @@ def _furnish(page: Page, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _inside(folder: Path) -> Iterator[None]:
-    """Temporary files of libraries are left there, too."""
+    """Enters the folder, which also takes libraries' temporary files."""
     before, temporary = Path.cwd(), tempfile.tempdir
     with mock.patch.dict(os.environ, TMPDIR=str(folder)):
         os.chdir(folder)
@@ -282,7 +282,7 @@ def _run_script(words: Sequence[str]) -> int:
 
 
 def _captured(body: Callable[[], int]) -> tuple[int, str, str]:
-    """Exit status, stdout, stderr."""
+    """Runs a command and returns its exit status, stdout and stderr."""
     printed, told = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
         try:
@@ -293,7 +293,7 @@ def _captured(body: Callable[[], int]) -> tuple[int, str, str]:
 
 
 def _write_tools(folder: Path) -> None:
-    """The commands of an environment into which hydra_ext has been installed, whatever environment this is."""
+    """Writes the commands of an environment with hydra_ext, since this environment may lack them."""
     python = shlex.quote(sys.executable)
     for name, module in (("python", ""), ("torchrun", "-m torch.distributed.run"), ("hydra-ext", "-m hydra_ext")):
         tool = folder / name
@@ -307,7 +307,7 @@ def _compare(page: Page, line: int, expected: str, got: str, numbers_differ: boo
 
 
 def run_on_ranks(page: Page, folder: Path) -> None:
-    """The same on each rank of a process group, which the page itself makes."""
+    """Runs the examples on each rank of a process group, which the page itself makes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(page.ranks)]
     command += ["-m", "support.page_blocks", "--folder", str(folder), str(page.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder)}
@@ -330,9 +330,9 @@ def _on_this_rank(page: Page, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=lambda text: Path(text).resolve(), help="all of them unless given")
-    parser.add_argument("--not-run", action="store_true", help="list what is not run, and why")
-    parser.add_argument("--folder", type=Path, help="to run in; this process is one of a page's ranks")
+    parser.add_argument("pages", nargs="*", type=lambda text: Path(text).resolve(), help="pages to run; default: all")
+    parser.add_argument("--not-run", action="store_true", help="list examples that are not run, with their reasons")
+    parser.add_argument("--folder", type=Path, help="folder to run in; this process is one of a page's ranks")
     options = parser.parse_args(arguments)
     chosen = [read(path) for path in options.pages or pages()]
     if options.not_run:

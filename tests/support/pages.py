@@ -13,7 +13,7 @@ VOCABULARY = 256
 
 
 def gpt2(layers: int = 2, width: int = 32, **config: Any) -> nn.Module:
-    """A GPT-2 without dropout, with the numbers of seed 0."""
+    """Makes a GPT-2 without dropout, with the random numbers of seed 0."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -50,6 +50,6 @@ def images(n: int = 2, size: int = 32) -> Tensor:
 
 
 def weights_folder(path: str | Path, model: Any) -> Path:
-    """A folder such as ``save_pretrained`` writes."""
+    """Makes a folder like those of ``save_pretrained``."""
     model.save_pretrained(path)
     return Path(path)

@@ -1,4 +1,4 @@
-"""A small sample of a large product of choices in which every pair (or triple) of choices still meets."""
+"""Small samples of a large product of choices, in which every pair or triple of choices occurs together."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _Choices = tuple[tuple[str, int], ...]  # names of factors and the indices of th
 def covering_rows(
     factors: Mapping[str, Sequence[Any]], *, strength: int = 2, allowed: Callable[[Row], bool] = lambda row: True
 ) -> list[Row]:
-    """Rows, one value of each factor in each, that contain every allowed combination of ``strength`` values.
+    """Returns rows with one value of each factor, which contain every allowed combination of ``strength`` values.
 
     Greedy and deterministic: each row starts from the first combination not yet covered, and every other factor takes
     the value that covers most of what is left.
 
     Args:
-        factors: the values that each factor can take.
+        factors: The values that each factor can take.
         strength: 2 for every pair, 3 for every triple.
-        allowed: asked with rows that are not complete yet; false when they hold what must not meet.
+        allowed: Returns false for rows with values that must not occur together. Rows may be incomplete.
 
     Raises:
-        ValueError: an allowed combination cannot be completed to an allowed row.
+        ValueError: An allowed combination cannot be completed to an allowed row.
     """
     uncovered = dict.fromkeys(_combinations(factors, strength, allowed))
     rows: list[Row] = []

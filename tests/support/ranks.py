@@ -1,6 +1,6 @@
-"""Ranks on this machine: processes that run one function together, in a process group of gloo's.
+"""Ranks on this machine: processes that run one function together, in a gloo process group.
 
-The processes are forked from one that has imported what takes long, so that a test takes no longer than its work.
+The processes are forked from one that has already imported slow libraries.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_SECONDS = 300.0  # for all of a test's ranks, on a busy machine too; what hangs fails
+LIMIT_SECONDS = 300.0  # seconds for all ranks of a test, also on a busy machine; ranks that hang fail
 _IMPORTED_ONCE = ["torch", "torch.distributed", "transformers", "transformers.models.gpt2.modeling_gpt2", "peft"]
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int = 2) -> list[Any]:
-    """Runs ``body(rank, *arguments)`` in so many ranks and returns what they returned: tensors, numbers, texts and
-    containers of them. ``body`` has to be importable, so it lives in :mod:`support`. Each group has a folder of its own
-    below ``folder``: ranks that met the addresses of an earlier group would wait for it."""
+    """Runs ``body(rank, *arguments)`` in ``size`` ranks, and returns their results.
+
+    Results are tensors, numbers, texts and containers of them.
+
+    ``body`` has to be importable, so it is in :mod:`support`. Each group has its own folder below ``folder``, since
+    ranks that find the addresses of an earlier group would wait for it."""
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext.pipeline"])

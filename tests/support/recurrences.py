@@ -61,6 +61,6 @@ class SgdRecurrence:
 
 
 def half_up(master: Tensor) -> Tensor:
-    """bf16 by rounding half-up: what a weight is of its fp32 number."""
+    """Rounds fp32 numbers half-up to bf16, as weights are rounded."""
     bits = master.detach().numpy().view(np.uint32)
     return torch.from_numpy(((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Schedules to test with, and what runs their actions as a transport of queues would."""
+"""Schedules for tests, and a runner of their actions that behaves like a transport of queues."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Shape = tuple[str, int, int, int]
 
 
 def square_shapes(depths: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
-    """One stage a rank."""
+    """Shapes with one stage for each rank."""
     kinds = [("pipedream", d, d, 1) for d in depths]
     kinds += [(kind, d, d, m) for kind in ("gpipe", "1f1b", "2bw") for d in depths for m in microbatches]
     return [shape for shape in kinds if possible(shape)]
 
 
 def wrapped_shapes(ranks: Sequence[int], chunks: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
-    """Several stages a rank."""
+    """Shapes with several stages for each rank."""
     kinds = ("gpipe", "2bw", "interleaved")
     shapes = [(kind, v * r, r, m) for kind in kinds for r in ranks for v in chunks for m in microbatches]
     return [shape for shape in shapes if possible(shape)]
@@ -40,13 +40,14 @@ def made(shape: Shape) -> Schedule:
 
 
 class Blocked(Exception):
-    """No rank can go on."""
+    """No rank can continue."""
 
 
 class Transport:
-    """Runs every rank in its own order. Each direction of each hop is one queue, as a socket is: the n-th receive
-    gets the n-th value that was sent. Buffers of weights are a ring, as the runtime has them. Each stage has one sum of
-    gradients, which a reduction takes."""
+    """Runs every rank in its own order.
+
+    Each direction of each hop is one queue, like a socket: the n-th receive gets the n-th value sent. Buffers of
+    weights form a ring, as in the runtime. Each stage has one sum of gradients, which a reduction takes."""
 
     def __init__(self, schedule: Schedule, ranks: Sequence[Sequence[Action]], *, rendezvous: bool = False) -> None:
         self.schedule = schedule
@@ -78,7 +79,7 @@ class Transport:
         return self
 
     def check_complete(self) -> None:
-        """All that belongs to the batches that were seen was done."""
+        """Asserts that all actions of the batches that have begun were done."""
         seen = {(action.batch, action.microbatch) for action in self.log if action.kind in (F, B)}
         wanted = {(kind, stage, *place) for kind in (F, B) for stage in range(self.schedule.stages) for place in seen}
         batches = {batch for batch, _ in seen}

@@ -1,4 +1,4 @@
-"""A copy of the package that says it was built for another torch, and a Python that imports it."""
+"""A copy of the package stamped for another torch, and a Python that imports it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import hydra_ext
 from hydra_ext import _C, _build_info
 
-# Without `site`: an editable install finds the package before any path does.
+# Without `site`, because an editable install goes before any path.
 PYTHON = [sys.executable, "-S", "-W", "ignore"]
 
 
 def copy_for(torch: str, folder: Path) -> dict[str, str]:
-    """The environment in which PYTHON imports a copy in `folder`, built for this minor version of torch."""
+    """Returns the environment in which PYTHON imports a copy in `folder`, stamped for this minor version of torch."""
     copy = folder / "hydra_ext"
     shutil.copytree(Path(hydra_ext.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(_C.__file__, copy)

@@ -1,4 +1,4 @@
-"""Operations in strips next to the same operations at once."""
+"""Compares operations in strips with the same operations on whole tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydra_ext import tiled
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function of tensors returned, and the gradients of all of them that want one, in order."""
+    """The result of a function of tensors, and the gradients of all tensors that require one, in order."""
 
     value: torch.Tensor
     gradients: list[torch.Tensor]
@@ -30,7 +30,7 @@ def outcome(function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tenso
 def in_strips(
     function: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], *, rows: int, budget: str = "1GiB"
 ) -> Outcome:
-    """The same inside ``tiled.strips``; at least one operation was made in several strips."""
+    """Does the same inside ``tiled.strips``. Asserts that at least one operation ran in several strips."""
     with tiled.strips(budget=budget, rows=rows, device="simulated") as run:
         made = outcome(function, tensors)
     report = run.report()
@@ -39,7 +39,7 @@ def in_strips(
 
 
 def assert_equal(made: Outcome, expected: Outcome) -> None:
-    """To the last bit."""
+    """Asserts equality to the last bit."""
     assert torch.equal(made.value, expected.value)
     assert len(made.gradients) == len(expected.gradients)
     for one, other in zip(made.gradients, expected.gradients, strict=True):
@@ -47,7 +47,7 @@ def assert_equal(made: Outcome, expected: Outcome) -> None:
 
 
 def assert_close(made: Outcome, expected: Outcome, *, tolerance: float = 1e-12) -> None:
-    """In fp64, relative to the largest number of a tensor: sums in another order differ by a few units of 1e-16."""
+    """Compares in fp64, relative to a tensor's largest number: sums in another order differ by a few units of 1e-16."""
     pairs = zip([made.value, *made.gradients], [expected.value, *expected.gradients], strict=True)
     for one, other in pairs:
         assert one.shape == other.shape
@@ -59,9 +59,9 @@ def assert_close(made: Outcome, expected: Outcome, *, tolerance: float = 1e-12) 
 def assert_no_farther(
     made: Sequence[torch.Tensor], plain: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
 ) -> None:
-    """Gradients in strips are no farther from those in fp64 than twice what plain fp32's are.
+    """Asserts that gradients in strips are at most twice as far from those in fp64 as plain fp32 gradients are.
 
-    A gradient that is nothing but rounding (a bias before batch normalisation) is measured against the length of all
+    A gradient that is only rounding error (a bias before batch normalisation) is measured against the length of all
     gradients together, of which fp32 resolves a 2**-24th.
     """
     whole = torch.stack([tensor.norm() for tensor in exact]).norm().item()

@@ -1,4 +1,4 @@
-"""How far two sums of the same gradients may lie apart when their order differs."""
+"""The largest difference between two sums of the same gradients in different orders."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Summands:
-    """What backward passes add up for each of some leaves.
+    """The gradients that backward passes add up for some leaves.
 
     Attributes:
-        counts: of the summands so far, by name.
-        magnitudes: sums of their magnitudes, in fp64.
+        counts: The number of summands so far, by name.
+        magnitudes: The sums of their magnitudes, in fp64.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Summands:
         self._epsilons: dict[str, float] = {}
 
     def watch(self, roots: Iterable[Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Notes what the backward pass from ``roots``, which comes next, adds to each leaf."""
+        """Records what the next backward pass from ``roots`` adds to each leaf."""
         for name, leaf in leaves.items():
             self.counts.setdefault(name, 0)
             self.magnitudes.setdefault(name, torch.zeros_like(leaf, dtype=torch.float64))
@@ -47,7 +47,7 @@ class Summands:
                 node.register_hook(self._note(uses))
 
     def bound(self, name: str) -> Tensor:
-        """The largest distance, by element, of two sums of the summands.
+        """Returns the largest difference, for each element, between two sums of the summands.
 
         Each of n - 1 additions rounds once, whatever the order: Higham, Accuracy and Stability of Numerical
         Algorithms, section 4.2.

@@ -1,4 +1,4 @@
-"""A package of a few lines with a few tests, and what the runner of mutations makes of it; in a process of its own."""
+"""A toy package with a few tests, and the results of the mutation runner on it, in a separate process."""
 
 from __future__ import annotations
 

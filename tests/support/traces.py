@@ -14,7 +14,7 @@ ROWS = ("steps", "compute", "host to device", "device to host", "optimizer")
 
 @dataclass
 class TraceFile:
-    """What a trace holds: its processes and threads, and its events by kind."""
+    """The contents of a trace: its processes and threads, and its events by kind."""
 
     about: dict[str, Any]
     rows: dict[str, int]
@@ -22,7 +22,7 @@ class TraceFile:
     counters: list[Event]
 
     def row(self, name: str, category: str | None = None) -> list[Event]:
-        """The events of a row, in the order of their beginnings."""
+        """Returns the events of a row, in the order of their beginnings."""
         found = [event for event in self.events if event["tid"] == self.rows[name]]
         found = [event for event in found if category is None or event["cat"] == category]
         return sorted(found, key=lambda event: (begin(event), -end(event)))
@@ -41,7 +41,7 @@ def read(path: Path) -> TraceFile:
 
 
 def begin(event: Event) -> int:
-    """In whole nanoseconds: microseconds as they are written do not add up exactly."""
+    """Returns whole nanoseconds, since written microseconds do not add up exactly."""
     return round(event["ts"] * 1000)
 
 
@@ -50,12 +50,12 @@ def end(event: Event) -> int:
 
 
 def overlapping(events: list[Event]) -> list[str]:
-    """Events that begin before the one before them has ended."""
+    """Returns events that begin before their predecessor has ended."""
     return [f"{a['name']} and {b['name']}" for a, b in pairwise(events) if begin(b) < end(a)]
 
 
 def misnested(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that begin inside another one and end after it."""
+    """Returns spans that begin inside another span and end after it."""
     found, around = [], []
     for first, last in sorted(spans, key=lambda span: (span[0], -span[1])):
         while around and around[-1] <= first:

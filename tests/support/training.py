@@ -30,12 +30,12 @@ class Recipe:
     """How a model is trained.
 
     Attributes:
-        accumulate: batches per step.
-        clip: the norm of the gradients is clipped.
+        accumulate: Batches per step.
+        clip: Whether the norm of the gradients is clipped.
         checkpointing: "no", "plain" or "reentrant".
-        autocast: forward runs in bfloat16.
-        between: what happens between steps without gradients: "nothing", "evaluation" or "generation".
-        tuning: what is trained: "all", "half" (the first half of the parameters is frozen) or "adapters".
+        autocast: Whether the forward runs in bfloat16.
+        between: The work between steps, without gradients: "nothing", "evaluation" or "generation".
+        tuning: The trained parameters: "all", "half" (the first half is frozen) or "adapters".
     """
 
     optimizer: str = "adamw"
@@ -51,7 +51,7 @@ class Recipe:
 
 
 def build(family: Family, recipe: Recipe, seed: int = 0) -> nn.Module:
-    """The model as the user hands it over: frozen, adapted and checkpointed as the recipe says."""
+    """Builds the user's model: frozen, adapted and checkpointed as the recipe says."""
     model = family.make(seed)
     if recipe.checkpointing != "no":
         family.set_checkpointing(model, reentrant=recipe.checkpointing == "reentrant")
@@ -62,7 +62,7 @@ def build(family: Family, recipe: Recipe, seed: int = 0) -> nn.Module:
     elif recipe.tuning == "adapters":
         model = peft.get_peft_model(
             model,
-            # Not the library's zeros, which would leave the first step without a gradient for half of them.
+            # With the library's zeros, half of the adapters would have no gradient in the first step.
             peft.LoraConfig(
                 r=4,
                 target_modules=list(family.adapters),
@@ -88,7 +88,7 @@ def train(
     first: int = 0,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> list[Tensor]:
-    """Trains and returns all that can be seen of it: losses, norms, outputs of what ran between steps."""
+    """Trains, and returns everything visible: losses, norms, and outputs of the work between steps."""
     seen: list[Tensor] = []
     batches = family.batches(1, 2 * STEPS)
     for step in range(first, first + steps):
@@ -126,7 +126,7 @@ def differences(
     ours: tuple[list[Tensor], nn.Module, torch.optim.Optimizer],
     plain: tuple[list[Tensor], nn.Module, torch.optim.Optimizer],
 ) -> list[str]:
-    """What is not equal to the last bit: of what was seen, of parameters and buffers, of the optimizer's state."""
+    """Names results, parameters, buffers and optimizer state that are not equal to the last bit."""
     found = [
         f"value {index} seen"
         for index, (a, b) in enumerate(zip(ours[0], plain[0], strict=True))
@@ -148,7 +148,7 @@ def differences(
 
 
 def plain_peak(family: Family, recipe: Recipe, *, steps: int = 2) -> int:
-    """Device bytes of plain steps at their highest, without parameters, and without summed gradients."""
+    """Returns the peak of device bytes of plain steps, without parameters and summed gradients."""
     model = build(family, recipe)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""What tests of hydra_ext.optim share: parameters, one update with given gradients, comparison by bits."""
+"""Shared helpers of tests of hydra_ext.optim: parameters, one update with given gradients, comparison by bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gradient_like(weights: Tensor, seed: int, dtype: torch.dtype | None = None) 
 
 
 def update(optimizer: HostOptimizer, gradients: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> None:
-    """A step with gradients of any type, which ``.grad`` would not take."""
+    """Makes a step with gradients of any type, also types that ``.grad`` does not accept."""
     (prepared,) = optimizer.prepare([gradients])
     prepared.plan.run(pool(1), scale)
     optimizer.finish(prepared)

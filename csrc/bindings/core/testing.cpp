@@ -117,7 +117,7 @@ void bind_testing(py::module_& module) {
   tests.def("run_traffic_twin", &run_twin, py::kw_only(), py::arg("update"), py::arg("read"), py::arg("write"),
             py::arg("pool"), "Makes the memory traffic of an update without its arithmetic. Overwrites the tensors.");
   tests.def("drain", &drain, py::arg("model"), py::call_guard<py::gil_scoped_release>(),
-            "Waits for the model's update and all its transfers. Does not raise their errors.");
+            "Waits for the model's update, whose error it raises, and for all transfers, failed ones included.");
   py::class_<Meter>(tests, "Meter")
       .def(py::init<Bytes>(), py::arg("limit") = Ledger::kUnlimited)
       .def("begin", &Meter::begin)

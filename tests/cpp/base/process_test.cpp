@@ -1,4 +1,4 @@
-// Forked children: what needs a thread of the parent's says so, and nothing waits for one.
+// Forked children: calls that need the parent's threads throw, and no call waits for them.
 #include "csrc/base/process.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr Bytes kBlock = 1024;
 
-/// The child's exit status: 0 if `body` is true there. A child that hangs is ended by a signal.
+/// The exit status of a child: 0 if `body` returns true there. A signal ends a child that hangs.
 int status_of_child(const std::function<bool()>& body) {
   const pid_t child = ::fork();
   if (child == 0) {

@@ -1,5 +1,5 @@
-// The bound holds for every number, special ones are kept, all instruction sets give and read the same bytes, and
-// damaged bytes are refused.
+// The bound holds for every number, and special numbers are exact. All instruction sets write and read the same bytes,
+// and damaged bytes are refused.
 #include "csrc/codec/codec.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ TEST(Codec, KeepsToTheBoundAndAllInstructionSetsAgree) {
   }
 }
 
-/// All patterns of 16 bits: in their order, in a random one, each alone among zeros, and rarely among normal numbers.
+/// All patterns of 16 bits: in order, in random order, each alone among zeros, and rarely among normal numbers.
 TEST(Codec, KeepsEveryPatternOfSixteenBits) {
   std::vector<std::uint32_t> patterns(1U << 16);
   std::iota(patterns.begin(), patterns.end(), 0U);
@@ -146,7 +146,7 @@ TEST(Codec, RefusesStreamsThatAreCutOff) {
   EXPECT_THROW(restored(longer, InstructionSet::kPortable), DamagedStream);
 }
 
-/// Whatever the bytes are, nothing else is read or written (this is run with AddressSanitizer, too).
+/// No damage makes the decoder read or write other memory (AddressSanitizer runs this too).
 TEST(Codec, ReadsDamagedStreamsSafely) {
   std::mt19937 random(11);
   int refused = 0;

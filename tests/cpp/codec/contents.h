@@ -1,4 +1,4 @@
-// What tests of the codec compress.
+// Arrays of numbers that tests of the codec compress.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace hydra::codec::test {
 
 inline constexpr std::array kFormats = {NumberFormat::kFloat32, NumberFormat::kBfloat16, NumberFormat::kFloat16};
 inline constexpr std::array kChoices = {Choice::kShortest, Choice::kSigned};
-/// Normal numbers; of them as a ReLU leaves them; about an offset; smooth; equal; with rare special ones.
+/// Normal numbers; normal numbers after a ReLU; numbers around an offset; smooth, equal, and rare special numbers.
 inline std::vector<std::vector<float>> contents(std::size_t count) {
   std::mt19937 random(5);
   std::normal_distribution<float> normal(0.0F, 1.0F);

@@ -1,4 +1,4 @@
-// What is promised of every number: within the bound, or bit for bit itself; from and for all instruction sets alike.
+// The guarantee for every number: it is within the bound, or bit for bit itself, with every instruction set.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -42,8 +42,8 @@ void expect_kept(const Quantizer& quantizer, Choice choice, const Memory& number
 
 enum class Place { kEverywhere, kInRange, kOnePerBlock };
 
-/// `patterns` random ones of fp32: as they come; of numbers that the bound can quantise; each alone in a block, by
-/// turns of zeros and of small numbers.
+/// `patterns` random patterns of fp32: any patterns; numbers that the bound can quantise; or each alone in a block,
+/// among zeros and small numbers in turn.
 Memory numbers_of(const Quantizer& quantizer, Place place, std::int64_t patterns, Patterns& random) {
   const bool alone = place == Place::kOnePerBlock;
   Memory numbers(static_cast<std::size_t>(patterns * (alone ? 4 * kBlockNumbers : 4)));
@@ -65,7 +65,7 @@ Memory numbers_of(const Quantizer& quantizer, Place place, std::int64_t patterns
   return numbers;
 }
 
-/// So many patterns as they come and in range for each bound; alone in a block for all bounds together.
+/// Checks `patterns` random patterns, and as many in range, for each bound; alone in a block, for all bounds together.
 void try_patterns(std::int64_t patterns) {
   constexpr std::int64_t kPiece = 1 << 16;
   Patterns random;
@@ -84,10 +84,10 @@ void try_patterns(std::int64_t patterns) {
 
 TEST(CodecGuarantee, RandomPatternsOfFloat32) { try_patterns(300'000); }
 
-// Minutes: hydra_tests --gtest_also_run_disabled_tests --gtest_filter='CodecGuarantee.*'
+// Takes minutes: hydra_tests --gtest_also_run_disabled_tests --gtest_filter='CodecGuarantee.*'
 TEST(CodecGuarantee, DISABLED_HundredMillionPatternsOfFloat32) { try_patterns(100'000'000); }
 
-/// Blocks about every change of width, mode and sign: the quanta are put in as numbers.
+/// Blocks around every change of width, mode and sign, made from their quanta.
 TEST(CodecGuarantee, BlocksAtEveryBorder) {
   for (const NumberFormat format : test::kFormats) {
     const Quantizer quantizer = Quantizer::make(format, format == NumberFormat::kFloat16 ? 0.5F : 4.0F, false);
@@ -118,7 +118,7 @@ TEST(CodecGuarantee, BlocksAtEveryBorder) {
   }
 }
 
-/// Halfway between two multiples, at the largest number that is quantised, at the smallest; and the neighbours of each.
+/// Halfway points between multiples, the largest and the smallest quantised numbers, and the neighbours of each.
 TEST(CodecGuarantee, NumbersAtEveryBorder) {
   for (const float bound : kBounds) {
     for (const bool keep_signs : {false, true}) {

@@ -1,4 +1,4 @@
-// Numbers to compress, and what a compression must keep.
+// Numbers to compress, and the check that a compression has kept its bound.
 #pragma once
 
 #include <cmath>
@@ -83,7 +83,7 @@ inline Memory restored(const Memory& stream, InstructionSet instructions, int th
   return numbers;
 }
 
-/// How many of the numbers that came back are not what the bound allows.
+/// Counts the restored numbers that violate the bound.
 inline std::int64_t violations(const Quantizer& quantizer, const Memory& before, const Memory& after) {
   const auto count = static_cast<std::int64_t>(before.size()) / bytes_of(quantizer.format);
   std::int64_t bad = before.size() == after.size() ? 0 : 1;

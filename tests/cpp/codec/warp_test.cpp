@@ -1,4 +1,4 @@
-// The text of the CUDA kernels by a warp that is a loop over 32 lanes: the bytes of the host's kernels.
+// The source of the CUDA kernels on a warp that loops over 32 lanes gives the bytes of the host's kernels.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -45,14 +45,14 @@ struct Warp {
 };
 
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wsign-conversion"  // of std::array's index
+#pragma GCC diagnostic ignored "-Wsign-conversion"  // for indices of std::array
 #include "csrc/codec/warp_block.h"
 #include "csrc/codec/warp_group.h"
 #pragma GCC diagnostic pop
 
 using test::Memory;
 
-/// As the kernels follow each other in cuda_codec.cu.
+/// Runs the kernels in the order of cuda_codec.cu.
 Memory compressed_by_warps(const Quantizer& quantizer, Choice choice, const Memory& numbers) {
   const auto count = static_cast<std::int64_t>(numbers.size()) / hydra::bytes_of(quantizer.format);
   const Layout layout(count);
@@ -82,7 +82,7 @@ Memory compressed_by_warps(const Quantizer& quantizer, Choice choice, const Memo
   return stream;
 }
 
-/// Nothing where they are damaged.
+/// Returns no numbers if the bytes are damaged.
 Memory restored_by_warps(const Memory& stream) {
   const StreamHeader header = header_of(stream);
   const Layout layout(header.count);
@@ -142,7 +142,7 @@ TEST(CodecWarp, TakesAnyCount) {
   }
 }
 
-/// Refused where the host refuses, and nothing else is read or written (this is run with AddressSanitizer, too).
+/// Refuses what the host refuses, and reads and writes no other memory (AddressSanitizer runs this too).
 TEST(CodecWarp, RefusesDamagedStreams) {
   std::mt19937 random(17);
   int refused = 0;
@@ -166,7 +166,7 @@ TEST(CodecWarp, RefusesDamagedStreams) {
   EXPECT_GT(refused, 30);
 }
 
-/// Nothing is read where the word that the length is in would be (this is run with AddressSanitizer, too).
+/// Does not read the word with the length if the payload ends before it (AddressSanitizer runs this too).
 TEST(CodecWarp, RefusesASparseBlockThatIsCutOff) {
   const Memory two(2);
   EXPECT_GT(bytes_at(NumberFormat::kFloat32, Tag{Mode::kSparse, false, 1}, two.data(), 2), 2);

@@ -1,4 +1,4 @@
-// Codes of a pool's indices: what comes back is what was there, whatever the pool's geometry.
+// Codes of a pool's indices: they restore the indices exactly, for every geometry.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -30,7 +30,7 @@ PoolGeometry any_geometry(Random& random) {
   return made;
 }
 
-/// An index of each output's window, by the definition of a pool.
+/// Returns an index in each output's window, by the definition of a pool.
 std::vector<std::int64_t> any_indices(const PoolGeometry& pool, Random& random) {
   std::vector<std::int64_t> indices;
   for (std::int64_t plane = 0; plane < pool.planes; ++plane) {

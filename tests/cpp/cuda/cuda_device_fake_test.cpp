@@ -1,4 +1,4 @@
-// The CUDA device on the fake runtime: waits, errors, threads and devices, which a GPU would show by luck only.
+// The CUDA device on the fake runtime: waits, errors, threads and devices. A GPU would show their faults only by luck.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -195,7 +195,7 @@ TEST_F(CudaDeviceFake, EveryCallIsMadeOnTheDeviceOfTheBackend) {
     cudaStream_t other_home = nullptr;
     HYDRA_CUDA(cudaStreamCreateWithFlags(&other_home, cudaStreamNonBlocking));
     compute_stream = other_home;
-    HYDRA_CUDA(cudaSetDevice(0));  // the guard puts it back
+    HYDRA_CUDA(cudaSetDevice(0));  // the guard restores it
     const auto other = make_cuda_device(1, other_home);
     void* const slot = other->slots().allocate(kBytes);
     Job job = copy_job(slot, source);
@@ -228,7 +228,7 @@ TEST_F(CudaDeviceFake, CopiesAreInTheActivityLogByTheDevicesClockHoweverLateTheH
   for (std::int32_t block = 0; block < static_cast<std::int32_t>(CudaLane::kInFlight); ++block) {
     Job job = copy_job(slot, source);
     job.label = {.block = block};
-    if (block == 0) {  // the host looks at the others when all are over
+    if (block == 0) {  // the host sees the others after all have ended
       job.after = [this] { finish(device_->to_device_stream()); };
     }
     tickets.push_back(device_->to_device().submit(std::move(job)));

@@ -1,5 +1,5 @@
-// The pager on the fake CUDA runtime, with random delays on every stream: whatever compute reads late, on any
-// stream and from any thread, is what the host holds.
+// The pager on the fake CUDA runtime, with random delays on every stream: late reads of compute, on any stream and
+// from any thread, see the host's bytes.
 #include <gtest/gtest.h>
 
 #include <atomic>

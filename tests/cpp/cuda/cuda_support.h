@@ -1,4 +1,4 @@
-// Slots from cudaMalloc, kept for immediate reuse, as torch's allocator keeps them.
+// Slots from cudaMalloc, kept for immediate reuse, as in torch's allocator.
 #pragma once
 
 #include <map>

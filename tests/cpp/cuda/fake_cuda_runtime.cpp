@@ -139,7 +139,7 @@ struct CUevent_st {
 
 namespace {
 
-/// The default stream's handle means the current device's.
+/// The handle of the default stream means that of the current device.
 cudaStream_t resolve(cudaStream_t stream) {
   static CUstream_st first(0);
   static CUstream_st second(1);

@@ -48,8 +48,8 @@ std::string message_of(const std::function<void()>& call) {
   return {};
 }
 
-/// Every second transfer is short, and ends at a place where none can begin once the cache is passed by: of the bytes
-/// that it tells, the last few have not been moved then.
+/// Makes every second transfer short, and end at an offset that is unaligned for transfers that bypass the cache: the
+/// last few of the reported bytes were not moved then.
 class UnevenFiles final : public FileOperations {
  public:
   int open_unnamed(const char* folder) override { return system_files().open_unnamed(folder); }
@@ -182,7 +182,7 @@ TEST(SpillFile, GoesOnAfterShortAndInterruptedTransfers) {
     for (const int error : {0, EINTR, EAGAIN}) {
       FaultyFiles files;
       SpillFile file(folder.path(), files);
-      files.reset();  // what it took to find out what the file system can do
+      files.reset();  // forget the operations that probed the file system
       const std::int32_t extent = file.reserve(kBytes);
       for (const std::int64_t nth : {1, 2, 4}) {
         files.fail(operation, error == 0 ? FileFault::kShort : FileFault::kError, nth, /*persistent=*/false, error);
@@ -230,7 +230,7 @@ TEST(SpillFile, EveryFailedOperationIsAnErrorAndCanBeTriedAgain) {
     EXPECT_TRUE(holds(file, extent, first));
     files.fail(FileOperation::kWrite, FileFault::kError, nth, /*persistent=*/false, EIO);
     EXPECT_THROW(write(file, extent, second), SpillError);
-    // Which of the bytes are there is not known: neither the old ones nor the new ones are given out.
+    // The file may have old or new bytes, so neither are returned.
     EXPECT_NE(message_of([&] { file.read_piece(extent, nth - 1, Buffer(kBytes).data()); }).find("lost"),
               std::string::npos);
     write(file, extent, second);

@@ -18,7 +18,7 @@ namespace {
 
 Bytes page() { return ::sysconf(_SC_PAGESIZE); }
 
-/// Remembers what is pinned; refuses from the `refuse_from`-th call on.
+/// Records pinned regions; refuses from the `refuse_from`-th call on.
 class FakePinner final : public Pinner {
  public:
   bool pin(void* pointer, Bytes bytes) noexcept override {
@@ -176,7 +176,7 @@ TEST(HostArena, InAForkedChildReleasesNothingAndRefusesToAllocate) {
   void* const region = arena.allocate(page());
   const pid_t child = ::fork();
   if (child == 0) {
-    // The child's own mapping at the address of the region that it did not inherit has to survive.
+    // The child did not inherit the region. Its own mapping at that address has to survive.
     void* const own = ::mmap(region, static_cast<std::size_t>(page()), PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     *static_cast<char*>(own) = 1;

@@ -121,7 +121,7 @@ TEST(Ledger, NeverPassesTheLimitUnderEightThreadsAndCountsExactlyAfterwards) {
   constexpr Bytes kLimit = 310;
   Ledger ledger(kLimit);
   std::latch start(kThreads);
-  std::atomic<Bytes> held{0};  // by those that were told yes: an oracle beside the ledger
+  std::atomic<Bytes> held{0};  // bytes of successful charges: an oracle beside the ledger
   std::atomic<Bytes> most_held{0};
   std::array<std::array<Bytes, kMemoryClasses>, kThreads> kept{};
   const auto work = [&](std::size_t thread) {
@@ -140,7 +140,7 @@ TEST(Ledger, NeverPassesTheLimitUnderEightThreadsAndCountsExactlyAfterwards) {
       held.fetch_sub(bytes);
       ledger.discharge(cls, bytes);
     }
-    // What stays charged at the end has to be found again, class by class.
+    // The final charges have to be right, class by class.
     const auto last = static_cast<std::size_t>(random() % kMemoryClasses);
     if (ledger.try_charge(static_cast<MemoryClass>(last), 7)) {
       kept[thread][last] = 7;

@@ -1,4 +1,4 @@
-// The contract of every Resource, and what each adaptor adds.
+// The contract of every Resource, and the features of each adaptor.
 #include "csrc/memory/resource.h"
 
 #include <gtest/gtest.h>
@@ -93,7 +93,7 @@ TYPED_TEST(ResourceContract, ServesFourThreadsAtOnce) {
   }
 }
 
-/// Refuses everything, as a full upstream would.
+/// Refuses every allocation, as a full upstream does.
 class Exhausted final : public Resource {
  public:
   void* allocate(Bytes /*bytes*/) override {

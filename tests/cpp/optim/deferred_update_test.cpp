@@ -80,7 +80,7 @@ TEST(DeferredUpdate, ABlockThatIsWaitedForIsDoneWhenWaitReturns) {
 }
 
 TEST(DeferredUpdate, ABlockThatIsWaitedForIsUpdatedBeforeThoseOfAnEarlierTurn) {
-  bool before = false;  // a waiter may come too late, but not every time
+  bool before = false;  // a waiting thread may be late, but not every time
   for (int attempt = 0; attempt < 200 && !before; ++attempt) {
     Blocks blocks(8);
     DeferredUpdate update(blocks.parts({0, 1, 2, 3, 4, 5, 6, 7}), pool(1), 1.0F);
@@ -183,7 +183,7 @@ TEST(DeferredUpdate, TakesAtLeastItsBytesByTheSpeedOfMemoryAndChangesNoBit) {
             static_cast<double>(bytes) / kSpeed);
   update.wait_all();
   EXPECT_EQ(blocks.differences(wanted), 0);
-  EXPECT_GE(bytes, blocks.parts({0}).front().plan.traffic_bytes());  // others may have been on their way
+  EXPECT_GE(bytes, blocks.parts({0}).front().plan.traffic_bytes());  // other blocks may be under way
   EXPECT_EQ(update.bytes(), 4 * blocks.parts({0}).front().plan.traffic_bytes());
   EXPECT_GE(update.seconds(), static_cast<double>(update.bytes()) / kSpeed);
 }
@@ -194,7 +194,7 @@ TEST(DeferredUpdate, OfNothingIsDone) {
   EXPECT_EQ(update.seconds(), 0.0);
 }
 
-/// Lends the plan that it was made with, and fails where it is told to.
+/// Lends its plan, and fails where the test says.
 class ScriptedLender final : public Lender {
  public:
   enum class Fails { kNever, kBorrow, kGiveBack };

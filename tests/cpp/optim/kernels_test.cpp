@@ -29,7 +29,7 @@ void run_steps(Memory& memory, float scale, InstructionSet instructions) {
   }
 }
 
-/// The definition of the bits: three steps of everything at once, one number at a time.
+/// The definition of the bits: three steps with the portable kernel.
 Memory expected(const Kind& kind, Content content, float scale) {
   Memory memory = fresh(kind, content);
   run_steps(memory, scale, InstructionSet::kPortable);
@@ -87,7 +87,7 @@ TEST(Update, IsTheSameInAnyRanges) {
   }
 }
 
-/// Three steps, each from one buffer of weights into the other; the other one is where the weights end.
+/// Three steps, each from one buffer of weights to the other, which has the final weights.
 void run_steps_between(Memory& memory, Memory& other, std::int64_t length, InstructionSet instructions) {
   void* const buffers[] = {memory.update().weights, other.update().weights};
   for (int step = 0; step < 3; ++step) {
@@ -148,7 +148,7 @@ TEST(Update, IsTheSameInAThreadThatFlushesDenormals) {
 }
 #endif
 
-/// The gradient as an update sees it: SGD without anything, from zero, at a rate of -1.
+/// The gradient as an update reads it: plain SGD from zero, with a rate of -1.
 float seen_gradient(NumberFormat format, std::uint16_t bits, float scale, InstructionSet instructions) {
   std::vector<std::uint16_t> gradient(16, bits);
   std::vector<float> weights(16, 0.0F);
@@ -176,7 +176,7 @@ TEST(Gradients, EveryFloat16IsReadAsTheNumberItIs) {
 
 TEST(Gradients, AScaledOneIsRoundedToItsOwnFormatToNearestEven) {
   for (const InstructionSet instructions : supported_instruction_sets()) {
-    // 1 + 2^-7 and its neighbour, halved in the last place: ties, to even.
+    // 1 + 2^-7 and its neighbour, halved in the last place: ties round to even.
     EXPECT_EQ(seen_gradient(NumberFormat::kBfloat16, 0x3F81, 1.5F, instructions), 1.515625F);  // 1.51171875: a tie
     EXPECT_EQ(seen_gradient(NumberFormat::kBfloat16, 0x3F83, 1.5F, instructions), 1.53125F);   // 1.53515625: a tie
     EXPECT_EQ(seen_gradient(NumberFormat::kFloat16, 0x3C01, 1.5F, instructions), 1.501953125F);

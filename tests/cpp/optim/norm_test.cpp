@@ -29,7 +29,7 @@ double sum_of(const std::vector<float>& values, ThreadPool& pool, InstructionSet
   return sum;
 }
 
-/// The definition in norm.h, word by word.
+/// The definition in norm.h, written out.
 double defined_sum(const std::vector<float>& values) {
   double sum = 0.0;
   for (std::size_t begin = 0; begin < values.size(); begin += kNormChunk) {
@@ -63,7 +63,7 @@ TEST(Norm, IsItsDefinitionToTheBitWhateverInstructionsAndThreads) {
 }
 
 TEST(Norm, DependsOnWhereAChunkBegins) {
-  // A definition without chunks would give the same here: this one is meant to be able to fail.
+  // A definition without chunks must give another result here, or the test could not fail.
   const std::vector<float> values = numbers(2 * kNormChunk + 64, 5);
   ThreadPool pool(1);
   double straight = 0.0;

@@ -1,4 +1,4 @@
-// The split master: what it stands for, through the kernels of every instruction set.
+// The split master: the number that it represents, with the kernels of every instruction set.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -15,7 +15,7 @@ constexpr std::int64_t kBlock = 1 << 16;
 
 bool is_nan(std::uint32_t bits) { return (bits & 0x7FFFFFFFU) > 0x7F800000U; }
 
-/// Puts fp32 numbers in and out again: SGD at a rate of -1 adds a gradient to zero, and then a zero to what there is.
+/// Writes and reads fp32 numbers: SGD with a rate of -1 adds a gradient to zero, and then adds zero to the result.
 class Split {
  public:
   explicit Split(InstructionSet instructions) : instructions_(instructions) {}
@@ -48,7 +48,7 @@ class Split {
   InstructionSet instructions_;
 };
 
-/// What is wrong with a pattern that was put in; empty if nothing is.
+/// Describes what is wrong with a stored pattern; empty if it is right.
 std::string fault_of(const Split& split, std::size_t i, std::uint32_t bits) {
   const std::uint32_t merged = split.merged(i);
   const std::uint32_t upper = static_cast<std::uint32_t>(split.upper[i]) << 16;
@@ -82,7 +82,7 @@ void round_trip(std::uint32_t stride) {
 
 TEST(SplitMaster, EveryThousandthPatternIsThereAgain) { round_trip(1009); }
 
-// Three minutes: hydra_tests --gtest_also_run_disabled_tests --gtest_filter='SplitMaster.*'
+// Takes three minutes: hydra_tests --gtest_also_run_disabled_tests --gtest_filter='SplitMaster.*'
 TEST(SplitMaster, DISABLED_EveryPatternIsThereAgain) { round_trip(1); }
 
 TEST(SplitMaster, BordersAreThereAgain) {

@@ -1,4 +1,4 @@
-// Memory for an update, filled with numbers or with any bits at all.
+// Memory for an update, filled with numbers or with random bits.
 #pragma once
 
 #include <bit>
@@ -54,7 +54,7 @@ inline std::vector<Kind> all_kinds() {
   return kinds;
 }
 
-/// `offset` elements lie before the first in every array, so that none is aligned; they and one after are guards.
+/// Every array begins after `offset` elements, so that none is aligned. Those elements and one behind are guards.
 class Memory {
  public:
   Memory(const Kind& kind, std::int64_t count, std::int64_t offset, Content content, std::uint32_t seed)
@@ -93,7 +93,7 @@ class Memory {
     return made;
   }
 
-  /// How many numbers differ, where two NaN of any payload are the same.
+  /// Counts the numbers that differ. NaNs are equal, whatever their payloads.
   std::int64_t differences(const Memory& other) const { return weight_differences(other) + state_differences(other); }
   std::int64_t weight_differences(const Memory& other) const { return count(weights_, other.weights_, kind_.weights); }
   std::int64_t state_differences(const Memory& other) const {

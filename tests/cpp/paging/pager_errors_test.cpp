@@ -1,4 +1,4 @@
-// The pager when something fails that must not: it ends no process, keeps its count, and goes on.
+// The pager when a call fails that should not: the process survives, its counts stay right, and the pager continues.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@ using testing::FaultScript;
 using testing::Operation;
 constexpr Bytes kBlock = 1024;
 
-/// A simulated device that records no fence when told so, as without host memory for one.
+/// A simulated device that fails to record a fence on request, as without host memory for one.
 class Forgetful final : public DeviceBackend {
  public:
   explicit Forgetful(SimulatedDeviceOptions options) : device_(std::move(options)) {}

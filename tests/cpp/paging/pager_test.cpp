@@ -1,4 +1,4 @@
-// The pager over the simulated device: what is in a slot is always what the host has, and never too much.
+// The pager over the simulated device: slots always have the host's bytes, and never exceed the budget.
 #include "csrc/paging/pager.h"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// choose_resident against Belady's rule and against its own promises on random futures.
+// Compares choose_resident() with Belady's rule, and checks its contract, on random futures.
 #include "csrc/paging/residency.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 namespace hydra::test {
 namespace {
 
-/// Loads of unit blocks under Belady's rule with `slots` slots: evict what is used last, load only on use.
+/// Counts loads of unit blocks under Belady's rule with `slots` slots: evict the block used last, load only on use.
 int belady_loads(const std::vector<std::int32_t>& order, std::size_t slots) {
   std::set<std::int32_t> resident;
   int loads = 0;
@@ -33,7 +33,7 @@ int belady_loads(const std::vector<std::int32_t>& order, std::size_t slots) {
   return loads;
 }
 
-/// Loads when, at every moment, exactly what choose_resident names is brought in and kept.
+/// Counts loads if at every moment exactly the blocks of choose_resident() are loaded and kept.
 int planned_loads(const std::vector<std::int32_t>& order, std::int32_t blocks, Bytes slots) {
   std::vector<bool> resident(static_cast<std::size_t>(blocks), false);
   const std::vector<Bytes> sizes(static_cast<std::size_t>(blocks), 1);
@@ -100,7 +100,7 @@ TEST(Residency, KeepsWithinTheRoomOfEveryMomentUntilTheNextUse) {
     ASSERT_FALSE(wanted.empty());
     EXPECT_EQ(wanted.front(), future[0].block);
     if (wanted.size() == 1) {
-      continue;  // what is used now is there whatever the room
+      continue;  // the block in use is present, even without room
     }
     Bytes together = 0;
     for (const std::int32_t block : wanted) {

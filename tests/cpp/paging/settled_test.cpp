@@ -1,4 +1,4 @@
-// Blocks that are at home in their slots: they stay, plans leave their room alone, and they are the last to go.
+// Settled blocks, whose home is their slot: they stay, plans leave their room alone, and they are evicted last.
 #include <gtest/gtest.h>
 
 #include "csrc/base/errors.h"
@@ -65,7 +65,7 @@ TEST_F(SettledTest, ASettledBlockKeepsItsSlotWhateverElseIsFetched) {
 
 TEST_F(SettledTest, PlansLeaveTheRoomBesideASettledBlockAlone) {
   pass();
-  settle(3, kBlock);  // of three slots one is its own, one is spoken for
+  settle(3, kBlock);  // of three slots, the block has one and reserves one
   for (int i = 0; i < 3; ++i) {
     pager_.begin_pass(PassKind::kForward);
     for (std::int32_t block = 0; block < kBlocks; ++block) {
@@ -94,9 +94,9 @@ TEST_F(SettledTest, TheLastResortIsAskedWhenNothingElseCanGo) {
   EXPECT_EQ(asked, 1);
   pager_.release(3, AcquireReason::kHook);
   EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // block 3
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // one gives up its home,
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));  // one block leaves its home,
   EXPECT_EQ(asked, 2);
-  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));    // and goes
+  EXPECT_TRUE(pager_.evict_one(/*may_wait=*/true));    // and is evicted
   EXPECT_FALSE(pager_.evict_one(/*may_wait=*/false));  // inside an allocator no thread may wait for another
   EXPECT_EQ(asked, 2);
 }

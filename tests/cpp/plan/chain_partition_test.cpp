@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kInfinite = std::numeric_limits<double>::infinity();
 
-/// Events of these seconds, half of them forward; nothing crosses, nothing takes memory.
+/// Events with these seconds, half of them forward, without crossing bytes and without memory.
 Chain chain_of(const std::vector<double>& seconds) {
   Chain chain;
   for (const double each : seconds) {

@@ -1,4 +1,4 @@
-// Schedules to test with.
+// Schedules for tests.
 #pragma once
 
 #include <string>
@@ -23,7 +23,7 @@ inline std::string words(const Actions& actions) {
   return line;
 }
 
-/// What `call` throws, or "" if it throws no such thing.
+/// The message that `call` throws, or "" if it does not throw the expected error.
 template <typename Error, typename Call>
 std::string message_of(const Call& call) {
   try {

@@ -1,5 +1,5 @@
-// The contract of every DeviceBackend, one fixture. The tests are in transfer_device_backend_test.cpp; a
-// backend joins with an INSTANTIATE_TEST_SUITE_P of its own, in its own file.
+// The fixture of the contract suite for every DeviceBackend. The tests are in device_backend_test.cpp. A backend joins
+// with an INSTANTIATE_TEST_SUITE_P in its own file.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ inline std::ostream& operator<<(std::ostream& out, const BackendCase& backend) {
 
 class DeviceContract : public ::testing::TestWithParam<BackendCase> {
  protected:
-  /// A slot that goes back at the end of the test. Device memory: only lanes may touch it.
+  /// A slot that is released at the end of the test. It is device memory, which only lanes may touch.
   class Slot {
    public:
     Slot(DeviceBackend& device, Bytes bytes)

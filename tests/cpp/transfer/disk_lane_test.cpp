@@ -28,7 +28,7 @@ DiskJob job(DiskDirection direction, std::int32_t extent, const Buffer& buffer) 
   return {.direction = direction, .extent = extent, .data = buffer.data(), .owner = nullptr};
 }
 
-/// Whose writes wait until they may go on; and in what order transfers began.
+/// Files whose writes wait for the test, and which record the order in which transfers began.
 class GatedFiles final : public FileOperations {
  public:
   int open_unnamed(const char* folder) override { return system_files().open_unnamed(folder); }
@@ -66,7 +66,7 @@ class GatedFiles final : public FileOperations {
     test::Gate gate;
   };
   std::array<Read, 2> first_reads;
-  std::string order;  // in which transfers began
+  std::string order;  // the order in which transfers began
 
  private:
   void note(char transfer) {
@@ -208,7 +208,7 @@ TEST(DiskLane, OneOfSeveralThreadsIsTheWritesWhileSomeWait) {
   }
   const TicketPtr last_read = read(2);
   const TicketPtr write = lane.submit(job(DiskDirection::kWrite, extents[3], bytes));
-  files.first_reads[0].gate.open();  // one thread goes on; the other is at its read still
+  files.first_reads[0].gate.open();  // one thread continues; the other is still in its read
   write->wait();
   last_read->wait();
   files.first_reads[1].gate.open();
@@ -232,7 +232,7 @@ TEST(DiskLane, AnErrorTravelsInItsTicketAndTheLaneGoesOn) {
     const TicketPtr whole = lane.submit(job(DiskDirection::kWrite, other, bytes));
     EXPECT_THROW(failed->wait(), SpillError);
     whole->wait();
-    EXPECT_EQ(files.count(FileOperation::kWrite), nth + 3);  // what comes after a failed piece is left out
+    EXPECT_EQ(files.count(FileOperation::kWrite), nth + 3);  // the pieces after a failed one are left out
     EXPECT_EQ(lane.statistics(DiskDirection::kWrite).failures, 1);
     EXPECT_EQ(lane.statistics(DiskDirection::kWrite).bytes, (nth - 1) * file.piece_bytes(extent, 0) + kBytes);
     lane.submit(job(DiskDirection::kWrite, extent, bytes))->wait();

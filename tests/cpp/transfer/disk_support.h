@@ -1,4 +1,4 @@
-// Memory that transfers past the cache can use, a folder for files, and what is in it.
+// Memory for transfers that bypass the cache, a folder for files, and the list of its contents.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ class Buffer {
   std::unique_ptr<void, decltype(&std::free)> data_;
 };
 
-/// Of its own, and gone with it.
+/// A temporary folder, which the destructor removes.
 class Folder {
  public:
   Folder() : path_((std::filesystem::temp_directory_path() / "hydra-spill-XXXXXX").string()) {

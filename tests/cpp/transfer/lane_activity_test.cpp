@@ -1,4 +1,4 @@
-// What lanes write into the activity log.
+// The entries that lanes write to the activity log.
 #include "csrc/transfer/lane_activity.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ using test::message_of;
 using test::random_bytes;
 constexpr Bytes kPiece = WorkerLane::kPieceBytes;
 
-/// Moves nothing, and tells of every piece.
+/// Moves no bytes, and reports every piece.
 class NotingLane final : public WorkerLane {
  public:
   using OnMove = std::function<void()>;

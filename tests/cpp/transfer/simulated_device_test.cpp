@@ -19,7 +19,7 @@ using test::Gate;
 using test::random_bytes;
 using Buffer = std::vector<std::uint8_t>;
 
-/// Holds the compute lane up until opened.
+/// Blocks the compute lane until opened.
 class HeldCompute final : public FaultInjector {
  public:
   void before_job(Direction /*direction*/) override {}
@@ -28,7 +28,7 @@ class HeldCompute final : public FaultInjector {
   Gate gate;
 };
 
-/// An asynchronous device whose kernels wait for the gate, which opens at the latest at the end.
+/// An asynchronous device whose kernels wait for the gate, which opens at the end of the test at the latest.
 class HeldDevice {
  public:
   ~HeldDevice() { held_->gate.open(); }
@@ -94,7 +94,7 @@ TEST(SimulatedLink, TakesAtLeastTheSumForABusyLane) {
 }
 
 TEST(SimulatedLink, TakesAtLeastBytesOverBandwidthForJobsOneAfterAnother) {
-  // A late wake-up must not be credited to a job that was asked for only later.
+  // A late wake-up must not be credited to a job that was submitted only later.
   SimulatedDevice device({.to_device_bytes_per_second = 500e6});
   const Buffer source = random_bytes(100000, 1);
   Buffer target(source.size());

@@ -1,4 +1,4 @@
-// The queue, with a lane that moves nothing: it tells a hook about each step, on the lane's own thread.
+// The queue, with a lane that moves no bytes: it calls a hook at each step, on the lane's own thread.
 #include "csrc/transfer/worker_lane.h"
 
 #include <gtest/gtest.h>

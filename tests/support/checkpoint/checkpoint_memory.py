@@ -1,4 +1,4 @@
-"""Saves and loads a model of 192 MiB with as much of momentum, and prints what of memory that took at its highest.
+"""Saves and loads a model of 192 MiB with as much momentum, and prints the peaks of memory.
 
 Run as ``python -m support.checkpoint.checkpoint_memory FOLDER`` by observe(), in a process of its own.
 """
@@ -18,10 +18,10 @@ LAYER_BYTES = 4 * WIDTH * WIDTH
 
 
 def observe(folder: Path) -> dict[str, int]:
-    """Bytes that the process had at most beyond what it had before: by what it did."""
+    """Returns the growth of the process's peak memory in bytes, for each operation."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.checkpoint.checkpoint_memory", str(folder)],
-        # Else malloc keeps some of what is freed, and how much depends on what went before.
+        # Otherwise malloc keeps some freed memory, in an amount that depends on earlier allocations.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MALLOC_MMAP_THRESHOLD_": "65536"},
         stdout=subprocess.PIPE,
         text=True,
@@ -36,7 +36,7 @@ def status(field: str) -> int:
 
 
 def growth(work: Callable[[], Any]) -> int:
-    """Bytes that this process had at most meanwhile, beyond what it had before."""
+    """Measures the peak of this process's memory meanwhile, above its memory before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     work()

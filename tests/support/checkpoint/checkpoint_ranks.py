@@ -1,4 +1,4 @@
-"""What ranks do in tests of checkpoints."""
+"""The work of ranks in tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JOB = Job("images", "split", "cosine")
 
 
 def said(work: Any) -> str:
-    """The error's name, and that of the rank that it is about."""
+    """Returns the error's name, and the rank that it names."""
     try:
         work()
     except HydraError as error:
@@ -29,7 +29,7 @@ def said(work: Any) -> str:
 
 
 def resume(rank: int, folder: Path) -> list[str]:
-    """Statistics in buffers and random states are each rank's own."""
+    """Resumes a training in which each rank has its own statistics in buffers and its own random states."""
     made = JOB.make(rank)
     with offloaded(made):
         losses, expected = made.steps(STEPS), made.state()
@@ -49,7 +49,7 @@ def resume(rank: int, folder: Path) -> list[str]:
 
 
 def own_buffers(rank: int, folder: Path) -> list[bool]:
-    """Whether a buffer is as rank 0's: in the run, and after a load by fewer ranks."""
+    """Whether a buffer equals that of rank 0: in the run, and after a load by fewer ranks."""
     made = JOB.make(rank)
     with offloaded(made) as run:
         made.steps(1)
@@ -88,7 +88,7 @@ def failures(rank: int, folder: Path) -> list[str]:
 
 
 def apart(rank: int, folder: Path) -> str:
-    """Each has a folder of its own, and only the first one's has a checkpoint."""
+    """Gives each rank its own folder; only that of the first rank has a checkpoint."""
     made = JOB.make(rank)
     own = folder / str(rank)
     with offloaded(made) as run:
@@ -107,7 +107,7 @@ def apart(rank: int, folder: Path) -> str:
 
 
 def terminated(rank: int, folder: Path) -> list[Any]:
-    """Only rank 1 is."""
+    """Terminates rank 1 only."""
     made = JOB.make(rank)
 
     def train(run: hydra_ext.Run, made: Made) -> None:

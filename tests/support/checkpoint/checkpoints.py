@@ -1,4 +1,4 @@
-"""Trainings that are interrupted: small models, their optimizers and schedules, and loops that draw all their data."""
+"""Interrupted trainings: small models, their optimizers and schedules, and loops that draw all their data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parameters = Iterable[nn.Parameter]
 
 
 class Images(nn.Module):
-    """Convolutions whose weights lie as channels last, statistics in buffers, dropout; the first layer is frozen."""
+    """Convolutions with channels-last weights, statistics in buffers, and dropout. The first layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Images(nn.Module):
 
 
 class Rounded(torch.optim.Optimizer):
-    """Keeps fp32 state of 16-bit parameters, in more than tensors, and makes it late."""
+    """An optimizer with fp32 state for 16-bit parameters, which it creates late and not only in tensors."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "who": ("me", 1.5), "kind": torch.float32})
@@ -102,7 +102,7 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """A training, a function of its seed."""
+    """A training that depends only on its seed."""
 
     family: str = "gpt2"
     optimizer: str = "adamw"
@@ -127,7 +127,7 @@ class Made:
     schedule: Any
 
     def loss(self) -> Tensor:
-        """Of data that every random state has a part in."""
+        """Returns the loss of data that is drawn from every random state."""
         scale = random.random() + numpy.random.rand()
         if self.job.family == "images":
             pixels = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
@@ -149,7 +149,7 @@ class Made:
         return [self.step() for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """All that a next step depends on."""
+        """Returns everything that the next step depends on."""
         return {
             "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
             "state": {
@@ -174,7 +174,7 @@ def copied(value: Any) -> Any:
 
 
 def differences(ours: Any, plain: Any, place: str = "") -> list[str]:
-    """Where two nests of values are not the same, by type and by bit."""
+    """Lists where two nested values differ in types or bits."""
     if type(ours) is not type(plain):
         return [f"{place}: {type(ours)} for {type(plain)}"]
     if isinstance(plain, Tensor):
@@ -194,7 +194,7 @@ def differences(ours: Any, plain: Any, place: str = "") -> list[str]:
 
 
 def offloaded(made: Made, **options: Any) -> hydra_ext.offload:
-    """With room for the activations and a part of the weights, and hosts poisoned."""
+    """Offloads with room for the activations and a part of the weights, and with poisoned hosts."""
     budget = 2**22 + parameter_bytes(made.model) // 2
     return hydra_ext.offload(made.model, made.optimizer, budget=budget, checks=Checks(poison_hosts=True), **options)
 
@@ -210,12 +210,12 @@ def small() -> nn.Module:
 
 
 def backward(run: hydra_ext.Run) -> None:
-    """Of a :func:`small` model."""
+    """Runs a backward of a :func:`small` model."""
     run.model(torch.randn(3, 2)).sum().backward()
 
 
 class Small:
-    """A run that is a function of its steps, so that a checkpoint's step says what has to be in it."""
+    """A run that depends only on its steps, so that a checkpoint's step determines its contents."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -247,7 +247,7 @@ class Small:
 
 
 def small_states(steps: int) -> list[list[Tensor]]:
-    """By step."""
+    """Returns the states of a :func:`small` training, by step."""
     with Small() as small:
         found = [small.state()]
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A small checkpoint, and ways to damage it: by chance, and on purpose."""
+"""A small checkpoint, and ways to damage it, at random and on purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = b'{"crc32":"%s","checkpoint":'
 
 
 class Subject:
-    """A model and an optimizer with state; all that a load may change."""
+    """A model, and an optimizer with state: everything that a load may change."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -50,13 +50,13 @@ def save(folder: Path) -> Path:
 
 
 def signed(body: Any) -> bytes:
-    """A manifest whose checksum is right."""
+    """Returns a manifest with the right checksum."""
     inner = json.dumps(body, separators=(",", ":")).encode() if not isinstance(body, bytes) else body
     return START % checksum.of(inner).encode() + inner + b"}\n"
 
 
 def change(checkpoint: Path, edit: Callable[[Any], Any]) -> None:
-    """Edits the manifest in place, and signs it again."""
+    """Edits the manifest in place, and updates its checksum."""
     file = checkpoint / "manifest.json"
     body = json.loads(file.read_text())["checkpoint"]
     file.write_bytes(signed(edit(body) or body))
@@ -69,7 +69,7 @@ def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def rewrite(file: Path, header: dict[str, Any] | bytes, data: bytes, *, length: int | None = None) -> None:
-    """The file with another header of whatever length, and the manifest's idea of its size to fit."""
+    """Replaces the file's header by one of any length, and adapts the size in the manifest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
@@ -80,7 +80,7 @@ def rewrite(file: Path, header: dict[str, Any] | bytes, data: bytes, *, length: 
 
 
 def tensor(name: str, **changes: Any) -> Callable[[Path], None]:
-    """Another entry of a tensor of the model's, in the manifest."""
+    """Changes the manifest's entry of a tensor of the model."""
     return lambda checkpoint: change(checkpoint, lambda body: body["tensors"]["model"][name].update(changes))
 
 
@@ -118,7 +118,7 @@ def cut(name: str, count: int) -> Callable[[Path], None]:
 
 
 def swapped(header: dict[str, Any]) -> None:
-    """Two tensors of one size change places: overlaps and holes there are none."""
+    """Swaps two tensors of one size, without overlaps or holes."""
     first, second = header["1.weight"], header["1.bias"]
     first["data_offsets"], second["data_offsets"] = second["data_offsets"], first["data_offsets"]
 

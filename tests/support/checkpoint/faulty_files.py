@@ -1,4 +1,4 @@
-"""Files whose n-th operation fails, or that remember what a loss of power would leave."""
+"""Files whose n-th operation fails, or that know what a loss of power would leave."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ OPERATIONS = [name for name in vars(Files) if not name.startswith("_")]
 
 
 class CountingFiles(Files):
-    """Counts operations, and syncs nothing. Before each, ``before`` is asked: it may raise, or say how many bytes to
-    take."""
+    """Counts operations, and does not sync. Calls ``before`` at each, which may raise, or limit the bytes to move."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
 
     def before(self, name: str) -> int | None:
-        """Bytes that a read or write is cut to; None for all."""
+        """Returns the bytes that a read or write is cut to; None for all."""
         return None
 
     def after(self, name: str, result: Any, *args: Any, **options: Any) -> None:
-        """The operation has been done."""
+        """Called after an operation."""
 
 
 def _wrapped(name: str) -> Callable[..., Any]:
@@ -56,10 +55,10 @@ for _name in OPERATIONS:
 
 
 class FailingFiles(CountingFiles):
-    """The n-th operation, from 1, fails; and all after it if ``lasting``.
+    """Fails in the n-th operation, from 1, and in all later ones if ``lasting``.
 
     Args:
-        code: of the error; None for a read or write that is cut to one byte, which is no failure.
+        code: The error's code; None for a read or write that is cut to one byte, which is no failure.
     """
 
     def __init__(self, n: int, code: int | None, *, lasting: bool = False) -> None:
@@ -82,12 +81,12 @@ class FailingFiles(CountingFiles):
 
 
 class PowerLost(BaseException):
-    """Nothing that is tried after this does anything."""
+    """Later operations have no effect."""
 
 
 @dataclass
 class _File:
-    """What of it is safe; None: its name may be there, its bytes are not."""
+    """A file's safe bytes; None if its name may exist, but not its bytes."""
 
     safe: bytes = b""
 
@@ -98,7 +97,7 @@ class _Folder:
     safe: dict[str, Any] = field(default_factory=dict)
 
     def some(self, draw: random.Random) -> dict[str, Any]:
-        """Of the changes since it was made safe; each node has one name or none, as it had at one time."""
+        """Returns names after some of the changes since the last sync. Each node has one former name or none."""
         before = {id(node): (name, node) for name, node in self.safe.items()}
         after = {id(node): (name, node) for name, node in self.now.items()}
         chosen = [draw.choice((before, after)).get(key) for key in {**before, **after}]
@@ -106,7 +105,7 @@ class _Folder:
 
 
 class PowerLossFiles(CountingFiles):
-    """Works on a real folder until the n-th operation, and knows what would be left then on a disk.
+    """Works on a real folder until the n-th operation, and knows what a disk would have then.
 
     A file's bytes are safe after ``sync`` of it, a folder's names after ``sync`` of it.
     """
@@ -119,7 +118,7 @@ class PowerLossFiles(CountingFiles):
         self._take_in(root)
 
     def _take_in(self, path: Path) -> Any:
-        """What was there before is safe."""
+        """Takes in existing files as safe."""
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode):
             names = {each.name: self._take_in(each) for each in path.iterdir()}
@@ -164,7 +163,7 @@ class PowerLossFiles(CountingFiles):
             node.safe = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def leave(self, target: Path, *, names: str, seed: int = 0) -> None:
-        """Makes a folder as it may be found afterwards.
+        """Makes a folder in a state that may be found after the loss of power.
 
         Args:
             names: "safe": those that were made so; "now": all, as if folders had been written by themselves, but no

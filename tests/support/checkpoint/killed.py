@@ -1,4 +1,4 @@
-"""A training in a process of its own, which kills itself at a given moment; and what it comes to."""
+"""A training in a separate process, which kills itself at a given moment, and its outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 EVERY = 2  # steps a save
 LEAVES_NAMES = 9
 LIMIT_SECONDS = 120.0
-TIERS: dict[str, dict[str, int]] = {  # where blocks are at home: budgets of the device and of the host
+TIERS: dict[str, dict[str, int]] = {  # the homes of blocks: budgets of the device and of the host
     "device": {"budget": 2**22},
     "host": {"budget": 900_000},
     "state on disk": {"budget": 900_000, "host_budget": 1_600_000},
@@ -36,7 +36,7 @@ class Moments:
     """Counts moments, and ends the process at one of them.
 
     Attributes:
-        count: how many there were.
+        count: The number of moments so far.
     """
 
     def __init__(self, last: int | None) -> None:
@@ -52,13 +52,13 @@ class Moments:
 
 
 def _shares_names() -> bool:
-    """Shared memory with a name would stay."""
+    """Whether this process uses named shared memory, which would stay after its end."""
     opened = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
     return "/dev/shm/" in "".join(opened) + Path("/proc/self/maps").read_text()
 
 
 class MomentousFiles(CountingFiles):
-    """Each operation is a moment, and each piece of a write."""
+    """Makes a moment of each operation, and of each piece of a write."""
 
     def __init__(self, moments: Moments) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ def _feed(summed: Any, value: Any) -> None:
 
 
 def train(folder: Path, tier: str, last: int | None) -> tuple[str, int, set[str]]:
-    """Goes on from the newest checkpoint to the end.
+    """Trains from the newest checkpoint to the end.
 
     Returns:
-        The digest of all state, the moments that there were, and in which tiers blocks were after steps.
+        The digest of all state, the number of moments, and the tiers of blocks after steps.
     """
     torch.set_num_threads(1)
     moments = Moments(last)
@@ -126,12 +126,12 @@ def _offloaded(made: Made, tier: str, folder: Path) -> hydra_ext.offload:
 
 
 def spill_dir(folder: Path) -> Path:
-    """Of runs with these checkpoints."""
+    """Returns the spill folder of runs with these checkpoints."""
     return folder.parent / "spill"
 
 
 def _tier_of(report: Report) -> str:
-    """Where blocks were."""
+    """Returns the tier of the blocks."""
     if report.disk_weight_bytes:
         return "all on disk"
     if report.disk_written_bytes:
@@ -146,7 +146,7 @@ def plain() -> str:
 
 
 def in_a_process(folder: Path, tier: str, last: int | None) -> tuple[int, str]:
-    """Runs :func:`train`: the exit code, and the digest if it came to an end."""
+    """Runs :func:`train` in a process. Returns the exit code, and the digest if it finished."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.gpt2.modeling_gpt2", "hydra_ext", __name__])
     result = folder.parent / f"{folder.name}.digest"

@@ -1,4 +1,4 @@
-"""Savers beside a reader: one that works between two operations of the reader's, and one in a process of its own."""
+"""Savers beside a reader: one works between two operations of the reader, one in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEVER = 10**9
 
 
 class InterruptedFiles(CountingFiles):
-    """Another one works before the n-th operation, from 1; before each one if ``n`` is None."""
+    """Lets another saver work before the n-th operation, from 1, or before each one if ``n`` is None."""
 
     def __init__(self, n: int | None, work: Callable[[], object]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class InterruptedFiles(CountingFiles):
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
 def rotate(folder: Path, spares: Path) -> None:
-    """What a save with ``keep=1`` does to a folder: the checkpoints in ``spares`` come by turns."""
+    """Does to a folder what a save with ``keep=1`` does, with the checkpoints in ``spares`` in turn."""
     there = sorted(each.name for each in folder.iterdir())
     number = int(there[-1].removeprefix("step-")) + 1 if there else 1
     sources = sorted(spares.glob("*/step-*"))
@@ -62,10 +62,10 @@ def rotate(folder: Path, spares: Path) -> None:
 
 
 def rotated_loads(rank: int, folder: Path, stride: int) -> list[list[Any]]:
-    """A load after the other: before each operation on files, ``stride`` of them apart, a save has come.
+    """Loads repeatedly, with a save before every ``stride``-th operation on files.
 
     Returns:
-        Which rank's operation, which one, and which checkpoint was loaded; False for one that is not whole.
+        The rank, the operation, and the loaded checkpoint, or False for an incomplete one.
     """
     heard, states = [], {}
     checkpoints, spares = folder / "ckpt", folder / "spares"
@@ -92,7 +92,7 @@ def rotated_loads(rank: int, folder: Path, stride: int) -> list[list[Any]]:
 
 # ---- another process ------------------------------------------------------------------------------------------------
 def numbered(number: int) -> nn.Module:
-    """A model whose numbers say which save they are of."""
+    """Makes a model whose numbers identify its save."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -101,7 +101,7 @@ def numbered(number: int) -> nn.Module:
 
 
 def _save_until_told(folder: Path, told: Connection) -> None:
-    """Steps stay 0: two names are used by turns."""
+    """Saves until told to stop. Steps stay 0, so two names are used in turn."""
     model = numbered(0)
     with hydra_ext.offload(model, budget=2**20) as run:
         run._checkpoint.files = _Unsynced()
@@ -118,7 +118,7 @@ def _save_until_told(folder: Path, told: Connection) -> None:
 
 
 class _Unsynced(Files):
-    """Saves often."""
+    """Files without syncs, so that saves are frequent."""
 
     def sync(self, file: int) -> None:
         pass
@@ -126,7 +126,7 @@ class _Unsynced(Files):
 
 @contextmanager
 def saver(folder: Path) -> Iterator[None]:
-    """A process that saves :func:`numbered` models into a folder, one after the other, and keeps one."""
+    """Starts a process that saves :func:`numbered` models into a folder, one after the other, and keeps one."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_until_told, args=(folder, theirs), daemon=True)

@@ -1,4 +1,4 @@
-"""Trains beside disks that are too small, and prints what came of it, as JSON.
+"""Trains with disks that are too small, and prints the outcome as JSON.
 
 Run as ``python -m support.checkpoint.small_disks CASE FOLDER`` by observe(), in a process with mounts of its own,
 which end with it.
@@ -24,7 +24,7 @@ LAYERS = 24
 
 
 def allowed() -> bool:
-    """A process may have mounts of its own."""
+    """Whether a process may have its own mounts."""
     if shutil.which(_OWN_MOUNTS[0]) is None:
         return False
     mounting = [*_OWN_MOUNTS, "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -32,7 +32,7 @@ def allowed() -> bool:
 
 
 def observe(case: Callable[[Path], dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Of one of the cases below."""
+    """Returns the outcome of one of the cases below."""
     done = subprocess.run(
         [
             *_OWN_MOUNTS,
@@ -61,7 +61,7 @@ def _enlarge(folder: Path, size: str) -> None:
 
 
 def _used(folder: Path) -> int:
-    """Also by files without a name."""
+    """Returns the bytes in use, including those of unnamed files."""
     found = os.statvfs(folder)
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
@@ -84,7 +84,7 @@ def _same(plain: list[Any], offloaded: list[Any]) -> bool:
 
 
 def _context(model: Any, optimizer: Any, folder: Path) -> hydra_ext.offload:
-    """With all on the disk."""
+    """Enters a context with all blocks on the disk."""
     import hydra_ext
 
     return hydra_ext.offload(
@@ -110,7 +110,7 @@ def _refusal(model: Any, optimizer: Any, folder: Path) -> str:
 
 
 def spilling(folder: Path) -> dict[str, Any]:
-    """The disk for weights and state is too small, and then large enough."""
+    """Trains with a disk for weights and state that is first too small, and then large enough."""
     from support.runtime.footprint import footprint, process_footprint
     from support.runtime.native import state, train
 
@@ -136,7 +136,7 @@ def spilling(folder: Path) -> dict[str, Any]:
 
 
 def saving(folder: Path) -> dict[str, Any]:
-    """The disk for checkpoints has room for one, and then for more."""
+    """Saves to a disk with room for one checkpoint, and then for more."""
     import hydra_ext
     from hydra_ext.checkpoint.verifying import verify
     from support.runtime.native import state, train

@@ -1,4 +1,4 @@
-"""Builds models of some hundred MiB in parts and prints, as JSON, what the process held of tensors meanwhile.
+"""Builds models of some hundred MiB in parts, and prints the bytes of tensors meanwhile, as JSON.
 
 Run as ``python -m support.construction.construction_memory`` by observe(), in a process of its
 own with the malloc hook preloaded.
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes.
+    """Measured bytes.
 
     Attributes:
-        whole: of all parameters.
-        largest: of one parameter.
-        filled: of the parameters that were filled.
+        whole: Bytes of all parameters.
+        largest: Bytes of the largest parameter.
+        filled: Bytes of the filled parameters.
         ordinary_peak, materialize_peak, fill_peak: of tensors, the most at one time beyond what was there before; of
             the ordinary constructor, of materialize(), of fill().
-        materialize_left, fill_left: of tensors, afterwards.
+        materialize_left, fill_left: Bytes of tensors afterwards.
         resident_after_materialize, resident_after_fill: what the system has given the process meanwhile and not got
             back, of whatever kind. What was free before is used again first: look at the first model only.
     """
@@ -71,7 +71,7 @@ class _Hook:
         return sum(self._library.hook_live(kind) for kind in aligned)
 
     def during(self, work: Callable[[], Any]) -> tuple[Any, int, int]:
-        """The result, the peak, and what is left; both beyond what was there before."""
+        """Returns the result, the peak, and the remaining bytes, both above the bytes before."""
         before = self.live()
         self._library.hook_reset_peaks()
         result = work()

@@ -1,4 +1,4 @@
-"""Constructors of many kinds: how numbers get into parameters, and what else depends on them."""
+"""Constructors of many kinds, which differ in how parameters get their numbers, and in what depends on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 
 def gpt2() -> nn.Module:
-    """Tied weights."""
+    """Makes a GPT-2 with tied weights."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, n_positions=32)
     )
@@ -50,13 +50,13 @@ def t5() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """An embedding with a padding row."""
+    """Makes a BERT, whose embedding has a padding row."""
     small = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
     return transformers.BertForMaskedLM(transformers.BertConfig(**small))
 
 
 def vit() -> nn.Module:
-    """Truncated normal numbers: drawn again until all fit."""
+    """Makes a ViT with truncated normal numbers, which are drawn again until all fit."""
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
     )
@@ -70,18 +70,18 @@ def mixtral() -> nn.Module:
 
 
 def resnet() -> nn.Module:
-    """Batch norm: buffers, kaiming numbers."""
+    """Makes a ResNet with batch norm: buffers, and Kaiming initialisation."""
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], num_labels=3)
     return transformers.ResNetForImageClassification(config)
 
 
 def encoder() -> nn.Module:
-    """Layers that are deep copies of one."""
+    """Makes an encoder whose layers are deep copies of one."""
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3, enable_nested_tensor=False)
 
 
 def recurrent() -> nn.Module:
-    """Weak references to parameters."""
+    """Makes a recurrent model with weak references to parameters."""
     return nn.ModuleList([nn.LSTM(8, 8, num_layers=2), nn.GRU(8, 4)])
 
 
@@ -121,7 +121,7 @@ def reparametrised(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Mo
 
 
 class Target(nn.Module):
-    """A copy of a part, made after the part; a part that another's numbers go into."""
+    """Has a copy of a part, made after the part, and a part that receives another part's numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Target(nn.Module):
 
 
 class FromNumbers(nn.Module):
-    """Buffers, a branch, a shape and an attribute that depend on parameters' numbers."""
+    """Has buffers, a branch, a shape and an attribute that depend on parameters' numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class FromNumbers(nn.Module):
 
 
 class Replaced(nn.Module):
-    """Parameters made from random numbers, replaced, in lists and dictionaries, by data, in loops, with attributes."""
+    """Has parameters from random numbers, replaced, in lists and dictionaries, by data, in loops, with attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class OwnGenerator(nn.Module):
 
 
 class Swallowing(nn.Module):
-    """Goes on whatever happens; the branch depends on numbers."""
+    """Swallows all errors; a branch depends on numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models that materialize() makes, with what they are trained on, and their plain twins."""
+"""Models of materialize(), with their data and their plain twins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class Counted:
-    """A constructor, and how often it was called."""
+    """A constructor that counts its calls."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -48,7 +48,7 @@ class Counted:
 
 
 def write_weights(model: Any, folder: Path) -> Path:
-    """Several files, as libraries save them."""
+    """Writes weights to several files, as libraries do."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder, max_shard_size="60KB")
     else:
@@ -59,13 +59,13 @@ def write_weights(model: Any, folder: Path) -> Path:
 
 
 def materialized(build: Callable[[], nn.Module], weights: Path | None = None) -> nn.Module:
-    """In the random state that :meth:`Family.make` builds in."""
+    """Materializes a model in the random state of :meth:`Family.make`."""
     torch.manual_seed(SEED)
     return hydra_ext.materialize(build, weights=weights)
 
 
 def budget_for(model: nn.Module, family: Family) -> int:
-    """Blocks have to move: room for two fifths of them."""
+    """Returns a budget for two fifths of the blocks, so that blocks have to move."""
     return tight_budget(model, lambda each, _: family.loss(each, family.batches(1)[0]))
 
 
@@ -74,7 +74,7 @@ def train_briefly(model: nn.Module, optimizer: torch.optim.Optimizer, family: Fa
 
 
 def arena_bytes(run: Run) -> int:
-    """What homes take: each tensor from an aligned place on, each block whole pages of the system's."""
+    """Returns the bytes of homes: each tensor begins at an aligned offset, and each block takes whole system pages."""
     return sum(
         _whole(sum(_whole(parameter.nbytes, _C.PAGE_ALIGNMENT) for _, parameter in block.parameters), 4096)
         for block in run.layout.blocks
@@ -86,10 +86,10 @@ def _whole(size: int, unit: int) -> int:
 
 
 class Watched:
-    """What was there, and not moved yet, when each block moved in.
+    """Records the bytes that had not moved yet when each block moved.
 
     Attributes:
-        waiting: bytes, at each block, that one included.
+        waiting: Bytes at each block, including that block.
     """
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ class Watched:
 
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, model: nn.Module, parts: int) -> int:
-    """Groups become so small that the model has about as many. Returns their bytes."""
+    """Makes groups so small that the model has about ``parts`` of them. Returns their bytes."""
     size = parameter_bytes(model) // parts
     monkeypatch.setattr(recipes, "GROUP_BYTES", size)
     return size

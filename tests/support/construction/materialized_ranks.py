@@ -1,4 +1,4 @@
-"""What ranks do that train copies of a model without memory."""
+"""The work of ranks that train copies of a model without memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _offloaded(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> hydr
 
 
 def train_together(rank: int, weights: str | None) -> tuple[list[torch.Tensor], int]:
-    """Losses and parameters of ranks whose numbers are drawn from other seeds; only the first one has the files."""
+    """Returns losses and parameters of ranks with different seeds; only the first rank has the files."""
     torch.manual_seed(3 + rank)
     build = Counted(FAMILY)
     model = hydra_ext.materialize(build, weights=weights if rank == 0 else None)
@@ -35,7 +35,7 @@ def train_together(rank: int, weights: str | None) -> tuple[list[torch.Tensor], 
 
 
 def enter_without_files(rank: int, weights: str) -> tuple[str, str, bool]:
-    """Each rank has its files; the second one's go away."""
+    """Gives each rank its files, and removes those of the second one."""
     own = Path(weights) / str(rank)
     model = hydra_ext.materialize(Counted(FAMILY), weights=own)
     torch.distributed.barrier()

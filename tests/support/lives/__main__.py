@@ -18,12 +18,12 @@ from support.lives.shortening import shortened
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m support.lives", description=__doc__)
-    parser.add_argument("--seeds", default="0:300", help="first:last, the last one left out")
+    parser.add_argument("--seeds", default="0:300", help="range first:last, without the last one")
     parser.add_argument("--without", default="", help="operations to leave out, such as 'rounds,share how=vector'")
-    parser.add_argument("--of", default="", help="only programs whose model or optimizer this expression finds")
-    parser.add_argument("--stash", action="store_true", help="programs of a stash alone")
-    parser.add_argument("--shorten", action="store_true", help="print what fails as a script as short as it gets")
-    parser.add_argument("--first", action="store_true", help="end at the first one that fails")
+    parser.add_argument("--of", default="", help="only programs whose model or optimizer matches this expression")
+    parser.add_argument("--stash", action="store_true", help="programs with only a stash")
+    parser.add_argument("--shorten", action="store_true", help="print each failing program as the shortest script")
+    parser.add_argument("--first", action="store_true", help="end at the first failing program")
     options = parser.parse_args()
     torch.set_num_threads(1)
     first, _, last = options.seeds.partition(":")

@@ -1,4 +1,4 @@
-"""Operations between steps: what is trained, rates, states, averages, memory, forms of parameters, checkpoints."""
+"""Operations between steps: trained parameters, rates, states, averages, memory, forms of parameters, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Seen = list[Any] | None
 
 
 def bytes_known(side: Side) -> None:
-    """Before raw access inside a context: no update is under way, and a write is told afterwards."""
+    """For raw access inside a context: waits for updates before, and reports the write afterwards."""
     if side.run is not None:
         side.run.sync()
 
@@ -30,7 +30,7 @@ def written(side: Side) -> None:
         side.run.refresh()
 
 
-# ---- what is trained, and how fast ----------------------------------------------------------------------------------
+# ---- trained parameters and rates -----------------------------------------------------------------------------------
 
 
 def freeze(side: Side, *, which: int, trained: bool) -> Seen:
@@ -44,7 +44,7 @@ def thaw(side: Side) -> Seen:
 
 
 def add_group(side: Side) -> Seen:
-    """The parameters that the optimizer did not have, as a group of their own."""
+    """Adds a group of the parameters that the optimizer does not have."""
     if not side.rest:
         return None
     rest, side.rest = side.rest, []
@@ -101,7 +101,7 @@ def keep_state(side: Side) -> Seen:
 
 
 def take_state(side: Side) -> Seen:
-    """Goes back to the states kept before, where names and groups are still the same."""
+    """Restores the states kept before, if names and groups are still the same."""
     if "state" not in side.kept or side.kept["state"][0] != side.structure:
         return None
     _, model, optimizer = side.kept["state"]
@@ -111,7 +111,7 @@ def take_state(side: Side) -> Seen:
 
 
 def save(side: Side) -> Seen:
-    """``run.save``; a copy where there is no run."""
+    """Calls ``run.save``, or copies the state without a run."""
     if not side.inside:
         return None
     drop_gradients(side)
@@ -135,7 +135,7 @@ def load(side: Side) -> Seen:
 
 
 def average(side: Side, *, decay: float) -> Seen:
-    """An average of the weights by hand: made at first, then moved."""
+    """Keeps an average of the weights by hand: creates it first, then updates it."""
     if side.kept.get("average", {}).keys() != dict(side.model.named_parameters()).keys():
         side.kept["average"] = {name: value.detach().clone() for name, value in side.model.named_parameters()}
     with torch.no_grad():
@@ -145,7 +145,7 @@ def average(side: Side, *, decay: float) -> Seen:
 
 
 def averaged(side: Side, *, data: int) -> Seen:
-    """``swa_utils.AveragedModel``: made at first, then moved; and what it says."""
+    """Keeps an ``swa_utils.AveragedModel``: creates it first, then updates and calls it."""
     if "averaged" not in side.kept or side.kept["averaged names"] != side.structure:
         side.kept["averaged"] = AveragedModel(side.model)
         side.kept["averaged names"] = side.structure
@@ -167,7 +167,7 @@ def copied(side: Side, *, data: int) -> Seen:
 
 
 def write(side: Side, *, which: int, how: str) -> Seen:
-    """Writes to a parameter as users do; through what no version counter shows ``refresh()`` follows."""
+    """Writes to a parameter as users do. After a write without a version bump, ``refresh()`` follows."""
     parameter = side.parameter(which)
     with torch.no_grad():
         if how == "in place":
@@ -188,7 +188,7 @@ def write(side: Side, *, which: int, how: str) -> Seen:
 
 
 def share(side: Side, *, how: str, which: int) -> Seen:
-    """Several tensors get one memory, or each one of its own again."""
+    """Gives several tensors one memory, or each its own memory again."""
     with torch.no_grad():
         parameters = list(side.model.parameters())
         if how == "vector":
@@ -212,7 +212,7 @@ def share(side: Side, *, how: str, which: int) -> Seen:
 
 
 def flat_gradients(parameters: list[nn.Parameter]) -> None:
-    """One buffer, of which every gradient is a view."""
+    """Makes every gradient a view of one buffer."""
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype)
     at = 0
     for parameter in parameters:
@@ -270,7 +270,7 @@ def enter(side: Side, **how: Any) -> Seen:
 
 
 def stash(side: Side, *, policy: str, budget: int | None, device: str, seed: int) -> Seen:
-    """What is saved for backward leaves the device from now on, by another stash than before; or does so no more."""
+    """Switches to a new stash for tensors saved for backward, or ends it."""
     if side.ours:
         contexts.stash(side, policy=policy, budget=budget, device=device, seed=seed)
     return []

@@ -1,4 +1,4 @@
-"""Entering and leaving ``offload``: budgets, devices, activations, the disk, as a program's operation says."""
+"""Enters and leaves ``offload``, with the budgets, device, activations and disk of a program's operation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def budget_of(side: Side, kind: str, activations: str, blocks: list[str] | None)
     except BudgetTooSmall as error:
         smallest = error.smallest_budget
     room = MODELS[side.program.model].room[side.program.wide]
-    # A call that is made again keeps a random state of five thousand bytes.
+    # A repeated call keeps a random state of five thousand bytes.
     states = RANDOM_STATES if activations.startswith("recompute") else 0
     return 2 * smallest + (2**13 + 4 * room + states if kind == "tight" else 2**15 + 8 * room + 4 * states)
 
@@ -89,7 +89,7 @@ def stash(side: Side, *, policy: str, budget: int | None, device: str, seed: int
 
 
 def end_stash(side: Side) -> None:
-    """No graph is there any more: everything that it kept has been given back."""
+    """Ends the stash. No graph is left, so all memory has to be returned."""
     ended, side.stash = side.stash, None
     if ended is None:
         return
@@ -107,7 +107,7 @@ def leave(side: Side) -> None:
 
 
 class LeftBehind(AssertionError):
-    """Something of a context is still there when it has ended."""
+    """State of a context that is left after its end."""
 
 
 def report_left(side: Side, run: hydra_ext.Run) -> None:
@@ -125,7 +125,7 @@ def report_left(side: Side, run: hydra_ext.Run) -> None:
 
 
 def passed(side: Side) -> list[str]:
-    """What of the run is not as it must be between operations."""
+    """Lists the conditions between operations that the run violates."""
     if side.run is None:
         return []
     run = side.run

@@ -110,7 +110,7 @@ def _scaled(r: random.Random, _: Program) -> Op:
     return op("scaled", data=_data(r), microbatches=r.choice([1, 2]), whole=whole, norm=r.choice([0.0, 0.1]))
 
 
-# How often each is drawn.
+# The weight of each in draws.
 _DRAWS: dict[Draw, int] = {
     _train: 16,
     _rounds: 14,
@@ -155,14 +155,14 @@ _DRAWS: dict[Draw, int] = {
 }
 
 
-# The second follows the first some time.
+# The second follows the first at some time.
 _PAIRS = {"save": op("load"), "keep_state": op("take_state")}
 
 
 def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset(), stash: bool = False) -> Program:
     """The program of a number; what is named in ``without`` (see :func:`named`) is taken out of it afterwards.
 
-    ``stash``: what is saved for backward leaves the device, and no weights do.
+    With ``stash``, tensors saved for backward leave the device, and weights stay.
     """
     r = seed if isinstance(seed, random.Random) else random.Random(seed)
     optimizer = r.choice([*OPTIMIZERS, *HOST_OPTIMIZERS, *HOST_OPTIMIZERS])
@@ -190,12 +190,12 @@ def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset
 
 
 def named(step: Op) -> set[str]:
-    """What an operation may be left out by: its name, or its name and one of its arguments, as "share how=vector"."""
+    """Returns the names to leave out an operation by: its name, or its name and an argument, as "share how=vector"."""
     return {step.name, *(f"{step.name} {name}={value}" for name, value in step.arguments.items())}
 
 
 def _simpler(step: Op, without: frozenset[str]) -> Op:
-    """A context is entered all the same, in the simplest way."""
+    """Replaces the entry of a context by the simplest one."""
     simplest = {
         "budget": "roomy",
         "device": "plain",
@@ -226,7 +226,7 @@ _WITH_STATE: tuple[Draw, ...] = (
 
 
 def stateful_program_of(seed: int) -> Program:
-    """Steps of a model whose forwards read and write state of all kinds."""
+    """Draws steps of a model whose forwards read and write state of all kinds."""
     r = random.Random(seed)
     program = Program(
         model=r.choice([*LAYERS_OF]), optimizer=r.choice([*OPTIMIZERS]), seed=r.randrange(100), ops=(), looks=True

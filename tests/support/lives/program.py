@@ -1,4 +1,4 @@
-"""A training as data: what is made, and what is done to it, one operation after the other.
+"""A training as data: the model and optimizer, and the operations on them in order.
 
 Data, not a state machine: a program can be drawn from a number, printed as a script that runs it, made shorter by
 leaving operations out, and run again with a defect put back.
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. Each can be made in any state of a training; where it has nothing to do it does nothing."""
+    """One operation. Each is possible in any state of a training, if only as a no-op."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Program:
     """A model and its optimizer, both named as in :mod:`support.lives.subjects`, and the operations on them.
 
     Attributes:
-        wide: matrices are of 16 KiB and more, so that they can be at home on the disk.
-        bf16: the model is in bfloat16.
-        half: the optimizer has the first half of the parameters, until an operation gives it the rest.
+        wide: Matrices have 16 KiB or more, so that their home can be the disk.
+        bf16: The model is in bfloat16.
+        half: The optimizer has the first half of the parameters, until an operation adds the rest.
         looks: everything is compared after each operation; else losses, random states and the budget are, and the rest
             where an operation looks. Looking waits for updates under way, which hides what goes wrong in them.
     """
@@ -47,7 +47,7 @@ class Program:
     looks: bool = True
 
     def script(self) -> str:
-        """Runs it where tests/ can be imported from, and prints what differs."""
+        """Returns a script that runs the program, with tests/ on the path, and prints differences."""
         head = ", ".join(
             f"{name}={getattr(self, name)!r}"
             for name in ("model", "optimizer", "seed", "wide", "bf16", "half", "looks")

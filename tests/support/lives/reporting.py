@@ -1,4 +1,4 @@
-"""Counts of programs: by operation, model and optimizer; what was refused, and with which words; what was wrong."""
+"""Counts of programs by operation, model and optimizer, of refusals with their messages, and of failures."""
 
 from __future__ import annotations
 

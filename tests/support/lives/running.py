@@ -1,4 +1,4 @@
-"""Makes a program on both sides, one operation at a time, and says what was not the same."""
+"""Runs a program on both sides, one operation at a time, and reports differences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_STASH = op("stash", policy="none", budget=None, device="plain", seed=0)
 
 
 def look(_side: Side) -> list[Any] | None:
-    """Everything is compared after it."""
+    """Does nothing; the runner compares everything after it."""
     return []
 
 
@@ -47,12 +47,12 @@ OPERATIONS: dict[str, Make] = {
 
 @dataclass
 class Outcome:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        wrong: what was not the same, and after which operation; the program ends there.
-        refusals: typed errors and want of memory, as "operation: kind: message".
-        made: operations that had something to do, by name.
+        wrong: The differences, and the operation before them; the program ends there.
+        refusals: Typed errors and lack of memory, as "operation: kind: message".
+        made: Counts of operations that were not no-ops, by name.
     """
 
     wrong: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ def run(program: Program) -> Outcome:
 
 
 def _leave_whatever(side: Side) -> None:
-    """After something wrong: what comes now is not looked at."""
+    """Ends the contexts after a failure, and ignores further errors."""
     try:
         contexts.leave(side)
     except (HydraError, RuntimeError, AssertionError):
@@ -96,7 +96,7 @@ def _both(step: Op, ours: Side, plain: Side, outcome: Outcome, *, whole: bool) -
         return _refused(step, error, ours, plain, outcome)
     except contexts.LeftBehind as error:
         return [str(error)]
-    except Exception as error:  # noqa: BLE001 - what plain PyTorch says decides about it
+    except Exception as error:  # noqa: BLE001 - plain PyTorch decides whether it is right
         return _raised(step, error, ours, plain)
     with plain.alone():
         expected = make(plain, **step.arguments)
@@ -128,7 +128,7 @@ def _shown(value: Tensor) -> str:
 
 
 def _raised(step: Op, error: Exception, ours: Side, plain: Side) -> list[str]:
-    """An error that is none of ours: right if plain PyTorch raises it, too, and leaves the same."""
+    """Handles a foreign error. It is right if plain PyTorch raises it too, and leaves the same state."""
     try:
         with plain.alone():
             OPERATIONS[step.name](plain, **step.arguments)
@@ -140,11 +140,11 @@ def _raised(step: Op, error: Exception, ours: Side, plain: Side) -> list[str]:
 
 
 def _refused(step: Op, error: Exception, ours: Side, plain: Side, outcome: Outcome) -> list[str]:
-    """It is not made in plain PyTorch, either: weights and the optimizer's state have to be as before.
+    """Handles a refusal. Plain PyTorch skips the operation, and weights and optimizer state have to be as before.
 
-    Gradients are dropped, as after any error, and random states and buffers are those from before.
+    Gradients are dropped, as after any error. Random states and buffers are restored.
     """
-    if step.name in ("save", "load") and isinstance(error, HydraError):  # what was saved can be loaded
+    if step.name in ("save", "load") and isinstance(error, HydraError):  # a saved state can be loaded
         return [f"{type(error).__name__}: {error}"]
     outcome.refusals.append(f"{step.name}: {type(error).__name__}: {error}")
     outcome.made[step.name] += 1

@@ -1,4 +1,4 @@
-"""The shortest program that still goes wrong: operations are left out as long as that lasts."""
+"""Shortens a failing program: leaves out operations as long as it still fails."""
 
 from __future__ import annotations
 

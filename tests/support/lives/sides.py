@@ -1,4 +1,4 @@
-"""The two trainings that a program is made on: plain PyTorch, and the same inside and outside of ``offload``."""
+"""The two trainings that a program runs on: plain PyTorch, and the same inside and outside of ``offload``."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Randomness:
 
 @dataclass
 class Side:
-    """One training: what it has, and what operations keep for later ones.
+    """One training: its model and optimizer, and objects that operations keep for later ones.
 
     Attributes:
-        structure: counts what changes names, groups or shared memory: what was saved before does not fit then.
-        kept: by names, what operations keep: averages, copies of states, schedules.
-        removals: what ends with the program.
+        structure: Counts changes of names, groups or shared memory, after which earlier saved states no longer fit.
+        kept: Objects that operations keep, by name: averages, copies of states, schedules.
+        removals: Functions to call at the end of the program.
     """
 
     program: Program
@@ -91,7 +91,7 @@ class Side:
 
     @contextmanager
     def alone(self) -> Any:
-        """With its own random states."""
+        """Runs with the side's own random states."""
         self.randomness.put_back()
         try:
             yield
@@ -99,17 +99,17 @@ class Side:
             self.randomness = Randomness.now()
 
     def saving(self) -> AbstractContextManager[Any]:
-        """Around a forward whose graph is gone back through."""
+        """Surrounds a forward whose graph gets a backward."""
         return nullcontext() if self.stash is None else self.stash
 
     def loss(self, data: int) -> Tensor:
         with self.saving():
             return loss_of(self.model, batch(self.program.model, data))
 
-    # ---- what operations pick from ----------------------------------------------------------------------------------
+    # ---- choices of operations --------------------------------------------------------------------------------------
 
     def leaves(self) -> list[nn.Module]:
-        """Modules with parameters of their own."""
+        """Returns modules with their own parameters."""
         return [module for module in self.model.modules() if module._parameters and hasattr(module, "forward")]
 
     def leaf(self, which: int) -> nn.Module:
@@ -124,10 +124,10 @@ class Side:
     def spills(self) -> bool:
         return self.run is not None and self.run._spilling is not None
 
-    # ---- what is compared -------------------------------------------------------------------------------------------
+    # ---- compared state ---------------------------------------------------------------------------------------------
 
     def entries(self) -> dict[str, Tensor]:
-        """Everything there is, by names. What is read waits for its update."""
+        """Returns the complete state, by names. Each read waits for its update."""
         found: dict[str, Any] = {}
         for name, parameter in self.model.named_parameters():
             found[f"weight {name}"] = parameter
@@ -189,7 +189,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def differences(ours: Side, plain: Side) -> list[str]:
-    """What is not the same, to the last bit."""
+    """Names the entries that are not equal to the last bit."""
     found, wanted = ours.entries(), plain.entries()
     names = [f"{name} is there" for name in found.keys() - wanted.keys()]
     names += [f"{name} is not there" for name in wanted.keys() - found.keys()]

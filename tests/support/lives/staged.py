@@ -1,4 +1,4 @@
-"""Random lives of a pipeline: drawn from numbers, made by two ranks, compared with the recurrence in one process."""
+"""Random programs of a pipeline: drawn from numbers, run by two ranks, compared with the recurrence in one process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STAGES = 2
 
 @dataclass(frozen=True)
 class StagedProgram:
-    """A pipeline of two stages on two ranks, and what is done with it.
+    """A pipeline of two stages on two ranks, and the operations on it.
 
     Attributes:
-        plain: the stages are cut out of one module, by a rehearsal.
-        budget: the stages' weights are on the host, poisoned, and come to a device of so many bytes.
-        frozen: this layer's norm is not trained.
+        plain: The stages are cut out of one module, after a rehearsal.
+        budget: The bytes of the device, if the stages' weights are on poisoned hosts.
+        frozen: The layer whose norm is not trained.
     """
 
     schedule: str
@@ -86,7 +86,7 @@ def seed_everything() -> None:
 # ---- a rank ---------------------------------------------------------------------------------------------------------
 @dataclass
 class Rank:
-    """What one rank has."""
+    """The state of one rank."""
 
     program: StagedProgram
     folder: Path
@@ -179,7 +179,7 @@ def seeds_of(step: Op) -> list[int] | None:
 
 
 def live_all(rank: int, programs: Sequence[StagedProgram], folder: Path) -> list[list[Any]]:
-    """What each operation of each program gave; a text in place of it where it was refused, and the program ended."""
+    """Returns the results of each program's operations. A refusal gives its text and ends the program."""
     results = []
     for number, program in enumerate(programs):
         seen: list[Any] = []
@@ -258,7 +258,7 @@ class Recurrence:
         return []
 
     def look(self, _step: Op) -> list[Any]:
-        """Of each stage."""
+        """Returns the weights and state of each stage."""
         found = []
         for optimizer in self.optimizers:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -298,7 +298,7 @@ def expected_of(program: StagedProgram) -> list[list[Any]]:
 
 
 def wrong(program: StagedProgram, expected: list[list[Any]], ranks: Sequence[list[Any]]) -> list[str]:
-    """What is not the same on which rank."""
+    """Lists differences with their ranks."""
     found = []
     for rank, seen in enumerate(ranks):
         for number, (step, one, wanted) in enumerate(zip(program.ops, seen, expected, strict=False)):

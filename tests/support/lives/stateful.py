@@ -1,4 +1,4 @@
-"""Models whose forwards write to what they read: state that layers share, carry on, or leave for others."""
+"""Models whose forwards write to state that they read: shared by layers, carried on, or left for other layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LAYERS = 3
 
 
 class Plain(nn.Module):
-    """Subclasses say what a layer holds.
+    """A model; subclasses define the state of a layer.
 
     Args:
-        shared: what all layers of a model were given.
+        shared: The state that all layers of a model share.
     """
 
     def __init__(self, width: int, shared: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class SharedStatistics(Plain):
 
 
 class SharedAverage(Plain):
-    """In a dictionary that all layers have."""
+    """Keeps an average in a dictionary that all layers have."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -52,7 +52,7 @@ class SharedAverage(Plain):
 
 
 class Carries(Plain):
-    """A recurrent state, read before blocks and set after them."""
+    """Carries a recurrent state, which it reads before blocks and sets after them."""
 
     def __init__(self, width: int, shared: dict[str, Any], held: str) -> None:
         super().__init__(width, shared)
@@ -71,7 +71,7 @@ class Carries(Plain):
 
 
 class Counts(Plain):
-    """Before its blocks and between them."""
+    """Counts before and between its blocks."""
 
     calls = 0
 
@@ -83,7 +83,7 @@ class Counts(Plain):
 
 
 class Draws(Plain):
-    """From a generator that all layers hold."""
+    """Draws from a generator that all layers share."""
 
     def __init__(self, width: int, shared: dict[str, Any], kind: str) -> None:
         super().__init__(width, shared)
@@ -119,7 +119,7 @@ class CheckpointedCount(Plain):
 
 
 class Leaves(Plain):
-    """What the layer behind it reads."""
+    """Leaves a value that the next layer reads."""
 
     def __init__(self, width: int, shared: dict[str, Any]) -> None:
         super().__init__(width, shared)
@@ -136,7 +136,7 @@ class Leaves(Plain):
 
 
 class HookedSizes(Plain):
-    """Sizes of gradients, which the next forward reads."""
+    """Hooks record sizes of gradients, which the next forward reads."""
 
     def __init__(self, width: int, shared: dict[str, Any]) -> None:
         super().__init__(width, shared)

@@ -1,4 +1,4 @@
-"""What random programs train: models of a few thousand numbers, and the optimizers."""
+"""Models of a few thousand numbers, and optimizers, for random programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NARROW, WIDE = 16, 72
 
 
 class Body(nn.Module):
-    """Calls its blocks as they are, or through torch's checkpoints."""
+    """Calls its blocks directly, or through torch's checkpoints."""
 
     again = "no"
 
@@ -32,7 +32,7 @@ class Body(nn.Module):
 
 
 class Layered(Body):
-    """Layers after each other, with or without what is drawn by Python's and numpy's random numbers."""
+    """Layers after each other, with or without draws from Python's and numpy's random numbers."""
 
     def __init__(self, width: int, layers: int, *, drops: bool) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Attention(nn.Module):
 
 
 class Text(Body):
-    """A small transformer; its head may be the embedding, and a buffer holds its places."""
+    """A small transformer. Its head may be the embedding, and a buffer has its positions."""
 
     def __init__(self, width: int, *, tied: bool, dropout: float) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Text(Body):
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and the data it takes: "numbers", "pictures" or "words".
+    """A model, and the kind of its data: "numbers", "pictures" or "words".
 
     Attributes:
         room: device bytes that one microbatch takes beside weights, in fp32, narrow and wide.
@@ -241,7 +241,7 @@ FP32_ONLY = ("NAdamW", "DelayCorrectedAdamW", "Muon")
 
 
 def batch(model: str, seed: int) -> tuple[Tensor, Tensor]:
-    """What a microbatch gives the model, and what is wanted of it."""
+    """Draws a microbatch: the model's input and its target."""
     generator = torch.Generator().manual_seed(seed)
     rows = 2 + seed % 3
     kind = MODELS[model].data

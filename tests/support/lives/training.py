@@ -1,4 +1,4 @@
-"""Operations that train: forward, backward, step; whole steps of the run; what raises in the middle of one."""
+"""Operations that train: forward, backward, step; whole steps of the run; steps that raise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def precision(bf16: bool, *, cached: bool = True) -> AbstractContextManager[Any]
 
 
 def backward(side: Side, data: int, divisor: int = 1, autocast: bool = False) -> Tensor | None:
-    """The loss of one microbatch, whose gradients are added up; None where nothing is trained."""
+    """Returns the loss of one microbatch, after adding up its gradients; None if no parameter is trained."""
     with precision(autocast):
         loss = side.loss(data)
     if not loss.requires_grad:
@@ -54,7 +54,7 @@ def zero(side: Side, *, to_none: bool) -> Seen:
 
 
 def train(side: Side, *, data: int, microbatches: int, norm: float, to_none: bool, autocast: bool) -> Seen:
-    """A whole step of a plain loop."""
+    """Makes a whole step of a plain loop."""
     seen: list[Any] = [backward(side, data + index, microbatches, autocast) for index in range(microbatches)]
     if norm:
         seen += clip(side, norm=norm) or []
@@ -75,7 +75,7 @@ def rounds(
     total: bool,
     autocast: bool,
 ) -> Seen:
-    """``run.step``; the loop that it stands for where there is no run."""
+    """Calls ``run.step``, or the loop that it stands for without a run."""
     given = [batch(side.program.model, data + index) for index in range(microbatches)]
     of_each = None if seeds is None else [seeds + index for index in range(microbatches)]
     if not any(parameter.requires_grad for parameter in side.model.parameters()):
@@ -140,7 +140,7 @@ def evaluate(side: Side, *, data: int) -> Seen:
 
 
 def decode(side: Side, *, data: int, words: int) -> Seen:
-    """Greedy: each word is chosen from what the model says about those before."""
+    """Decodes greedily: the model chooses each word from those before."""
     if MODELS[side.program.model].data != "words":
         return None
     side.model.eval()
@@ -155,7 +155,7 @@ def decode(side: Side, *, data: int, words: int) -> Seen:
 
 
 def gradients(side: Side, *, data: int, twice: bool) -> Seen:
-    """``torch.autograd.grad``, also of a graph that is kept."""
+    """Calls ``torch.autograd.grad``, also with a retained graph."""
     trained = [parameter for parameter in side.model.parameters() if parameter.requires_grad]
     loss = side.loss(data)
     if not loss.requires_grad:
@@ -167,22 +167,22 @@ def gradients(side: Side, *, data: int, twice: bool) -> Seen:
 
 
 def dropped(side: Side, *, data: int) -> Seen:
-    """A forward whose graph nothing goes back through."""
+    """Makes a forward without a backward."""
     return [side.loss(data).detach()]
 
 
-# ---- what raises ----------------------------------------------------------------------------------------------------
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 class Raised(Exception):
-    """What a user's hook raises."""
+    """The error of a user's hook."""
 
 
 ERRORS: dict[str, type[BaseException]] = {"error": Raised, "interrupt": KeyboardInterrupt}
 
 
 def _raising(leaf: nn.Module, kind: str, when: str) -> Callable[[], None]:
-    """A hook on a leaf that raises, in forward or in backward; the function that takes it away."""
+    """Adds a hook that raises, in forward or in backward. Returns the function that removes it."""
 
     def raise_it(*_: Any) -> None:
         raise ERRORS[kind]()
@@ -198,7 +198,7 @@ def _raising(leaf: nn.Module, kind: str, when: str) -> Callable[[], None]:
 
 
 def raises(side: Side, *, data: int, kind: str, where: int, when: str) -> Seen:
-    """A forward or backward that ends in an error of the user's; as in any loop, gradients are dropped."""
+    """Makes a forward or backward that ends in a user's error, and then drops gradients, as any loop does."""
     remove = _raising(side.leaf(where), kind, when)
     seen: list[Any] = []
     try:
@@ -215,9 +215,9 @@ def raises(side: Side, *, data: int, kind: str, where: int, when: str) -> Seen:
 
 
 def rounds_raise(side: Side, *, data: int, microbatches: int, kind: str, last: bool, size: int | None) -> Seen:
-    """``run.step`` ends in an error of the user's: weights and the optimizer's state are as before.
+    """Makes a ``run.step`` that ends in a user's error. Weights and optimizer state have to be as before.
 
-    What its forwards left in buffers, and in random states, is theirs: it is put back.
+    Its forwards have changed buffers and random states, which are restored here.
     """
     if side.run is not None and any(parameter.requires_grad for parameter in side.model.parameters()):
         # These are called in every forward.

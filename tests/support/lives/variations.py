@@ -17,7 +17,7 @@ Seen = list[Any] | None
 
 
 def part(side: Side, *, which: int, data: int, trains: bool) -> Seen:
-    """A layer called by itself."""
+    """Calls a single layer."""
     linears = [module for module in side.model.modules() if isinstance(module, nn.Linear)]
     linear = linears[which % len(linears)]
     inputs = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(data))
@@ -30,7 +30,7 @@ def part(side: Side, *, which: int, data: int, trains: bool) -> Seen:
 
 
 def hooked(side: Side, *, which: int, factor: float) -> Seen:
-    """A hook on a parameter changes its gradients from now on."""
+    """Adds a hook on a parameter that changes its gradients from now on."""
     parameter = side.parameter(which)
     if not parameter.requires_grad:
         return None
@@ -39,7 +39,7 @@ def hooked(side: Side, *, which: int, factor: float) -> Seen:
 
 
 def scale_gradients(side: Side, *, which: int, how: str) -> Seen:
-    """What users do to a gradient between backward and step."""
+    """Changes a gradient between backward and step, as users do."""
     parameter = side.parameter(which)
     if parameter.grad is None:
         return None
@@ -55,7 +55,7 @@ def scale_gradients(side: Side, *, which: int, how: str) -> Seen:
 
 
 def scaled(side: Side, *, data: int, microbatches: int, whole: bool, norm: float) -> Seen:
-    """A step by a ``GradScaler``, in a plain loop or as ``run.step(scaler=)``."""
+    """Makes a step with a ``GradScaler``, in a plain loop or as ``run.step(scaler=)``."""
     scaler = side.kept.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
     if not any(parameter.requires_grad for parameter in side.model.parameters()):
         return None
@@ -86,7 +86,7 @@ def scaled(side: Side, *, data: int, microbatches: int, whole: bool, norm: float
 
 
 def closed(side: Side, *, data: int) -> Seen:
-    """``optimizer.step(closure)``."""
+    """Calls ``optimizer.step(closure)``."""
 
     def closure() -> float:
         side.optimizer.zero_grad()
@@ -97,7 +97,7 @@ def closed(side: Side, *, data: int) -> Seen:
 
 
 def observed(side: Side, *, data: int, how: str) -> Seen:
-    """A step that is traced, or whose figures are told."""
+    """Makes a step that is traced, or whose figures are reported."""
     if side.run is None:
         context: Any = nullcontext()
     elif how == "trace":
@@ -112,7 +112,7 @@ def observed(side: Side, *, data: int, how: str) -> Seen:
 
 
 def checkpointed(side: Side, *, how: str) -> Seen:
-    """Blocks are called through torch's checkpoints from now on, or no more."""
+    """Switches calls of blocks through torch's checkpoints on or off."""
     for module in side.model.modules():
         if hasattr(module, "again"):
             module.again = how
@@ -120,7 +120,7 @@ def checkpointed(side: Side, *, how: str) -> Seen:
 
 
 def two_graphs(side: Side, *, data: int, how: str) -> Seen:
-    """Two forwards before their backwards; or one graph that is gone back through twice."""
+    """Makes two forwards before their backwards, or two backwards through one graph."""
     first = side.loss(data)
     if not first.requires_grad:
         return None
@@ -136,7 +136,7 @@ def two_graphs(side: Side, *, data: int, how: str) -> Seen:
 
 
 def twice_differentiated(side: Side, *, data: int) -> Seen:
-    """A loss with the gradient's size in it."""
+    """Trains with a loss that includes the gradient's size."""
     if side.program.model not in ("layered", "experts", "pictures"):
         return None
     inputs, wanted = batch(side.program.model, data)

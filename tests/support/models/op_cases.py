@@ -1,4 +1,4 @@
-"""Operations that read parameters, one expression each: what the fault path has to serve.
+"""Operations that read parameters, one expression each, for the fault path.
 
 Each case is a function of the parameters; its result is summed and sent backward.
 """
@@ -28,7 +28,7 @@ Case = Callable[["Parameters"], torch.Tensor]
 
 
 class Parameters:
-    """The parameters by name, read anew at every use."""
+    """The parameters by name, looked up at every use."""
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         self._read = read
@@ -48,7 +48,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 7]] * 2)
 
 
 class MatMul(torch.autograd.Function):
-    """A user's function that saves a parameter."""
+    """An autograd function of a user that saves a parameter."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

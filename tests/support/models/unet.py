@@ -1,4 +1,4 @@
-"""A small U-Net with skip connections: convolutions, normalisation, up- and down-sampling; no library's model."""
+"""A small U-Net of our own with skip connections: convolutions, normalisation, up- and down-sampling."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ConvBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Predicts, per pixel, what was asked of it: ``forward(pixels, targets)`` returns the mean squared error.
+    """Predicts a number for each pixel: ``forward(pixels, targets)`` returns the mean squared error.
 
-    What the way down has made is kept for the way up: the last use of the first block's output comes next to last.
+    The way up uses tensors of the way down: the first block's output is last used in the last but one operation.
     """
 
     def __init__(self, channels: tuple[int, ...] = (16, 24, 32)) -> None:

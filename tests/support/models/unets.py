@@ -1,4 +1,4 @@
-"""The networks of examples/gigapixel_unet.py, where they are defined."""
+"""The networks of examples/gigapixel_unet.py."""
 
 from __future__ import annotations
 

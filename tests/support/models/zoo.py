@@ -1,7 +1,7 @@
-"""Tiny models of eight families with random weights, what they are fed, and what is asked of them.
+"""Tiny models of eight families with random weights, and their inputs.
 
-Every family has several blocks, dropout where its library has it, and steps of a few milliseconds. Nothing is
-downloaded. A model and its batches are functions of a seed.
+Every family has several blocks, dropout if its library has it, and steps of a few milliseconds. Nothing is
+downloaded. A model and its batches depend only on a seed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Family:
     """A way to build one kind of model.
 
     Attributes:
-        build: the model, made from whatever the random state is.
-        batch: one batch, drawn from the generator.
-        prompt: the part of a batch that text is generated from; None for models that generate none.
-        adapters: names of the modules that low-rank adapters are put on.
-        encodes_first: generation runs an encoder by itself, outside the model's own call.
+        build: Makes the model from the present random state.
+        batch: Draws one batch from the generator.
+        prompt: The part of a batch that text is generated from; None for models that generate no text.
+        adapters: Names of the modules that get low-rank adapters.
+        encodes_first: Whether generation runs an encoder outside of the model's own call.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Family:
         return output if isinstance(output, Tensor) else output.loss
 
     def generate(self, model: nn.Module, batch: Batch) -> Tensor:
-        """A few greedy tokens after the batch's prompt."""
+        """Generates a few greedy tokens after the batch's prompt."""
         if self.prompt is None:
             raise ValueError(f"{self.name} generates no text")
         inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model

@@ -1,4 +1,4 @@
-"""More families than the matrix of the plain loop needs: whatever a round could get wrong.
+"""More families, for the ways in which a round could go wrong.
 
 Library models with experts, recurrences, sliding windows, two towers and batch statistics; and small ones of our own
 whose ways of passing values around are unusual.
@@ -205,7 +205,7 @@ class Residual(nn.Module):
 
 
 class Noisy(Mlp):
-    """Leaves a loss, a mask without history and a count on itself."""
+    """Stores a loss, a mask without history and a count on itself."""
 
     aux: Tensor
     calls = 0
@@ -219,7 +219,7 @@ class Noisy(Mlp):
 
 
 class Auxiliary(Residual):
-    """Reads at the end what its layers left on themselves."""
+    """Reads attributes of its layers at the end."""
 
     def __init__(self) -> None:
         super().__init__(layer=Noisy)
@@ -232,7 +232,7 @@ class Auxiliary(Residual):
 
 
 class Dynamic(Residual):
-    """The number, order and repetition of its layers are the batch's."""
+    """The batch decides the number, order and repetition of its layers."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -242,7 +242,7 @@ class Dynamic(Residual):
 
 
 class Experts(nn.Module):
-    """Tokens choose their expert: microbatches take different ways."""
+    """Tokens choose their expert, so microbatches take different ways."""
 
     def __init__(self, width: int = 16, experts: int = 5, depth: int = 3) -> None:
         super().__init__()

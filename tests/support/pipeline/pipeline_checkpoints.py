@@ -1,4 +1,4 @@
-"""What ranks do in tests of pipelines' checkpoints. Oracles are one plain process, and files read without hydra_ext."""
+"""Ranks in tests of pipelines' checkpoints. Oracles: one plain process, and files read without hydra_ext."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Kind:
     """A pipeline of two ranks: more than a case says.
 
     Attributes:
-        options: of the pipeline.
-        decays: the learning rate, after each step.
+        options: Options of the pipeline.
+        decays: Whether the learning rate decays after each step.
     """
 
     case: Case
@@ -139,7 +139,7 @@ def schedules_of(pipe: Pipeline, kind: Kind) -> list[Any]:
 
 
 def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> list[str]:
-    """What was warned of."""
+    """Returns the warnings."""
     heard = logging.handlers.BufferingHandler(1000)
     heard.setLevel(logging.WARNING)
     logging.getLogger("hydra_ext").addHandler(heard)
@@ -186,7 +186,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
-    """Of all its files, by section and name."""
+    """Returns the tensors of all its files, by section and name."""
     files = sorted(checkpoint.glob("*.safetensors"))
     return {
         f"{file.name.partition('.')[0].partition('-')[0]} {name}": tensor
@@ -195,7 +195,7 @@ def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
     }
 
 
-# ---- what has to be equal -------------------------------------------------------------------------------------------
+# ---- comparisons ----------------------------------------------------------------------------------------------------
 @functools.cache
 def plain(case: Case) -> Whole:
     whole = Whole(case, [0, -1], [])
@@ -204,7 +204,7 @@ def plain(case: Case) -> Whole:
 
 
 def check(case: Case, ranks: Sequence[tuple[list[Tensor], dict[str, Tensor]]], first: int) -> None:
-    """All ranks' losses, and each rank's part of the state, are those of one plain process."""
+    """Asserts that all ranks' losses, and each rank's part of the state, equal those of one plain process."""
     whole = plain(case)
     expected = {**whole.names, **dict(whole.model.named_buffers())}
     assert set().union(*(weights for _, weights in ranks)) == set(expected)

@@ -102,12 +102,12 @@ def close_alone(rank: int, how: str, folder: Path) -> None:
 
 
 def close_unused(rank: int) -> None:
-    """Before the first step."""
+    """Closes a pipeline before its first step."""
     Pipeline(nn.Linear(2, 2), pipelines.sgd).close()
 
 
 def end_of_a_link(rank: int, expected: int) -> list[str]:
-    """What can be taken from a link that its receiver closes before the sender puts two messages."""
+    """Returns what a link delivers if its receiver closes it before the sender puts two messages."""
     watch = Watch(rank, 2, "end of a link", patience=20.0, describe=lambda: "")
     end = Links(rank, torch.device("cpu"), watch).connect(0, 1, "test")
     taken = []

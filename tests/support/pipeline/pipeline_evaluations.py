@@ -39,7 +39,7 @@ class Slow(nn.Module):
 
 
 def evaluate(rank: int) -> tuple[list[int], list[float]]:
-    """What was undelivered, and the losses."""
+    """Returns the counts of undelivered messages, and the losses."""
     stages = [Fast(), Slow()]
     with Pipeline(None, pipelines.sgd, schedule="1f1b", microbatches=2, stages=stages, seed=5) as pipe:
         stages[0].pipe = pipe

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline of which one fails, and what the others make of it."""
+"""Ranks of a pipeline of which one fails, and the reactions of the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_SECONDS = 30.0  # from the failure to the end of every rank
 
 @dataclass(frozen=True)
 class Failing:
-    """What goes wrong where.
+    """A failure and its place.
 
     Attributes:
         how: "kill", "raise", "stop", "interrupt" or "leave".
@@ -68,7 +68,7 @@ class Trap(nn.Module):
 
 
 def fail(how: str, folder: Path) -> None:
-    """Leaves behind when it was."""
+    """Fails, and leaves a record of the time."""
     (folder / "failed").write_text(repr(time.time()))
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +82,7 @@ def fail(how: str, folder: Path) -> None:
 
 
 def train(rank: int, failing: Failing, folder: Path) -> None:
-    """Writes the error it ended with, and when."""
+    """Trains, and writes the error it ended with and its time."""
     stages = pipelines.make_stages(failing.stages)
     if rank % failing.replicas == failing.replicas - 1:
         stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
@@ -108,7 +108,7 @@ def train(rank: int, failing: Failing, folder: Path) -> None:
 
 
 def left_behind() -> dict[str, Any]:
-    """What this process has of pipelines: threads and process groups."""
+    """Returns threads and process groups of pipelines in this process."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hydra_ext")]
     return {"threads": threads, "groups": len(dist.distributed_c10d._world.pg_map) - 1}
 
@@ -140,7 +140,7 @@ def train_after_failures(rank: int) -> tuple[list[dict[str, Any]], list[str], li
 
 
 def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]) -> None:
-    """Of the error that a rank ended with, and when."""
+    """Writes a record of the error that a rank ended with, and its time."""
     record: dict[str, Any] = {"error": "", "kind": ""}
     try:
         body(record)
@@ -176,5 +176,5 @@ def run_to_the_end(
 
 
 def seconds_after_the_failure(ended: dict[int, dict[str, Any]], folder: Path, survivors: Collection[int]) -> float:
-    """Until the last of the survivors had ended."""
+    """Returns the seconds until the last survivor has ended."""
     return max(ended[rank]["at"] for rank in survivors) - float((folder / "failed").read_text())

@@ -29,7 +29,7 @@ WORDY = tuple((torch.float32, (1, 2, 1, number)) for number in range(1, 30))  # 
 
 
 def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
-    """Those of the number-th message."""
+    """Returns the tensors of message ``number``."""
     found: list[Tensor | None] = []
     for index, each in enumerate(layout):
         if each is None:
@@ -58,7 +58,7 @@ def _lying(values: Tensor, way: int) -> Tensor:
 
 
 def through_a_link(tensor: Tensor) -> Tensor:
-    """As it arrives on another rank, without one."""
+    """Returns the tensor as it arrives on another rank, without a link."""
     layout = messages.layout_of(tensor)
     data = messages.as_bytes(messages.packed(tensor, layout))
     assert data.numel() == layout.packed.nbytes
@@ -68,7 +68,7 @@ def through_a_link(tensor: Tensor) -> Tensor:
 
 
 def crossing_bytes(layout: Any, number: int) -> int:
-    """What has to be sent of the number-th message: no gaps, and nothing twice."""
+    """Returns the bytes to send of message ``number``, without gaps and duplicates."""
     found = 0
     for each in tensors(layout, number):
         if each is not None and each.numel():

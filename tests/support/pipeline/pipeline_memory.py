@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds on a simulated device, and what it should by the formulas."""
+"""Bytes of a rank of a pipeline on a simulated device, measured and by the formulas."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Measured:
-    """A stage program that notes what the device holds when each forward has ended, and nothing is on its way."""
+    """A stage program that records the device's bytes after each forward, when no transfer is under way."""
 
     def __init__(self, program: StageProgram, tier: Tier, outboxes: list[Outbox]) -> None:
         self._program = program
@@ -49,7 +49,7 @@ class Measured:
 
 
 def hold(rank: int, stages: int, schedule: str, ahead: int, microbatches: int, recompute: bool) -> dict[str, int]:
-    """Bytes of one rank, whose device has room for all."""
+    """Returns the bytes of one rank, whose device has room for everything."""
     torch.manual_seed(0)
     modules = [nn.Sequential(*(Layer() for _ in range(LAYERS))) for _ in range(stages)]
     pipe = Pipeline(

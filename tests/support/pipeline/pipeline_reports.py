@@ -1,4 +1,4 @@
-"""Pipelines whose reports and traces are looked at."""
+"""Pipelines whose reports and traces tests examine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 def figures(rank: int, case: Case) -> dict[str, Any]:
-    """Report and text after the last step, and after the end; and how long the rank was at it."""
+    """Returns the report and its text after the last step and after the end, and the rank's seconds."""
     start = time.perf_counter()
     pipe = make(case)
     for step in range(case.steps):
@@ -75,7 +75,7 @@ def figures_of_plain_module(rank: int, schedule: str) -> dict[str, Any]:
 
 
 def skipped_updates(rank: int) -> dict[str, Any]:
-    """The second of four batches has an infinite loss."""
+    """Trains on four batches, of which the second has an infinite loss."""
     case = Case(steps=4)
 
     def loss(output: Tensor, microbatch: dict[str, Tensor]) -> Tensor:

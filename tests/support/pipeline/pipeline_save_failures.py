@@ -1,4 +1,4 @@
-"""Pipelines of two ranks whose saves and loads fail, and what each rank hears of it."""
+"""Pipelines of two ranks whose saves and loads fail, and the errors on each rank."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def own(pipe: Pipeline) -> list[Tensor]:
 
 # ---- saves ----------------------------------------------------------------------------------------------------------
 def failing_saves(rank: int, folder: Path, stride: int) -> dict[str, Any]:
-    """One operation on files after the other fails, on rank 0 and then on rank 1, ``stride`` of them apart.
+    """Lets every ``stride``-th operation on files fail, one in each save, on rank 0 and then on rank 1.
 
     Returns:
-        What was heard, in their order, and the losses of the step after all of them.
+        The errors in order, and the losses of the step after all failures.
     """
     heard = []
     with pipeline() as pipe:
@@ -63,7 +63,7 @@ def failing_saves(rank: int, folder: Path, stride: int) -> dict[str, Any]:
 
 
 class KillingFiles(Files):
-    """The process is killed as it makes its n-th file safe."""
+    """Kills the process at the sync of its n-th file."""
 
     def __init__(self, n: int) -> None:
         self._left = n
@@ -159,7 +159,7 @@ def _flip_together(rank: int, pipe: Pipeline, checkpoint: Path, file: str, place
     pipe._checkpoint.together.do("to flip a bit", lambda: None)
 
 
-# ---- what cannot be -------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 def refusals(rank: int, folder: Path) -> list[str]:
     heard: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Ranks of which one fails while the pipeline is set up, and what the others make of it."""
+"""Ranks of which one fails during the set-up of the pipeline, and the reactions of the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAILING = 1  # of two ranks
 
 @dataclass(frozen=True)
 class FailingSetUp:
-    """What goes wrong where.
+    """A failure and its place.
 
     Attributes:
         how: "kill" or "raise".
@@ -95,7 +95,7 @@ def _begin(failing: FailingSetUp, trap: Callable[[str], None], record: dict[str,
 
 
 class Masked(nn.Module):
-    """With a buffer whose rows are one."""
+    """Has a buffer whose rows share memory."""
 
     def __init__(self, value: float) -> None:
         super().__init__()

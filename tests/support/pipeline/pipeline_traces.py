@@ -1,4 +1,4 @@
-"""Trace files of a pipeline's ranks, made and taken apart."""
+"""Writes and parses trace files of a pipeline's ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def traced(rank: int, case: Case, path: Path) -> dict[str, Any]:
-    """Two steps that are not traced, then the case's; the report before and after these."""
+    """Makes two steps without a trace, then those of the case. Returns the reports before and after these."""
     with make(case) as pipe:
         for step in range(2):
             pipe.step(pipelines.data_of(case, step), pipelines.loss_of)
@@ -36,7 +36,7 @@ class WrongData(Exception):
 
 
 def failing(rank: int, path: Path) -> str:
-    """The first rank's data are wrong in the third microbatch of the second step."""
+    """Fails on wrong data of the first rank, in the third microbatch of the second step."""
 
     case = Case(schedule="gpipe", stages=2)
     stages = pipelines.make_stages(case.stages)
@@ -60,14 +60,14 @@ def failing(rank: int, path: Path) -> str:
 
 @dataclass
 class RankTrace:
-    """One rank's file: what it is about, and its events by row."""
+    """One rank's file: its metadata, and its events by row."""
 
     about: dict[str, Any]
     events: list[Event]
     rows: dict[str, list[Event]]
 
     def actions(self, row: str) -> list[tuple[str, int]]:
-        """Token and batch, in order."""
+        """Returns the token and batch of each action, in order."""
         return [(event["name"], event["args"]["batch"]) for event in self.rows[row]]
 
 

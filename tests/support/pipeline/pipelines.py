@@ -1,4 +1,4 @@
-"""Pipelines of small stages in several processes, and the recurrences that they have to be equal to."""
+"""Pipelines of small stages in several processes, and the recurrences that they have to equal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Checkpointed(nn.Module):
 
 
 def make_stages(count: int, *, dropout: float = 0.0, checkpoints: bool = False) -> list[nn.Module]:
-    """The same numbers in every process."""
+    """Makes stages with the same numbers in every process."""
     torch.manual_seed(0)
     stages: list[list[nn.Module]] = [[Layer(dropout), Layer(dropout)] for _ in range(count)]
     if checkpoints:
@@ -150,7 +150,7 @@ def data_of(case: Case, step: int, replica: int = 0) -> list[dict[str, Tensor]]:
 
 @dataclass
 class Trained:
-    """What a training gave: losses by step, and the weights at its end by stage."""
+    """The results of a training: losses by step, and the final weights by stage."""
 
     losses: list[Tensor]
     norms: list[float | None]
@@ -176,7 +176,7 @@ def pipeline_of(case: Case, stages: list[nn.Module], make: Any = None, *, poison
 
 
 def wait_for_gradients(pipe: Pipeline) -> None:
-    """Within a forward or ``fn``: the next action will find those of the last step."""
+    """Waits, within a forward or ``fn``, so that the next action finds the gradients of the last step."""
     executor = pipe._engine.executor
     pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
 
@@ -229,9 +229,9 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
     return [train(rank, case) for case in cases]
 
 
-# ---- what it has to be equal to -------------------------------------------------------------------------------------
+# ---- the reference --------------------------------------------------------------------------------------------------
 def forward(stages: Sequence[nn.Module], microbatch: Any, seed: int) -> Tensor:
-    """One microbatch through all stages, with the random numbers that are documented."""
+    """Runs one microbatch through all stages, with the documented random numbers."""
     value = microbatch
     for index, stage in enumerate(stages):
         torch.manual_seed(event_seed(seed, index))
@@ -306,7 +306,7 @@ def norms_told(case: Case, norms: Sequence[float | None], delay: int) -> list[fl
 
 
 def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: int | Sequence[int]) -> None:
-    """Every rank has the losses of its line, and each stage its weights, to the last bit."""
+    """Asserts that every rank has the losses of its replica, and each stage its weights, to the last bit."""
     for rank, result in enumerate(ranks):
         replica = rank % case.replicas
         own = expected.losses[replica :: case.replicas]
@@ -354,7 +354,7 @@ def _error_of(body: Callable[[Callable[[int, float | None], Any]], Any], *, repl
 
 
 def clip_too_soon(rank: int) -> tuple[str, float]:
-    """The error of a step that asks for a norm, and the loss of the next one that does not."""
+    """Returns the error of a step with ``max_norm``, and the loss of the next step without."""
     with Pipeline(None, adamw, stages=make_stages(2), schedule="pipedream", microbatches=1, seed=5) as pipe:
         try:
             pipe.step([make_microbatch(0, 0)], loss_of, max_norm=1.0)

@@ -135,7 +135,7 @@ def steps_with_numbers(rank: int) -> tuple[list[Any], list[int]]:
 
 
 def what_cannot_be_sent(rank: int) -> list[str]:
-    """What the sender is told of each, or what arrives of the message after them."""
+    """Returns the sender's error for each object, or the result of the message after them."""
     found = []
     sparse, quantized = torch.eye(4).to_sparse(), torch.quantize_per_tensor(torch.ones(3), 1.0, 0, torch.qint8)
     with _link(rank, "cannot") as (_, end):

@@ -1,4 +1,4 @@
-"""Models whose last bits depend on how what crosses lies in memory, against plain PyTorch."""
+"""Models whose last bits depend on the memory layout of crossing values, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def plainly(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any) -> tup
 def differing(
     parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int], **options: Any
 ) -> list[str]:
-    """What one step of a pipeline gives otherwise on this rank, which holds these of the parts."""
+    """Lists differences of one step of a pipeline on this rank, which has these parts."""
     loss, weights = plainly(parts, microbatch, loss_of)
     with Pipeline(None, sgd, stages=list(parts), microbatches=1, **options) as pipe:
         found = [] if torch.equal(pipe.step([microbatch], loss_of).loss, loss) else ["loss"]
@@ -154,7 +154,7 @@ def differing(
 
 
 def differing_plain(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int]) -> list[str]:
-    """The same, of a plain model that is cut between the two."""
+    """Lists the same differences for a plain model that is cut between the two parts."""
     loss, weights = plainly(parts, microbatch, loss_of)
     model = Whole(*parts)
     with Pipeline(model, sgd, schedule="1f1b", microbatches=1, cuts=["second"]) as pipe:
@@ -170,7 +170,7 @@ def _differing(parts: Sequence[nn.Module], weights: list[list[Tensor]], held: Se
 
 
 def across_ranks(rank: int) -> dict[str, Any]:
-    """What differs, by case."""
+    """Returns the differences by case."""
     found = {}
     for name, (first, second, x, loss_of) in cases().items():
         found[name] = differing([first, second], x, loss_of, [rank], schedule="1f1b")

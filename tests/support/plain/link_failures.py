@@ -1,4 +1,4 @@
-"""Links between two ranks of which one fails by itself, and which both name."""
+"""Links between two ranks, of which one fails, and the errors on both ranks, which name it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_MEMORY = RuntimeError("can't allocate memory: you tried to allocate 100000000
 
 
 class Full(deque[Any]):
-    """Room for no entry."""
+    """A queue without room for an entry."""
 
     def append(self, _: Any) -> None:
         raise MemoryError("no room for an entry")
 
 
 def whom_ranks_name(rank: int) -> dict[str, tuple[str, str]]:
-    """For each case the error that this rank's calls ended with, and the failure that its watch has then."""
+    """Returns, for each case, the error of this rank's calls, and the failure that its watch then knows."""
     results = {}
     for name, case in CASES.items():
         watch = Watch(rank, 2, name, patience=20.0, describe=lambda: "")

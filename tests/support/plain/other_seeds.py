@@ -1,4 +1,4 @@
-"""Ranks that make their model with random numbers of their own."""
+"""Ranks that make their models from different random numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def data() -> list[list[Batch]]:
 
 
 def train(rank: int, schedule: str, replicas: int, materialized: bool) -> dict[str, Any]:
-    """Losses, and what this rank has of :data:`COMMON` in the end."""
+    """Returns losses, and this rank's final values of :data:`COMMON`."""
     model = seeded(rank, materialized=materialized)
     losses = []
     with Pipeline(model, sgd, schedule=schedule, microbatches=2, replicas=replicas, cuts=["layers.2"], seed=5) as pipe:

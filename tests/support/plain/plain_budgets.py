@@ -27,9 +27,9 @@ class Case:
     """One training.
 
     Attributes:
-        kinds: how many shapes the microbatches of a step have.
-        stages: on two ranks.
-        evicts: the budget is so small that weights make room for others.
+        kinds: The number of shapes of a step's microbatches.
+        stages: The number of stages on two ranks.
+        evicts: Whether the budget is so small that weights make room for others.
     """
 
     subject: str
@@ -131,7 +131,7 @@ def check(case: Case, ranks: Sequence[dict[str, Any]]) -> None:
 
 
 def _plain(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """A loop in one process."""
+    """Trains in a loop in one process."""
     subject = SUBJECTS[case.subject]
     model = subject.make()
     optimizer = make_optimizer(model.parameters())

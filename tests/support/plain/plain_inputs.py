@@ -70,7 +70,7 @@ class OfPacked(Stack):
 
 
 class PassesOn(Stack):
-    """Returns its input, too."""
+    """Also returns its input."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), x
@@ -95,7 +95,7 @@ class BetweenBlocks(Stack):
 
 
 class OfNumbers(Stack):
-    """Takes whole numbers, and reads others between blocks."""
+    """Takes integers, and reads others between blocks."""
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         x = F.one_hot(ids, WIDTH).float()
@@ -106,7 +106,7 @@ class OfNumbers(Stack):
 
 
 class WritesInput(Stack):
-    """Changes what it is given, in glue and then in a block."""
+    """Changes its input, in glue and then in a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
@@ -132,7 +132,7 @@ class WritesNumbers(Stack):
 
 
 class WritesLate(Stack):
-    """Puts what its blocks have made into a tensor that it is given."""
+    """Writes its blocks' results into an input tensor."""
 
     def forward(self, x: Tensor, notes: Tensor) -> Tensor:
         for layer in self.layers:
@@ -144,7 +144,7 @@ class WritesLate(Stack):
 
 
 class Leaves(Stack):
-    """Leaves what a block has made in the caller's dictionary."""
+    """Stores a block's result in the caller's dictionary."""
 
     def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
         for number, layer in enumerate(self.layers):
@@ -156,7 +156,7 @@ class Leaves(Stack):
 
 
 class ReadsTable(Stack):
-    """A constant of no module's, of which it takes as much as it needs."""
+    """Reads a part of a constant that no module has."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -174,7 +174,7 @@ class TakesScale(Stack):
 
 
 class ReadsWeights(Stack):
-    """The weights of a block without calling it, as views."""
+    """Reads views of a block's weights without calling the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -184,7 +184,7 @@ class ReadsWeights(Stack):
         return out
 
 
-# ---- what is done with them -----------------------------------------------------------------------------------------
+# ---- functions of a microbatch --------------------------------------------------------------------------------------
 def _loss(out: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(out, labels)
 
@@ -200,7 +200,7 @@ def _packed(model: nn.Module, mb: Any) -> Tensor:
 
 
 def _conditioned(model: nn.Module, mb: Any) -> Tensor:
-    """Calls the model with what it gave."""
+    """Calls the model with its own result."""
     with torch.no_grad():
         first = model(mb["x"])
     hint = F.pad(first * 0.5, (0, WIDTH - CLASSES))

@@ -74,7 +74,7 @@ class Case:
         return WIDE if self.name == WIDE.name else SUBJECTS[self.name]
 
     def data(self) -> list[list[Batch]]:
-        """By step. Every second microbatch has fewer rows, and shorter ones where they are texts."""
+        """Returns data by step. Every second microbatch has fewer rows, and shorter ones if they are texts."""
         batches = self.subject.batches(self.steps * self.microbatches)
         if self.name not in ONE_SHAPE:
             batches = [_smaller(batch) if number % 2 else batch for number, batch in enumerate(batches)]
@@ -100,7 +100,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Rank:
-    """What one rank ends with.
+    """The final state of one rank.
 
     Attributes:
         events: of its stage: first, and one after the last.
@@ -337,7 +337,7 @@ class Whole:
         return {name: parameter.detach().clone() for name, parameter in self.names.items()}
 
 
-# ---- what has to be equal -------------------------------------------------------------------------------------------
+# ---- comparisons ----------------------------------------------------------------------------------------------------
 def check(case: Case, ranks: Sequence[Rank]) -> None:
     for replica in range(case.replicas):
         _check_line(case, ranks[replica :: case.replicas])

@@ -21,7 +21,7 @@ from support.split.split_models import Batch
 from support.split.split_models_own import IntoList, Stack, text, text_loss, two_losses
 
 
-# ---- what cannot be cut ---------------------------------------------------------------------------------------------
+# ---- models that cannot be cut --------------------------------------------------------------------------------------
 class Reentrant(Stack):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -40,7 +40,7 @@ class RunsBackward(Stack):
 
 
 class Chances(Stack):
-    """Every process draws for itself which layers it leaves out."""
+    """Draws in every process which layers to leave out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ REFUSED = {"list": IntoList, "reentrant": Reentrant, "backward": RunsBackward, "
 CUTS = {2: (3,), 3: (2, 4), 4: (1, 3, 4)}  # by ranks
 
 
-# ---- what changes after it was cut ----------------------------------------------------------------------------------
+# ---- models that change after the cut -------------------------------------------------------------------------------
 class Detours(Stack):
     """Takes another way when it is told to."""
 
@@ -92,7 +92,7 @@ WAYS = ("old value", "glue", "order", "function", "reads", "uncalled")
 
 @dataclass(frozen=True)
 class Change:
-    """What goes wrong.
+    """A change that makes a training fail.
 
     Attributes:
         way: of :class:`Detours`; or "drop n": it was overlooked that the n-th value crosses at a cut that has so many.
@@ -115,7 +115,7 @@ class Ended:
 
 
 def refuse_models(rank: int, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of each of :data:`REFUSED`."""
+    """Returns the refusal of each model in :data:`REFUSED`."""
     ended = []
     for name in names:
         torch.manual_seed(0)
@@ -178,7 +178,7 @@ def _apply(change: Change, model: nn.Module, pipe: Pipeline) -> None:
 
 
 def _without(rehearsal: Rehearsal, number: int) -> Rehearsal:
-    """At every boundary that has so many."""
+    """Drops value ``number`` at every boundary that has it."""
     boundaries = tuple(
         dataclasses.replace(boundary, values=boundary.values[:number] + boundary.values[number + 1 :])
         for boundary in rehearsal.boundaries
@@ -187,7 +187,7 @@ def _without(rehearsal: Rehearsal, number: int) -> Rehearsal:
 
 
 def plain_losses(change: Change) -> list[Tensor]:
-    """Of the three steps in one process: with the change where it is on all ranks, else without."""
+    """Returns the losses of the three steps in one process, with the change if it is on all ranks, else without."""
     torch.manual_seed(0)
     model = Detours()
     optimizer = sgd(model.parameters())

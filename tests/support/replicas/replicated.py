@@ -1,4 +1,4 @@
-"""What ranks do in tests of data parallel training, and the one process that stands for all of them."""
+"""The work of ranks in tests of data parallel training, and one process that computes the same."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how.
+    """A training and its options.
 
     Attributes:
-        m: microbatches of a step, by rank; the last number is that of all further ranks.
+        m: Microbatches of a step, by rank; the last number counts for all further ranks.
         loop: "step"; "plain"; "no_sync", a plain loop that averages once a step.
-        nested: activations are checkpointed by backwards inside the backward.
+        nested: Whether activations are checkpointed with backwards inside the backward.
     """
 
     family: str = "gpt2"
@@ -52,7 +52,7 @@ class Job:
         return {**FAMILIES, **MORE_FAMILIES}[self.family]
 
     def make(self, rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The ranks build different models, and are to begin with rank 0's."""
+        """Makes a different model on each rank. Training has to begin with rank 0's model."""
         model = self.known.make(rank).to(self.dtype)
         if self.nested:
             self.known.set_checkpointing(model, reentrant=True)
@@ -62,7 +62,7 @@ class Job:
         return self.known.loss(model, batch)
 
     def microbatches(self, rank: int, step: int) -> list[tuple[int, Batch]]:
-        """With the seed of each."""
+        """Returns microbatches with their seeds."""
         m = self.m[min(rank, len(self.m) - 1)]
         batches = self.known.batches(100 + rank, self.steps * m)[step * m : (step + 1) * m]
         return [(1000 * step + 10 * index + rank, batch) for index, batch in enumerate(batches)]
@@ -73,7 +73,7 @@ def values_of(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 class Recorder:
-    """All that a training shows."""
+    """Everything visible of a training."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -100,7 +100,7 @@ class Recorder:
 
 
 def tight_budget(job: Job) -> int:
-    """Room for the activations of any rank's steps, and for a part of the weights."""
+    """Returns a budget for the activations of any rank's steps, and for a part of the weights."""
     largest = 0
     for rank in range(2):
         model, optimizer = job.make(0)
@@ -114,7 +114,7 @@ def tight_budget(job: Job) -> int:
 
 
 def train(rank: int, job: Job, budget: int) -> Seen:
-    """The training of one rank, offloaded."""
+    """Trains one rank, offloaded."""
     model, optimizer = job.make(rank)
     recorder = Recorder(model, optimizer)
     with hydra_ext.offload(model, optimizer, budget=budget, checks=Checks(poison_hosts=True)) as run:
@@ -168,7 +168,7 @@ def update(job: Job, recorder: Recorder) -> None:
 
 
 def average(models: Sequence[nn.Module]) -> None:
-    """Gradients become their sum in the order of the ranks, divided by their number."""
+    """Replaces gradients by their sum in the order of the ranks, divided by the number of ranks."""
     for copies in zip(*(model.parameters() for model in models), strict=True):
         if all(copy.grad is None for copy in copies):
             continue
@@ -181,7 +181,7 @@ def average(models: Sequence[nn.Module]) -> None:
 
 
 def train_together(job: Job, size: int = 2) -> list[Seen]:
-    """What each rank is to see: plain PyTorch, one model for each rank."""
+    """Returns the expected results of each rank: plain PyTorch, with one model for each rank."""
     made = [job.make(rank) for rank in range(size)]
     for model, _ in made[1:]:
         model.load_state_dict(made[0][0].state_dict())
@@ -207,7 +207,7 @@ def train_together(job: Job, size: int = 2) -> list[Seen]:
 
 
 def differences(ours: Any, plain: Any, path: str = "") -> list[str]:
-    """Where two nests of tensors are not equal to the last bit."""
+    """Lists where two nested values of tensors are not equal to the last bit."""
     if isinstance(plain, Tensor) and isinstance(ours, Tensor):
         assert not plain.isnan().any(), f"{path} proves nothing: it is NaN"
         same = ours.dtype == plain.dtype and torch.equal(ours, plain)

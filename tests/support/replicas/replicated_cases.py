@@ -1,4 +1,4 @@
-"""What single tests of data parallel training have their ranks do."""
+"""The work of ranks in single tests of data parallel training."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def ways(job: Job) -> Iterator[list[tuple[Tensor | None, Tensor | None]]]:
 
 
 def overflow(rank: int) -> tuple[list[bool], list[list[Tensor | None]], list[Tensor | None]]:
-    """The second rank's first loss is infinite."""
+    """Trains with an infinite first loss on the second rank."""
     job = Job(m=(2,), optimizer="ours")
     model, optimizer = job.make(rank)
     factors = [float("inf") if rank == 1 else 1.0, 1.0]
@@ -249,7 +249,7 @@ def choose(rank: int) -> list[list[float]]:
 
 
 def grad_of(rank: int) -> list[list[float]]:
-    """torch.autograd.grad averages nothing, and neither does it wait for a rank."""
+    """Calls torch.autograd.grad, which does not average, and does not wait for a rank."""
     model = nn.Linear(1, 1, bias=False)
     with hydra_ext.offload(model, budget=ROOMY):
         found = []
@@ -261,7 +261,7 @@ def grad_of(rank: int) -> list[list[float]]:
 
 
 def assigned(rank: int) -> list[list[float]]:
-    """Gradients that were assigned, of a weight that a backward uses on one rank or on none."""
+    """Returns assigned gradients of a weight that a backward uses on one rank or on none."""
     found = []
     for users in (0, 1):
         model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])

@@ -17,13 +17,13 @@ Fault = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Broken(Exception):
-    """What a test's own code raises."""
+    """The error of a test's own code."""
 
 
 def step_with(
     run: hydra_ext.Run, model: nn.Module, rank: int, step: int, change: Fault | None = None, **choices: Any
 ) -> None:
-    """``change`` is made to the loss of the last microbatch."""
+    """Makes a step in which ``change`` is applied to the loss of the last microbatch."""
     given = FAILING.microbatches(rank, step)
     last = given[-1][1]
 
@@ -49,7 +49,7 @@ class _RaisingBackward(torch.autograd.Function):
 
 
 def raise_in_backward(model: nn.Module, loss: Tensor) -> Tensor:
-    """When most of the backward is done."""
+    """Raises near the end of the backward."""
     embedding = model.transformer.wpe.weight
     return loss + 0 * _RaisingBackward.apply(embedding.sum())
 
@@ -58,7 +58,7 @@ FAULTS: dict[str, Fault] = {"forward": raise_in_forward, "backward": raise_in_ba
 
 
 def fail_and_go_on(rank: int, fault: str, round_size: int | None) -> tuple[str, list[bool], Seen]:
-    """The second rank's second step fails the first time it is made."""
+    """Fails in the second rank's second step, at the first attempt."""
     model, optimizer = FAILING.make(rank)
     recorder = Recorder(model, optimizer)
     error, left = "", []
@@ -119,7 +119,7 @@ def run_out_and_go_on(rank: int, fault: str, times: int, sizes: tuple[int | None
 
 
 def errors_of(rank: int, name: str) -> list[str]:
-    """What a script's calls raise, in order; each may raise on some ranks only."""
+    """Returns the errors of a script's calls, in order; each may raise on some ranks only."""
     errors = []
     model, optimizer = FAILING.make(rank)
     with offloaded(model, optimizer) as run:

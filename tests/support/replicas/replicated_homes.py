@@ -13,14 +13,14 @@ from support.replicas.replicated import Job, Recorder, Seen, take_any_step, valu
 
 
 class Quiet(Recorder):
-    """Looks at nothing between steps: that would bring all blocks to the host."""
+    """Reads no state between steps, which would bring all blocks to the host."""
 
     def note_gradients(self) -> None:
         pass
 
 
 def leave_after(moment: str) -> Any:
-    """After this method of Averaging has dealt with a block that is at home, it is on the host."""
+    """Brings a block from the device to the host when this method of Averaging has processed it."""
     plain = getattr(Averaging, moment)
 
     def call(self: Averaging, block: int, *shares: Any) -> Any:

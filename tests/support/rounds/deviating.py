@@ -1,4 +1,4 @@
-"""Blocks that are another thing when they are called again, and those that only seem so; beside plain PyTorch."""
+"""Blocks that behave differently in a repeated call, or only seem to, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shuffle(nn.Module):
 
 
 class HiddenShuffle(Shuffle):
-    """By a generator that stands nowhere on the module."""
+    """Shuffles with a generator that is not on the module."""
 
     drawn = random.Random(7)
 
@@ -56,7 +56,7 @@ class LayerDrop(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of equal weights at first: which one is taken shows in no number."""
+    """Experts with equal initial weights, so that no number shows which one is chosen."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Experts(nn.Module):
 
 
 class Deviating(nn.Module):
-    """From a call on that no look at the module could foresee."""
+    """Deviates from one call on. The module's attributes do not show which call."""
 
     calls = 0  # of all modules
 
@@ -114,7 +114,7 @@ def seed_hosts(seed: int) -> None:
 
 
 def in_a_loop(model: nn.Module, steps: Sequence[Sequence[Tensor]]) -> list[Gradients]:
-    """Gradients of each step of plain PyTorch."""
+    """Returns the gradients of each step of plain PyTorch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for microbatches in steps:
@@ -154,7 +154,7 @@ def with_recompute(
 
 
 def assert_equal(found: list[Gradients], expected: list[Gradients]) -> None:
-    """Every step that came to its end."""
+    """Compares every step that has finished."""
     for step, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
         for one, other in zip(mine, theirs, strict=True):
             zeros = one is None or not one.any()

@@ -1,4 +1,4 @@
-"""Random programs: models whose microbatches call blocks in any order, with whatever users do around and in them."""
+"""Random programs: models whose microbatches call blocks in any order, with typical user code around and in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("plain", "nested", "in place", "more inputs")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a block, and what is done around it."""
+    """One call of a block, and the code around it."""
 
     block: int
     source: int  # the value it starts from, counted from the latest
@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Program:
-    """A model, and what each microbatch does with it."""
+    """A model, and the calls of each microbatch."""
 
     kinds: tuple[str, ...]
     tied: bool

@@ -1,4 +1,4 @@
-"""``run.step`` beside the loop it stands for, and all that has to be equal to the last bit."""
+"""``run.step``, the loop that it stands for, and the comparison to the last bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIVERGENT = ("bart", "dynamic", "experts")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is trained, and how."""
+    """A training and its options."""
 
     m: int = 3
     clip: bool = False
@@ -46,7 +46,7 @@ class Plan:
 
 @dataclass
 class Seen:
-    """What a training showed: losses and norms, the gradients before every update, buffers after it."""
+    """The visible results of a training: losses, norms, the gradients before each update, the buffers after it."""
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
@@ -143,7 +143,7 @@ def train_rounds(
 
 
 def assert_nothing_left(run: hydra_ext.Run) -> None:
-    """Between steps: no fiber, no replaced function, no window, no pin."""
+    """Asserts that between steps there is no fiber, no replaced function, no window and no pin."""
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("microbatch")]
     assert nn.Module.__setattr__ is not isolation._setattr
     assert torch.set_autocast_cache_enabled is not isolation._set_cache
@@ -153,7 +153,7 @@ def assert_nothing_left(run: hydra_ext.Run) -> None:
 
 
 def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **choices: Any) -> int:
-    """Device bytes that the activations of steps take at their highest where there is room for everything."""
+    """Returns the peak of device bytes of the steps' activations, with room for everything."""
     model = family.make(0)
     checks = hydra_ext.Checks(poison_hosts=True)
     with hydra_ext.offload(model, build_optimizer(model, plan), budget=2**30, checks=checks) as run:
@@ -170,7 +170,7 @@ def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **
 
 
 def peak_of_loop(family: Family, plan: Plan) -> int:
-    """Device bytes of one microbatch's activations at their highest."""
+    """Returns the peak of device bytes of one microbatch's activations."""
     model = family.make(0)
     for parameter in filter(lambda p: p.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))

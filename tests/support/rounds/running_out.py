@@ -24,7 +24,7 @@ Trip = Callable[[], None]
 
 
 class Layer(nn.Module):
-    """Keeps whatever a module can keep beside parameters."""
+    """Keeps all kinds of state that a module can have beside parameters."""
 
     def __init__(self, *, recorded: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and where it runs out of memory.
+    """A training, and the place where it runs out of memory.
 
     Attributes:
         where: "forward" or "backward" of the block.
@@ -89,7 +89,7 @@ class Case:
     recorded: bool = True
 
     def make(self) -> tuple[Net, nn.Parameter, torch.optim.Optimizer]:
-        """The second is no part of the model, but trained."""
+        """Makes the model, and a second module that is trained but is not part of it."""
         torch.manual_seed(0)
         model, temperature = Net(recorded=self.recorded), nn.Parameter(torch.ones(()))
         parameters = [*model.parameters()]
@@ -115,7 +115,7 @@ def loss_of(model: Net, temperature: nn.Parameter, batch: Batch) -> Tensor:
 
 @dataclass
 class Left:
-    """All that a training left."""
+    """The final state of a training."""
 
     losses: list[Tensor] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -176,7 +176,7 @@ def train_plain(case: Case) -> Left:
 
 
 class Device:
-    """What runs out of memory when a block's turn has come."""
+    """Runs out of memory at a chosen block."""
 
     def __init__(self, run: hydra_ext.Run, case: Case) -> None:
         self._run = run

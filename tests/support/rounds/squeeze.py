@@ -20,7 +20,7 @@ _ROOMY = 2**30
 
 @dataclass(frozen=True)
 class Mode:
-    """How microbatches are run; None where the library is to choose."""
+    """How microbatches run; None lets the library choose."""
 
     size: int | None = None
     recompute: bool | None = None
@@ -37,7 +37,7 @@ EVERY_MODE = tuple(Mode(size, recompute) for size in range(1, MICROBATCHES + 1) 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left."""
+    """The final state of a training."""
 
     losses: list[Tensor]
     state: dict[str, Tensor]
@@ -68,7 +68,7 @@ def _left(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def train_plain(subject: Subject, steps: int) -> Trained:
-    """The loop that ``run.step`` stands for, without hydra_ext but for the optimizer."""
+    """Runs the loop that ``run.step`` stands for, with hydra_ext's optimizer only."""
     model = subject.make()
     optimizer = _optimizer(model)
     losses = []
@@ -84,7 +84,7 @@ def train_plain(subject: Subject, steps: int) -> Trained:
 
 
 def train(subject: Subject, budget: int, mode: Mode, steps: int, *, poison: bool = True) -> Trained:
-    """Nothing is given but the budget and the mode."""
+    """Trains with a budget and a mode, and no other options."""
     model = subject.make()
     losses, retries = [], []
     with hydra_ext.offload(model, _optimizer(model), budget=budget, checks=Checks(poison_hosts=poison)) as run:
@@ -111,7 +111,7 @@ def runs(subject: Subject, budget: int, mode: Mode, steps: int = 1) -> bool:
 
 
 def smallest(subject: Subject, told: Callable[[str], object] = lambda text: None) -> tuple[int, Mode]:
-    """The smallest budget at which one step runs in any mode, and that mode."""
+    """Returns the smallest budget at which one step runs in any mode, and that mode."""
 
     def mode_at(budget: int, first: Mode) -> Mode | None:
         modes = [first, *(mode for mode in EVERY_MODE if mode != first)]

@@ -21,7 +21,7 @@ VOCABULARY = 256
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and what it is fed."""
+    """A model and its inputs."""
 
     name: str
     build: Callable[[], nn.Module]

@@ -19,7 +19,7 @@ ROOMY = 2**21
 
 
 class Layer(nn.Module):
-    """Subclasses say what it holds."""
+    """A layer; subclasses define its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Failure:
-    """The device runs out of memory once.
+    """A device that runs out of memory once.
 
     Attributes:
         where: "forward" or "backward" of the layer.
@@ -64,7 +64,7 @@ Extra = Callable[[Any], Any]
 
 
 def batches() -> list[list[Tensor]]:
-    """The first number of each is that of its step."""
+    """Returns batches whose first number is that of their step."""
     generator = torch.Generator().manual_seed(1)
     found = [[torch.randn(4, WIDTH, generator=generator) for _ in range(MICROBATCHES)] for _ in range(STEPS)]
     for step, inputs in enumerate(found):

@@ -1,4 +1,4 @@
-"""A model whose blocks are all at home on the device, beside its plain twin."""
+"""A model whose blocks are all at home on the device, and its plain twin."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def offloaded(made: Made, **device: Any) -> hydra_ext.offload:
 
 @contextmanager
 def at_home(made: Made, **device: Any) -> Iterator[Run]:
-    """After five steps all blocks are at home on the device."""
+    """Offloads a model. After five steps all blocks are at home on the device."""
     with offloaded(made, **device) as run:
         train(*made)
         assert len(run.report().homes) == LAYERS
@@ -69,7 +69,7 @@ def compare(work: Work, *, make: Callable[[], Made] = make, returned: bool | Non
 
 
 def loop(model: nn.Module, optimizer: torch.optim.Optimizer, between: Callable[[], Any] = lambda: None) -> Outcome:
-    """Two microbatches a step; ``between`` comes before the step."""
+    """Trains with two microbatches a step, and calls ``between`` before the step."""
     seen: Outcome = []
     for batch in BATCHES:
         for microbatch in batch.to(next(model.parameters()).dtype).split(4):

@@ -1,4 +1,4 @@
-"""One thread trains while another one reads the run's figures, as fast as it can: no output, but an end."""
+"""Trains in one thread while another thread reads the run's figures as fast as it can. Shows only that both end."""
 
 from __future__ import annotations
 

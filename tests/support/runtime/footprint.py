@@ -1,4 +1,4 @@
-"""What can be seen of a model and of the process from outside: to be the same before and after."""
+"""The visible state of a model and of the process, to compare before and after."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.variable import Variable
 
 
 def footprint(model: nn.Module) -> dict[str, Any]:
-    """Classes, dictionaries, hooks, parameters and their bytes' owners; autograd's engine."""
+    """Returns classes, dictionaries, hooks, parameters and the owners of their bytes, and autograd's engine."""
     seen: dict[str, Any] = {"engine": Variable._execution_engine}
     for name, module in model.named_modules():
         seen[f"{name}: class"] = type(module)
@@ -27,7 +27,7 @@ def footprint(model: nn.Module) -> dict[str, Any]:
 
 
 def process_footprint() -> dict[str, Any]:
-    """Threads of Python's and of the system's, open files, switches of torch's."""
+    """Returns Python's and the system's threads, open files, and torch's switches."""
     return {
         "python threads": sorted(thread.name for thread in threading.enumerate()),
         "system threads": len(os.listdir("/proc/self/task")),

@@ -22,7 +22,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Scenario:
-    """What to train, the budget, and whether with the kernels of a processor that has no instructions for bfloat16."""
+    """A training, its budget, and whether to use the kernels of a processor without instructions for bfloat16."""
 
     family: str
     checkpointing: str
@@ -63,7 +63,7 @@ class StepSeen:
 
 @dataclass
 class HookedRun:
-    """The steps of a scenario, and that the run was at work."""
+    """The steps of a scenario, and the proof that the engine was used."""
 
     windows: int = 0
     weights_moved: int = 0
@@ -81,7 +81,7 @@ def build_hook(folder: Path) -> Path:
 
 
 def observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
-    """Runs the scenarios, in order, in one process under the hook for each kind of kernels."""
+    """Runs the scenarios in order, in one process under the hook for each kind of kernels."""
     with_others = [[one for one in scenarios if one.without_bf16 == without] for without in (False, True)]
     runs = {one: run for same in with_others for one, run in zip(same, _observe(hook, same), strict=True)}
     return [runs[one] for one in scenarios]

@@ -1,4 +1,4 @@
-"""Trains a bf16 model under a small budget and prints, as JSON, what the process holds of host memory meanwhile.
+"""Trains a bf16 model under a small budget, and prints the process's host memory meanwhile, as JSON.
 
 Run as ``python -m support.runtime.host_memory LAYERS ROUND_SIZE`` by observe(), in a process of its own. With the
 malloc hook preloaded it counts blocks. Resident memory is measured without it: the hook's own tables are memory too.
@@ -27,7 +27,7 @@ HEAP, ALIGNED, PAGE_ALIGNED, MAPPED = range(4)  # as the hook numbers them
 
 @dataclass(frozen=True)
 class StepHeld:
-    """After one step and its update.
+    """Bytes after one step and its update.
 
     Attributes:
         resident: of the process, once the C library has given free pages back.
@@ -80,7 +80,7 @@ def observe(layers: int, hook: Path | None = None, round_size: int = MICROBATCHE
 
 
 class _Hook:
-    """The preloaded hook's counts; zeros where there is none."""
+    """The preloaded hook's counts; zeros without the hook."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Trains a model of several times the host's budget from the disk, or plainly, and prints what came of it, as JSON.
+"""Trains a model of several times the host's budget from the disk, or plainly, and prints the outcome as JSON.
 
 Run as ``python -m support.runtime.larger_than_host [FOLDER]`` by observe(), in a process of its own. It ends before the
 context does, which would bring all of the model to the host.
@@ -61,7 +61,7 @@ def observe(folder: Path | None) -> Outcome:
     """Trains in a folder, with just so much of address space as the budgets allow; or plainly."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.runtime.larger_than_host", *([str(folder)] if folder else [])],
-        # Else malloc keeps some of what is freed, and how much depends on what went before; or maps room for threads.
+        # Otherwise malloc keeps an amount of freed memory that depends on the past, or maps room for threads.
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -105,7 +105,7 @@ def _train(model: nn.Module, optimizer: Any, width: int) -> list[str]:
 
 
 def _sums(model: nn.Module, optimizer: Any, read: Callable[[Tensor], Tensor | None]) -> list[str]:
-    """One tensor after the other."""
+    """Sums one tensor after the other."""
     found = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -128,7 +128,7 @@ def _plainly() -> Outcome:
 
 
 def _enter(folder: Path, width: int, depth: int, *, budget: int, host_budget: int) -> tuple[Any, Any, Any]:
-    """A model that never was whole in memory, its optimizer, and the context."""
+    """Makes a model that was never whole in memory and its optimizer, and enters the context."""
     import torch
 
     import hydra_ext
@@ -150,7 +150,7 @@ def _enter(folder: Path, width: int, depth: int, *, budget: int, host_budget: in
 
 
 def _from_disk(folder: Path) -> Outcome:
-    """The context stays open."""
+    """Trains from the disk. The context stays open."""
     model, optimizer, context = _enter(folder, WIDTH, DEPTH, budget=DEVICE_BUDGET, host_budget=HOST_BUDGET)
     run = context.__enter__()
     _open.append(context)
@@ -171,7 +171,7 @@ _open: list[Any] = []
 
 
 def _warm_up(folder: Path) -> None:
-    """What libraries and we allocate once."""
+    """Makes libraries and the engine allocate their permanent memory."""
     model, optimizer, context = _enter(folder, 256, 8, budget=2**20, host_budget=2**23)
     with context:
         _train(model, optimizer, 256)

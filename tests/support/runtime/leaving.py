@@ -1,4 +1,4 @@
-"""Contexts and threads that have ended when a test has left them, also where it has failed inside."""
+"""Contexts and threads that have ended when a test leaves them, even if it has failed inside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Entered = TypeVar("Entered")
 
 @contextmanager
 def ends_in(error: type[Exception], context: AbstractContextManager[Entered]) -> Iterator[Entered]:
-    """Leaving the context has to raise ``error``; where the test has failed inside, it fails with that."""
+    """Asserts that leaving the context raises ``error``. If the test has failed inside, its own failure counts."""
     entered = context.__enter__()
     try:
         yield entered
@@ -30,7 +30,7 @@ def ends_in(error: type[Exception], context: AbstractContextManager[Entered]) ->
 
 @contextmanager
 def beside(work: Callable[[], Any], *, until: threading.Event | None = None) -> Iterator[threading.Thread]:
-    """Another thread works meanwhile, and has ended afterwards; ``until`` is what it may wait for."""
+    """Runs another thread meanwhile, which has ended afterwards; it may wait for ``until``."""
     thread = threading.Thread(target=work)
     thread.start()
     try:

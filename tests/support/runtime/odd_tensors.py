@@ -1,4 +1,4 @@
-"""Tensors whose numbers do not lie in memory as those of most do."""
+"""Tensors with unusual memory layouts."""
 
 from __future__ import annotations
 

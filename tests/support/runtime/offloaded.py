@@ -1,4 +1,4 @@
-"""An offloaded run for tests: hosts poisoned, reports step by step, nothing left behind."""
+"""An offloaded run for tests, with poisoned hosts and reports step by step, that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hydra_ext.runtime import engine
 
 @dataclass
 class Observed:
-    """The run inside its context, and a report after every step that was noted."""
+    """The run inside its context, and a report after every noted step."""
 
     run: Run
     reports: list[Report] = field(default_factory=list)
@@ -34,7 +34,7 @@ def offloaded(
     fault_path: bool = True,
     alone: bool = True,
 ) -> Iterator[Observed]:
-    """``hydra_ext.offload`` with poisoned hosts; at the end, asserts that it was at work and left nothing behind.
+    """Calls ``hydra_ext.offload`` with poisoned hosts. At the end asserts that it was used and left nothing behind.
 
     ``alone``: no other context is open around it, so that the engine has to be the plain one afterwards.
     """
@@ -53,7 +53,7 @@ def offloaded(
 
 
 def updated_bytes(run: Run) -> int:
-    """Bytes that go to the device after an optimizer step: the whole blocks that hold a trainable parameter."""
+    """Returns the bytes that move to the device after an optimizer step: all blocks with a trainable parameter."""
     alignment = _C.PAGE_ALIGNMENT
     return sum(
         sum(-(-parameter.nbytes // alignment) * alignment for _, parameter in block.parameters)

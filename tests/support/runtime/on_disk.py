@@ -26,7 +26,7 @@ DEPTH = 24
 
 
 def stack(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Deep enough for working memory to be small beside it, in blocks that are worth a transfer."""
+    """Makes a model so deep that working memory is small in comparison, in blocks that are worth a transfer."""
     torch.manual_seed(0)
     layers = 4 // dtype.itemsize
     blocks = [[nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(layers)] for _ in range(DEPTH)]
@@ -47,7 +47,7 @@ def sizes(model: nn.Module, optimizer: torch.optim.Optimizer | None, staging: in
 
 
 def budget_for(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, weights: int, staging: int = 0) -> int:
-    """The largest budget with which so many blocks have their weights on the disk."""
+    """Returns the largest budget that keeps the weights of this many blocks on the disk."""
     every = sizes(model, optimizer, staging)
     low, high = 0, 10 * sum(each.weights + sum(each.state) for each in every)
     while low + 1 < high:

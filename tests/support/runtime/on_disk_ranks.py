@@ -1,4 +1,4 @@
-"""What ranks do that train copies of a model that is on the disk."""
+"""The work of ranks that train copies of a model on the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def smallest_budget() -> int:
 
 
 def train_together(rank: int, folder: str | None) -> list[torch.Tensor]:
-    """Steps and plain loops by turns, on data of the rank's own."""
+    """Trains by steps and plain loops in turn, on the rank's own data."""
     _, _, model, optimizer = pair()
     on_disk = {}
     if folder is not None:

@@ -1,4 +1,4 @@
-"""What the suites of misuse and of changing models share."""
+"""Shared helpers of the suites of misuse and of changing models."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ POISONED = hydra_ext.Checks(poison_hosts=True)
 
 
 def outcome(model: nn.Module, run: hydra_ext.Run | None = None, **options: Any) -> list[Any]:
-    """Losses of a few steps, and the parameters after them."""
+    """Returns the losses of a few steps, and the parameters after them."""
     losses = train(Bench([model], [run] if run else []), **options)
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]

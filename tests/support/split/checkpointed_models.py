@@ -1,4 +1,4 @@
-"""Models with checkpoints of their own that read, or write, what the model remembers."""
+"""Models with their own checkpoints, which read or write the model's state."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from support.split.split_models_own import Stack, text, text_loss
 
 
 class Listed(Stack):
-    """Reads two weights once more in the end: by its modules."""
+    """Reads two weights again at the end, through its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Deep:
 
 
 class ByObject(Listed):
-    """In a list of an object, which a dict in a list holds."""
+    """Has its weights in a list of an object, which is in a dict in a list."""
 
     def keep(self) -> None:
         self.up = [{"deep": Deep([layer.up.weight for layer in self.layers])}]  # type: ignore[union-attr]
@@ -72,7 +72,7 @@ class ByObject(Listed):
 
 
 class ByModule(Listed):
-    """In modules that are not registered."""
+    """Has its weights in modules that are not registered."""
 
     def keep(self) -> None:
         others = [nn.Linear(32, 48) for _ in self.layers]

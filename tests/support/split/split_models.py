@@ -1,4 +1,4 @@
-"""Models of a library to cut into stages: tiny, with random weights and without dropout where nothing else is said."""
+"""Library models to cut into stages: tiny, with random weights, and without dropout unless a model says so."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def output_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, what it is fed and what is asked of it.
+    """A model, its inputs and its outputs.
 
     Attributes:
-        random: it draws random numbers as it runs.
+        random: Whether it draws random numbers as it runs.
     """
 
     name: str
@@ -269,7 +269,7 @@ _GQA = {**_GROUPED}
 
 
 def _of(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    """A class of the library and its configuration, by name: some are slow to import."""
+    """Returns a class of the library and its configuration by name, because some are slow to import."""
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**options))
 
 

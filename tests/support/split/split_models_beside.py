@@ -1,4 +1,4 @@
-"""Models that do something beside what their blocks return: they count, keep caches, look at graphs, measure."""
+"""Models with side effects beside their blocks' results: they count, keep caches, examine graphs, measure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.split.split_models_own import Layer, Stack
 
 
 class FirstTime(Stack):
-    """The first microbatch is treated in another way; ``kind`` says how that is remembered."""
+    """Treats the first microbatch differently; ``kind`` says how it remembers that."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class FirstTime(Stack):
 
 
 class CountingLayer(Layer):
-    """Counts its calls, in the way that the model asks for, and works with the number."""
+    """Counts its calls in the way that the model says, and computes with the number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class CountingRepeats(nn.Module):
 
 
 class CountsGiven(Layer):
-    """Counts in what it is given, whatever that is."""
+    """Counts in an object that it is given."""
 
     def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
         if isinstance(given, list):
@@ -122,7 +122,7 @@ class GivesCounter(Stack):
 
 
 class Memory:
-    """What one layer keeps in a cache, and that it does."""
+    """The part of a cache that one layer keeps."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -187,7 +187,7 @@ class SetsUp(Stack):
 
 
 class AsksForGraph(Stack):
-    """Looks at what a tensor of an early layer tells of its graph, and goes on as that says, at the end."""
+    """Reads the graph of an early layer's tensor at the end, and chooses its way by that."""
 
     def __init__(self, asks: Callable[[Tensor], bool]) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Info:
 
 
 class Measures(Stack):
-    """Returns what it has seen of its first layer, too."""
+    """Also returns a measure of its first layer."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.layers[0](self.embed(x))

@@ -1,4 +1,4 @@
-"""Models of our own to cut into stages: each is difficult in one way."""
+"""Our own models to cut into stages. Each is difficult in one way."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Functional(Stack):
 
 
 class InPlace(Stack):
-    """Changes what the blocks returned, and an older tensor is added again and again."""
+    """Changes the blocks' results in place, and adds an older tensor repeatedly."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -111,7 +111,7 @@ class InPlace(Stack):
 
 
 class InPlaceUnseen(Stack):
-    """Changes what the blocks returned where no graph is made."""
+    """Changes the blocks' results in place without a graph."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -124,7 +124,7 @@ class InPlaceUnseen(Stack):
 
 
 class Collects(Stack):
-    """Writes what its layers return into rows of one tensor."""
+    """Writes its layers' results into rows of one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -146,7 +146,7 @@ class LeavesTensor(Layer):
 
 
 class OnModules(Stack):
-    """Its layers leave a loss on themselves."""
+    """Its layers store a loss on themselves."""
 
     def __init__(self) -> None:
         super().__init__(LeavesTensor)
@@ -168,7 +168,7 @@ class Appends(Layer):
 
 
 class IntoList(Stack):
-    """Its layers append to a list that they are given: that cannot be followed."""
+    """Its layers append to a list argument, which the rehearsal cannot follow."""
 
     def __init__(self) -> None:
         super().__init__(Appends)
@@ -182,7 +182,7 @@ class IntoList(Stack):
 
 
 class Branches(Stack):
-    """Python looks at what blocks returned."""
+    """Python code branches on the blocks' results."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -195,7 +195,7 @@ class Branches(Stack):
 
 
 class Reads(Stack):
-    """Python reads values in ways that no operation shows."""
+    """Python code reads values without an operation."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)

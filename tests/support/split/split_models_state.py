@@ -33,7 +33,7 @@ class AssignsAtTheEnd(Stack):
 
 
 class AssignsOnly(Stack):
-    """Nothing reads the buffer in the forward, but a checkpoint would have it."""
+    """Assigns a buffer that the forward never reads, but a checkpoint includes."""
 
     last: Tensor
 
@@ -86,7 +86,7 @@ class ReadsLoads(OwnLoads):
 
 
 class CountsSteps(Stack):
-    """A buffer that all stages would count alike, if they came there."""
+    """Has a buffer that all stages would count in the same way if they ran that code."""
 
     steps: Tensor
 
@@ -187,7 +187,7 @@ class KeepsInQueue(Stack):
 
 
 class CarriesOut(Stack):
-    """Takes a state and gives it back: the caller keeps it."""
+    """Takes a state and returns it; the caller keeps it."""
 
     def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         h = self.embed(x) + state
@@ -234,7 +234,7 @@ class Truncated:
 
 
 class Logs:
-    """A function that keeps its losses, and looks at them after the model only."""
+    """A function that keeps its losses, and reads them only after the model."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = [torch.zeros(())]

@@ -1,4 +1,4 @@
-"""Random programs over blocks: whatever a forward may do between them, drawn from a seed."""
+"""Random programs over blocks: operations of a forward between blocks, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRITES = frozenset({"fresh", "fresh rows", "rows", "sum in place", "write throug
 
 
 class Block(nn.Module):
-    """Sometimes returns several things, one of them its argument; sometimes leaves a tensor on itself."""
+    """Sometimes returns several values, one of them its argument; sometimes stores a tensor on itself."""
 
     left: Tensor
 

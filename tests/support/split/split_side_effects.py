@@ -25,7 +25,7 @@ PIPELINE_SEED = 5
 DOUBLED = 5  # the first token by which a microbatch takes the longer way
 
 
-# ---- what is changed on the way -------------------------------------------------------------------------------------
+# ---- changes on the way ---------------------------------------------------------------------------------------------
 class Branching(Stack):
     """Some microbatches take a longer way, which is seen only after the second layer."""
 
@@ -108,7 +108,7 @@ class ListMemory(Layer):
 
 
 class HiddenMemory(Layer):
-    """Its memory is where no name leads to."""
+    """Keeps state in a place that no name leads to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Shared(Stack):
 
 
 def drawn_anew(model: nn.Module, batch: Batch) -> Tensor:
-    """The generator is made in each call; before the first block and after the last it gives numbers."""
+    """Makes the generator in each call, and draws before the first block and after the last one."""
     generator = torch.Generator().manual_seed(9)
     scale = torch.rand((), generator=generator)
     loss = text_loss(model, batch)
@@ -211,7 +211,7 @@ class FailsFrozen(FrozenBelow):
 
 # ---- microbatches that torch does not look into ----------------------------------------------------------------------
 class Encoding(UserDict[str, Tensor]):
-    """As a tokenizer returns it."""
+    """A microbatch as a tokenizer returns it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stages of a plain model in one process: copies of it, run one after another, each without what it does not hold."""
+"""Stages of a plain model in one process: copies, run one after another, each without the other stages' parts."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def bound(fn: Fn, model: nn.Module) -> Callable[[Any], Any]:
 
 
 def sent(crossing: Crossing | None) -> Crossing | None:
-    """As after a way between processes: in other memory."""
+    """Copies values to other memory, as on the way between processes."""
     if crossing is None:
         return None
     return Crossing(tuple(map(through_a_link, crossing.tensors)), crossing.requires_grad, crossing.structure)
@@ -110,7 +110,7 @@ def rehearsed(model: nn.Module, fn: Fn, batch: Any, *, blocks: Sequence[str] | N
 
 
 def cut(model: nn.Module, fn: Fn, rehearsal: Rehearsal, cuts: Sequence[int]) -> Stages:
-    """Copies of the model, in each of which only the stage's own part is left."""
+    """Makes copies of the model, each with only the stage's own part."""
     stages = Stages(fn, rehearsal, [0, *cuts, len(rehearsal.events)])
     for lo, hi in zip(stages.borders[:-1], stages.borders[1:], strict=True):
         part = copy.deepcopy(model)
@@ -131,7 +131,7 @@ def run(model: nn.Module, fn: Fn, batches: Sequence[Any], cuts: Sequence[int], r
 
 
 def run_plainly(model: nn.Module, fn: Fn, batches: Sequence[Any]) -> Outcome:
-    """The model itself, as a loop over batches runs it."""
+    """Runs the whole model in a loop over batches."""
     model = copy.deepcopy(model)
     summands = Summands()
     losses = []
@@ -146,7 +146,7 @@ def run_plainly(model: nn.Module, fn: Fn, batches: Sequence[Any]) -> Outcome:
 
 
 def even_cuts(rehearsal: Rehearsal, stages: int) -> list[int]:
-    """About as many events in each."""
+    """Returns cuts with about equally many events in each stage."""
     possible = rehearsal.possible_cuts
     wanted = [round(i * len(rehearsal.events) / stages) for i in range(1, stages)]
     found = sorted({min(possible, key=lambda cut: (abs(cut - place), cut)) for place in wanted})
@@ -184,12 +184,12 @@ def assert_same(
 
 
 def shared(model: nn.Module, rehearsal: Rehearsal, cuts: Sequence[int]) -> set[str]:
-    """Names of the parameters that several stages hold."""
+    """Returns the names of the parameters that several stages have."""
     return set(shared_parameters(rehearsal, cuts, model))
 
 
 def without(rehearsal: Rehearsal, boundary: int, key: Key) -> Rehearsal:
-    """As if the rehearsal had overlooked that the value is used after the boundary."""
+    """Removes a value, as if the rehearsal had overlooked its use after the boundary."""
     boundaries = list(rehearsal.boundaries)
     values = tuple(other for other in boundaries[boundary].values if other != key)
     boundaries[boundary] = dataclasses.replace(boundaries[boundary], values=values)

@@ -1,4 +1,4 @@
-"""Models that remember something from one microbatch to the next, in every place where a module can."""
+"""Models that keep state from one microbatch to the next, in every place where a module can."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def in_tensor(held: Any) -> float:
     return float(held[0])
 
 
-# What makes one, and what gives another number of it each time.
+# A constructor of the counter, and a function that returns another number each time.
 COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "nested": (lambda: {"a": [0]}, lambda held: in_member(held["a"])),
     "space": (lambda: [SimpleNamespace(calls=0)], lambda held: in_attribute(held[0])),
@@ -236,7 +236,7 @@ def set_back(model: nn.Module) -> None:
 
 
 def remembered(model: nn.Module) -> dict[str, Any]:
-    """What the modules show, by name."""
+    """Returns the modules' state, by name."""
     shown: dict[str, Any] = {}
     for name, module in model.named_modules():
         for attribute in ("calls", "kept", "lengths", "average", "memory", "ends", "noted", "running_var"):

@@ -1,4 +1,4 @@
-"""What a compression within a bound must keep."""
+"""Assertions about a compression within a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients with and without a stash, and what must hold once nothing is saved any more."""
+"""Losses and gradients with and without a stash, and assertions for an empty stash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stashed(**options: object) -> hydra_ext.stash:
 
 
 def gradients(model: nn.Module, loss: Loss, inside: AbstractContextManager[object] | None = None) -> list[Tensor]:
-    """The loss and all gradients of one step from the same random state; the model has none afterwards."""
+    """Returns the loss and all gradients of one step from the same random state, and removes the gradients."""
     torch.manual_seed(11)
     with inside if inside is not None else nullcontext():
         result = loss()
@@ -38,5 +38,5 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def assert_empty(report: StashReport) -> None:
-    """Everything is given back."""
+    """Asserts that the stash has returned all memory."""
     assert (report.held_bytes, report.host_bytes) == (0, 0)

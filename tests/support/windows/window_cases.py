@@ -1,6 +1,6 @@
-"""What users do around forward and backward, one function each: the cases of the window.
+"""The cases of the window: typical user code around forward and backward, one function each.
 
-Every function works on a bench and returns what it saw; the models' parameters are compared in any case.
+Every function works on a bench and returns its results. The models' parameters are always compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
 def case_of(cases: list[Case]) -> Callable[..., Callable[[Body], Body]]:
-    """A decorator that puts a function among the cases."""
+    """Makes a decorator that adds a function to the cases."""
 
     def case(subject: Subject = GPT2, **particulars: Any) -> Callable[[Body], Body]:
         def add(body: Body) -> Body:
@@ -37,7 +37,7 @@ case = case_of(CASES)
 
 
 def train(bench: Bench, loss_of: Loss | None = None, *, steps: int = 3, first: int = 0) -> Outcome:
-    """A user's loop; between its lines the models are as plain ones."""
+    """Runs a user's loop. Between its lines the models look like plain ones."""
     loss_of = loss_of or language_loss
     optimizer = torch.optim.AdamW(bench.model.parameters(), lr=1e-2)
     losses: Outcome = []

@@ -1,4 +1,4 @@
-"""The window's cases about what goes wrong: exceptions and interrupts, caught at once or kept alive for long."""
+"""The window's cases of failures: exceptions and interrupts, caught at once or kept alive for long."""
 
 from __future__ import annotations
 

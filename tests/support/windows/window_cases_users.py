@@ -1,4 +1,4 @@
-"""The window's cases that are about what surrounds a model: other layers, hooks, files, other models."""
+"""The window's cases about a model's surroundings: other layers, hooks, files, other models."""
 
 from __future__ import annotations
 
