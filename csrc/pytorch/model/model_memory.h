@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "csrc/memory/host_arena.h"
 #include "csrc/memory/limited_resource.h"
 #include "csrc/memory/tracked_resource.h"
 #include "csrc/pytorch/memory/account.h"
