@@ -18,6 +18,8 @@ __all__: list[str] = [
     "ActivityRecord",
     "ActivityRow",
     "AdamStep",
+    "Arrivals",
+    "BlockHomes",
     "BlockUpdate",
     "ChainPartition",
     "Charged",
@@ -28,9 +30,12 @@ __all__: list[str] = [
     "DiskStatistics",
     "FaultInjector",
     "FileOperations",
+    "GradientPath",
     "GradientStatistics",
+    "HomeMoves",
     "HomeStatistics",
     "HostArena",
+    "HostChanges",
     "InstructionSet",
     "LaneStatistics",
     "LayerBounds",
@@ -40,11 +45,19 @@ __all__: list[str] = [
     "MemoryClass",
     "MemoryMoment",
     "MemorySample",
+    "MemoryTimeline",
+    "ModelBlocks",
+    "ModelDisk",
+    "ModelMemory",
+    "ModelWindow",
     "PAGE_ALIGNMENT",
     "PagedModel",
+    "Pager",
     "PagerStatistics",
     "PassKind",
+    "PendingUpdate",
     "PlannedStage",
+    "RoundStay",
     "SavedDigest",
     "SavedTensor",
     "Schedule",
@@ -66,6 +79,7 @@ __all__: list[str] = [
     "Treatment",
     "Uncharged",
     "Verification",
+    "WindowGate",
     "WindowToken",
     "Windows",
     "clip_factor",
@@ -808,6 +822,9 @@ class SiteVisit:
     def __init__(self) -> None: ...
 
 class PagedModel:
+    """
+    One model under one budget, by its parts.
+    """
     def __init__(
         self,
         *,
@@ -822,140 +839,69 @@ class PagedModel:
         device: torch.device = ...,
     ) -> None: ...
     def add_block(self, name: str, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]]) -> int: ...
-    def begin_early(self) -> None: ...
-    def begin_visit(
-        self,
-        visit: SiteVisit,
-        blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        kind: PassKind,
-    ) -> None: ...
-    @typing.overload
-    def bring_home(self, block: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @typing.overload
-    def bring_home(self, *, disk: bool = True) -> None:
-        """
-        All of it; what is on the `disk` may stay there.
-        """
-    def charge_buffers(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     def close(self) -> None: ...
-    def defer_update(
-        self,
-        updates: collections.abc.Sequence[BlockUpdate],
-        pool: ThreadPool,
-        scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
-    ) -> None: ...
-    def drop_copies(self) -> None: ...
-    def drop_early(self) -> None: ...
-    def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
-    def enter(self, token: WindowToken, kind: PassKind) -> None: ...
-    def exit(self, token: WindowToken, *, failed: bool) -> None: ...
-    def expect_version(self, version: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def faces(self) -> list[torch.Tensor]: ...
-    def finish_update(self) -> None: ...
-    def make_on_disk(
-        self, block: typing.SupportsInt | typing.SupportsIndex, like: torch.Tensor, dtype: torch.dtype, *, copies: bool
-    ) -> torch.Tensor: ...
-    def moved_hosts(self) -> str: ...
-    def note_optimizer_step(self) -> None: ...
-    def open_disk(
-        self,
-        folder: str,
-        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
-        files: FileOperations = None,
-    ) -> None: ...
-    def overlapping_blocks(self, others: collections.abc.Sequence[torch.Tensor]) -> list[list[int]]:
-        """
-        Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.
-        """
-    def read_from_disk(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """
-        A copy of what is on the disk; None if it is not.
-        """
-    def record_timeline(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
-        """
-        What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.
-        """
-    def refresh(self) -> None: ...
-    def return_gathered(
-        self,
-        block: typing.SupportsInt | typing.SupportsIndex,
-        index: typing.SupportsInt | typing.SupportsIndex,
-        gradient: torch.Tensor,
-    ) -> None: ...
-    @typing.overload
-    def returns(self, token: WindowToken, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
-    @typing.overload
-    def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
-    def run_hooks(self) -> None: ...
-    def send_gradients_to_disk(
-        self, block: typing.SupportsInt | typing.SupportsIndex, backlog: typing.SupportsInt | typing.SupportsIndex
-    ) -> None: ...
-    def settle(
-        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
-    ) -> bool:
-        """
-        The device becomes the block's home, if it can.
-        """
-    def settle_gradients(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[bool]:
-        """
-        Nothing is to be added to the block's gradients in this window. Returns which of them have changed.
-        """
-    def settle_on_disk(
-        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
-    ) -> None:
-        """
-        The disk becomes the home of the block's optimizer state.
-        """
-    def settle_weights_on_disk(self, block: typing.SupportsInt | typing.SupportsIndex) -> bool:
-        """
-        The disk becomes the home of the block's weights, if it can.
-        """
-    def show_in_window(self, host: typing.Any, face: typing.Any) -> None: ...
-    def stay_in(
-        self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
-    ) -> None: ...
-    def take_gathered(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[torch.Tensor | None]:
-        """
-        What was gathered on the device and is all there is of a block's gradients, or copies of what is at home there, by parameter.
-        """
-    def timeline(self) -> list[MemorySample]: ...
-    def update_at_home(
-        self, update: BlockUpdate, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0
-    ) -> None: ...
-    def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
-        """
-        False when other threads are still inside after that time.
-        """
-    def watch(self, dictionary: dict, name: str) -> None: ...
+    @property
+    def arrivals(self) -> Arrivals: ...
+    @property
+    def blocks(self) -> ModelBlocks: ...
+    @property
+    def changes(self) -> HostChanges: ...
+    @property
+    def gate(self) -> WindowGate: ...
+    @property
+    def gradients(self) -> GradientPath: ...
+    @property
+    def homes(self) -> BlockHomes: ...
+    @property
+    def memory(self) -> ModelMemory: ...
+    @property
+    def moves(self) -> HomeMoves: ...
+    @property
+    def pager(self) -> Pager: ...
+    @property
+    def rounds(self) -> RoundStay: ...
+    @property
+    def update(self) -> PendingUpdate: ...
+    @property
+    def window(self) -> ModelWindow: ...
+
+class ModelMemory:
+    """
+    The budget on the device, and the host arena.
+    """
+    def charge_buffers(self, bytes: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def arena_bytes(self) -> int: ...
     @property
     def backend(self) -> DeviceBackend: ...
     @property
-    def deferred_updates(self) -> int: ...
-    @property
-    def disk_fills(self) -> int: ...
-    @property
-    def disk_statistics(self) -> DiskStatistics: ...
-    @property
-    def dropped_copies(self) -> int: ...
-    @property
-    def foreign_bytes(self) -> int: ...
-    @property
-    def foreign_entries(self) -> int: ...
-    @property
-    def gradient_statistics(self) -> GradientStatistics: ...
-    @property
-    def home_statistics(self) -> HomeStatistics: ...
-    @property
-    def in_backward(self) -> bool: ...
-    @property
-    def leaving_norm(self) -> LeavingNorm: ...
-    @property
     def ledger(self) -> Ledger: ...
     @property
-    def pager_statistics(self) -> PagerStatistics: ...
+    def slot_bytes(self) -> int:
+        """
+        Bytes that the device has given to slots and has not got back.
+        """
+
+class ModelBlocks:
+    """
+    The blocks, and both faces of their parameters.
+    """
+    def faces(self) -> list[torch.Tensor]: ...
+    def overlapping(self, others: collections.abc.Sequence[torch.Tensor]) -> list[list[int]]:
+        """
+        Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.
+        """
+    @property
+    def foreign_bytes(self) -> int: ...
+
+class Pager:
+    """
+    Which block is in which slot.
+    """
+    def recorded(self, kind: PassKind) -> list[tuple[int, int]]:
+        """
+        What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.
+        """
     @property
     def pins(self) -> int: ...
     @property
@@ -966,30 +912,73 @@ class PagedModel:
     @property
     def resident_bytes(self) -> int: ...
     @property
-    def settled_blocks(self) -> list[int]: ...
-    @property
-    def slot_bytes_held(self) -> int:
-        """
-        Bytes that the device has given to slots and has not got back.
-        """
-    @property
-    def update_bytes(self) -> int: ...
-    @property
-    def update_seconds(self) -> float: ...
-    @property
-    def update_wait_seconds(self) -> float: ...
-    @property
-    def window_open(self) -> bool: ...
-    @property
-    def windows_opened(self) -> int: ...
+    def statistics(self) -> PagerStatistics: ...
 
-class Windows:
+class HostChanges:
     """
-    The windows of several models, entered and left together.
+    What is written to parameters, on either side.
     """
-    def __enter__(self) -> None: ...
-    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
-    def __init__(self, models: collections.abc.Sequence[PagedModel], kind: PassKind) -> None: ...
+    def moved(self) -> str:
+        """
+        Names of parameters that were written to since the window opened, or last was open.
+        """
+    def note_optimizer_step(self) -> None: ...
+    def refresh(self) -> None: ...
+
+class PendingUpdate:
+    """
+    An optimizer step that runs while the model goes on.
+    """
+    def defer(
+        self,
+        updates: collections.abc.Sequence[BlockUpdate],
+        pool: ThreadPool,
+        scale: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+    ) -> None: ...
+    def finish(self) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def deferred(self) -> int:
+        """
+        Steps so far.
+        """
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def wait_seconds(self) -> float: ...
+
+class GradientPath:
+    """
+    The way of gradients to where they are at home.
+    """
+    def begin_early(self) -> None: ...
+    def drop_early(self) -> None: ...
+    def finish(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[bool]:
+        """
+        Nothing is to be added to the block's gradients in this window. Returns which of them have changed.
+        """
+    def return_gathered(
+        self,
+        block: typing.SupportsInt | typing.SupportsIndex,
+        index: typing.SupportsInt | typing.SupportsIndex,
+        gradient: torch.Tensor,
+    ) -> None: ...
+    def run_hooks(self) -> None:
+        """
+        Runs the post-accumulate hooks of parameters that one microbatch's backward has brought gradients to.
+        """
+    def send_to_disk(
+        self, block: typing.SupportsInt | typing.SupportsIndex, backlog: typing.SupportsInt | typing.SupportsIndex
+    ) -> None: ...
+    def take_gathered(self, block: typing.SupportsInt | typing.SupportsIndex) -> list[torch.Tensor | None]:
+        """
+        What was gathered on the device and is all there is of a block's gradients, or copies of what is at home there, by parameter.
+        """
+    @property
+    def norm(self) -> LeavingNorm: ...
+    @property
+    def statistics(self) -> GradientStatistics: ...
 
 class Uncharged:
     """
@@ -1008,6 +997,188 @@ class Charged:
     def __init__(self, limit: typing.SupportsInt | typing.SupportsIndex) -> None: ...
     @property
     def ledger(self) -> Ledger: ...
+
+class HomeStatistics:
+    @property
+    def moved_bytes(self) -> int: ...
+    @property
+    def returned(self) -> int: ...
+    @property
+    def settled(self) -> int: ...
+
+class FileOperations:
+    pass
+
+class DiskStatistics:
+    @property
+    def gradient_bytes(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def spared_bytes(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def working_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+
+class ModelDisk:
+    """
+    The disk as a home, if there is one.
+    """
+    def make(
+        self, block: typing.SupportsInt | typing.SupportsIndex, like: torch.Tensor, dtype: torch.dtype, *, copies: bool
+    ) -> torch.Tensor:
+        """
+        A tensor of the optimizer's state that is at home there.
+        """
+    def open(
+        self,
+        folder: str,
+        sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        files: FileOperations = None,
+    ) -> None: ...
+    @property
+    def fills(self) -> int: ...
+    @property
+    def statistics(self) -> DiskStatistics: ...
+
+class BlockHomes:
+    """
+    Where blocks are at home, besides the host.
+    """
+    @property
+    def disk(self) -> ModelDisk: ...
+    @property
+    def on_device(self) -> list[int]:
+        """
+        Blocks whose home is the device.
+        """
+    @property
+    def statistics(self) -> HomeStatistics:
+        """
+        Of the device.
+        """
+
+class HomeMoves:
+    """
+    Moves of blocks between their homes.
+    """
+    @typing.overload
+    def bring_home(self, block: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @typing.overload
+    def bring_home(self, *, disk: bool = True) -> None:
+        """
+        All of it; what is on the `disk` may stay there.
+        """
+    def read_from_disk(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """
+        A copy of what is on the disk; None if it is not.
+        """
+    def settle_on_device(
+        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
+    ) -> bool:
+        """
+        The device becomes the block's home, if it can.
+        """
+    def settle_state_on_disk(
+        self, block: typing.SupportsInt | typing.SupportsIndex, state: collections.abc.Sequence[torch.Tensor]
+    ) -> None:
+        """
+        The disk becomes the home of the block's optimizer state.
+        """
+    def settle_weights_on_disk(self, block: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        The disk becomes the home of the block's weights, if it can.
+        """
+    def update(
+        self, update: BlockUpdate, pool: ThreadPool, scale: typing.SupportsFloat | typing.SupportsIndex = 1.0
+    ) -> None:
+        """
+        Runs a block's part of an optimizer step now, where its home is.
+        """
+
+class WindowGate:
+    """
+    Which threads are inside, and what modules show meanwhile.
+    """
+    def show(self, host: typing.Any, face: typing.Any) -> None:
+        """
+        The face stands in the host's place while a window is open.
+        """
+    def wait_for_others(self, milliseconds: typing.SupportsInt | typing.SupportsIndex) -> bool:
+        """
+        False when other threads are still inside after that time.
+        """
+    def watch(self, dictionary: dict, name: str) -> None: ...
+    @property
+    def foreign_entries(self) -> int: ...
+    @property
+    def in_backward(self) -> bool:
+        """
+        Whether some thread is inside a backward.
+        """
+    @property
+    def open(self) -> bool: ...
+    @property
+    def opens(self) -> int: ...
+
+class ModelWindow:
+    """
+    Windows, and visits of sites.
+    """
+    def begin_visit(
+        self,
+        visit: SiteVisit,
+        blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex],
+        kind: PassKind,
+    ) -> None: ...
+    def end_visit(self, visit: SiteVisit, *, failed: bool) -> None: ...
+    def enter(self, token: WindowToken, kind: PassKind) -> None: ...
+    def exit(self, token: WindowToken, *, failed: bool) -> None: ...
+    @typing.overload
+    def returns(self, token: WindowToken, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    @typing.overload
+    def returns(self, visit: SiteVisit, outputs: collections.abc.Sequence[torch.Tensor]) -> None: ...
+
+class Windows:
+    """
+    The windows of several models, entered and left together.
+    """
+    def __enter__(self) -> None: ...
+    def __exit__(self, arg0: typing.Any, arg1: typing.Any, arg2: typing.Any) -> None: ...
+    def __init__(self, models: collections.abc.Sequence[PagedModel], kind: PassKind) -> None: ...
+
+class MemoryTimeline:
+    """
+    What the device held when passes reached blocks.
+    """
+    def record(self, samples: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def samples(self) -> list[MemorySample]: ...
+
+class Arrivals:
+    """
+    Passes arrive at blocks, and leave them.
+    """
+    def set_version(self, version: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    @property
+    def dropped_copies(self) -> int: ...
+    @property
+    def timeline(self) -> MemoryTimeline: ...
+
+class RoundStay:
+    """
+    Blocks that a round stays in.
+    """
+    def drop_copies(self) -> None: ...
+    def stay_in(
+        self, blocks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], kind: PassKind
+    ) -> None: ...
 
 class SavedDigest:
     """
@@ -1068,7 +1239,7 @@ class StagedBackward:
         turns: (microbatch, piece), all of them.
         """
     def run(self, turn: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def run_last_piece(self, model: PagedModel) -> None:
+    def run_last_piece(self, gradients: GradientPath) -> None:
         """
         Of the microbatch that was added last.
         """
@@ -1078,35 +1249,6 @@ class StagedBackward:
     def nested(self) -> bool: ...
     @property
     def refusal(self) -> str: ...
-
-class HomeStatistics:
-    @property
-    def moved_bytes(self) -> int: ...
-    @property
-    def returned(self) -> int: ...
-    @property
-    def settled(self) -> int: ...
-
-class FileOperations:
-    pass
-
-class DiskStatistics:
-    @property
-    def gradient_bytes(self) -> int: ...
-    @property
-    def read_bytes(self) -> int: ...
-    @property
-    def spared_bytes(self) -> int: ...
-    @property
-    def state_bytes(self) -> int: ...
-    @property
-    def wait_seconds(self) -> float: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def working_bytes(self) -> int: ...
-    @property
-    def written_bytes(self) -> int: ...
 
 class StashStatistics:
     @property
