@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,27 @@ def is_repeating() -> bool:
     return bool(getattr(_thread, "repetitions", 0))
 
 
+@dataclass(frozen=True)
+class _Before:
+    """Everything that there was before the first call, until that call has ended."""
+
+    names: list[tuple[Names, Names]]
+    contents: Snapshot
+    buffers: list[tuple[Tensor, int, Tensor]]  # versions, copies
+    others: list[tuple[Tensor, int, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The part of it that the second call does not find by itself."""
+
+    names: list[tuple[Names, str, Any]] = field(default_factory=list)
+    entries: list[tuple[Kind, Any, Any]] = field(default_factory=list)
+    tensors_inside: list[tuple[Kind, Any, Any]] = field(default_factory=list)
+    values: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    written: list[Tensor] = field(default_factory=list)
+
+
 class CallState:
     """What the forward of a module reads besides parameters and arguments, as it is when this is made.
 
@@ -75,74 +96,70 @@ class CallState:
         self._modules = [*module.modules()]
         self._classes = [*dict.fromkeys(kind for inner in self._modules for kind in classes_of(type(inner)))]
         self._held: list[Names] = [names for inner in self._modules for names in (inner.__dict__, inner._buffers)]
-        self._before: list[tuple[Names, Names]] = [(names, dict(names)) for names in self._held]
-        self._contents: Snapshot | None = Snapshot(
-            *(value for names, _ in self._before[::2] for name, value in names.items() if name not in OF_EVERY_MODULE),
+        names = [(names, dict(names)) for names in self._held]
+        contents = Snapshot(
+            *(value for held, _ in names[::2] for name, value in held.items() if name not in OF_EVERY_MODULE),
             *self._classes,
             apart=self._modules,
         )
-        self._copies = [(buffer, version_of(buffer), copied(buffer)) for buffer in module.buffers()]
-        known = {id(buffer) for buffer, _, _ in self._copies}
-        self._others = [
+        buffers = [(buffer, version_of(buffer), copied(buffer)) for buffer in module.buffers()]
+        known = {id(buffer) for buffer, _, _ in buffers}
+        others = [
             (tensor, tensor._version, copied(tensor) if is_small(tensor) else None)
-            for tensor in {id(tensor): tensor for tensor in self._contents.tensors}.values()
+            for tensor in {id(tensor): tensor for tensor in contents.tensors}.values()
             if id(tensor) not in known and _is_state(tensor)
         ]
+        self._before: _Before | None = _Before(names, contents, buffers, others)
         self._iterators = {
-            id(held): (held, independent_copy(held)) for kind, held, _ in self._contents.entries if kind is ITERATOR
+            id(held): (held, independent_copy(held)) for kind, held, _ in contents.entries if kind is ITERATOR
         }
-        self._empty = self._contents.empty
-        self._entries: list[tuple[Kind, Any, Any]] = []
-        self._tensors_inside: list[tuple[Kind, Any, Any]] = []  # of entries
-        self._names: list[tuple[Names, str, Any]] = []
-        self._values: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        self._written: list[Tensor] = []
+        self._empty = contents.empty
+        self._found = _Found()
         self.trusted: list[tuple[Tensor, int]] = []
         self.escaped = False
 
     def drop_unchanged(self, hold: Hold) -> None:
         """After the call: tensors that it has changed are held by ``hold``, the others are not kept."""
-        for names, before in self._before:
-            for name in before.keys() | names.keys():
-                value = before.get(name, _ABSENT)
+        if self._before is None:
+            return
+        before, self._before, found = self._before, None, self._found
+        for names, there in before.names:
+            for name in there.keys() | names.keys():
+                value = there.get(name, _ABSENT)
                 if type(value) in LEAVES or isinstance(value, _PLAIN):
-                    self._names.append((names, name, value))
+                    found.names.append((names, name, value))
                 elif names.get(name, _ABSENT) is not value:
-                    self._names.append((names, name, _held(value, hold) if isinstance(value, Tensor) else value))
+                    found.names.append((names, name, _held(value, hold) if isinstance(value, Tensor) else value))
                 elif name not in OF_EVERY_MODULE and kinds_of(value):
-                    self._names.append((names, name, value))
-        for kind, held, saved in self._contents.entries if self._contents is not None else ():
+                    found.names.append((names, name, value))
+        for kind, held, saved in before.contents.entries:
             if kind in _WITHOUT_CONTENT:
                 continue
             if kind in _WITH_MEMBERS and next(_tensors_among(kind.members(saved)), None) is not None:
-                self._tensors_inside.append((kind, held, _kept(kind, held, saved, hold)))
+                found.tensors_inside.append((kind, held, _kept(kind, held, saved, hold)))
             else:
-                self._entries.append((kind, held, saved))
-        for buffer, version, value in self._copies:
+                found.entries.append((kind, held, saved))
+        for buffer, version, value in before.buffers:
             if may_have_changed(buffer, version):
-                self._values.append((buffer, hold(value)))
+                found.values.append((buffer, hold(value)))
             else:
                 self.trusted.append((buffer, version))
-        for tensor, version, copy in self._others:
+        for tensor, version, copy in before.others:
             if tensor._version != version:
-                self._written.append(tensor)
+                found.written.append(tensor)
                 if copy is not None:
-                    self._values.append((tensor, hold(copy)))
-        self._before.clear()
-        self._copies.clear()
-        self._others.clear()
-        self._contents = None
+                    found.values.append((tensor, hold(copy)))
 
     @contextmanager
     def in_place(self) -> Iterator[_Copies]:
         """The module is as noted meanwhile, and afterwards as it is now. Gives what is to be told of saved tensors."""
         held_now = [(names, dict(names)) for names in self._held]
-        of_entries = [held for entries in (self._entries, self._tensors_inside) for _, held, _ in entries]
+        of_entries = [held for entries in (self._found.entries, self._found.tensors_inside) for _, held, _ in entries]
         now = self._snapshot(*self._empty, *of_entries)
-        copies = _Copies(self._written, self._iterators)
+        copies = _Copies(self._found.written, self._iterators)
         _thread.repetitions = getattr(_thread, "repetitions", 0) + 1
         try:
-            for tensor, noted in self._values:
+            for tensor, noted in self._found.values:
                 copies.take(tensor, _lying_as(tensor, noted()))
             self._put()
             if self._holds_tensors(now):
@@ -163,7 +180,7 @@ class CallState:
 
     def _holds_tensors(self, now: Snapshot) -> bool:
         """Or iterators, elsewhere than in buffers: most modules do not."""
-        if now.tensors or self._tensors_inside or self._iterators:
+        if now.tensors or self._found.tensors_inside or self._iterators:
             return True
         return any(kind is ITERATOR for kind, _, _ in now.entries)
 
@@ -174,16 +191,16 @@ class CallState:
 
     def _put(self) -> None:
         """What was there before the first call, in its places."""
-        for names, name, value in self._names:
+        for names, name, value in self._found.names:
             _set(names, name, value.tensor() if isinstance(value, _Held) else value)
         for container in self._empty:
             if container:
                 container.clear()
-        for kind, held, saved in self._entries:
+        for kind, held, saved in self._found.entries:
             kind.put(held, saved)
-        for kind, held, saved in self._tensors_inside:
+        for kind, held, saved in self._found.tensors_inside:
             with suppress(_GoneError):
-                kind.put(held, kind.mapped(saved, _found))
+                kind.put(held, kind.mapped(saved, _taken))
 
 
 class _Copies:
@@ -345,9 +362,9 @@ def _alive(reference: weakref.ReferenceType[Tensor]) -> Tensor:
     return tensor
 
 
-def _found(value: Any) -> Any:
+def _taken(value: Any) -> Any:
     if isinstance(value, tuple):
-        return mapped_tuple(value, _found)
+        return mapped_tuple(value, _taken)
     return value.tensor() if isinstance(value, _Held) else value
 
 

@@ -179,6 +179,6 @@ def _link(link: LinkFacts) -> Check:
     detail = f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to the host ({link.kind})"
     if link.kind == "cuda" and min(to_device, to_host) < _SLOW_LINK:
         return Check(
-            "link", Status.WARN, detail, "check that the GPU has all lanes of its slot, and that memory is pinned"
+            "link", Status.WARN, detail, "see that the GPU has all lanes of its slot, and that memory is pinned"
         )
     return Check("link", Status.OK, detail)
