@@ -21,6 +21,7 @@ from hydra_ext import _C
 from hydra_ext.activations.call_state import CallState, Hold
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.arguments import Arguments, tensors_in
+from hydra_ext.state.numbers import version_of
 from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
@@ -78,6 +79,7 @@ class RepeatableCall:
         self._random: RandomState | None = None
         self._saved = _C.SavedDigest([])
         self._given = self._saved
+        self._writes_arguments = False
 
     @not_traced
     def __call__(self, *tensors: Tensor) -> Any:
@@ -85,11 +87,13 @@ class RepeatableCall:
             return self.again(tensors)
         (args, kwargs), self._first = self._first, None
         self.tensors = []
+        versions = list(map(version_of, tensors))
         state = CallState(self._module)
         self._random = RandomState(own=self._arguments.sources)
         self._saved = _C.SavedDigest([*self._module.parameters()])
         with added_to(self._saved):
             output = self._call(args, kwargs)
+        self._writes_arguments = versions != list(map(version_of, tensors))
         if self._in_full:
             self._given = self._digest_of(output)
         state.drop_unchanged(self._hold)
@@ -111,6 +115,8 @@ class RepeatableCall:
         """
         if self._state is None or self._random is None:
             raise RuntimeError("a call is repeated that has not ended")
+        if self._writes_arguments:  # they are no longer what the call began with, and others have them
+            raise self.deviation()
         args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
         try:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hydra_ext import _C
+from hydra_ext.activations.call_state import is_repeating
 from hydra_ext.blocks import Site
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import UnsupportedModel
@@ -64,7 +65,8 @@ class SiteCall(StandIn):
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
             window.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
             output = self.inner(*args, **kwargs)
-            if torch.is_grad_enabled():
+            # The graph of a repetition is dropped: marked, its nodes would hold its inputs for a while.
+            if torch.is_grad_enabled() and not is_repeating():
                 window.returns(visit, list(tensors_in(output)))
             failed = False
             return output

@@ -166,6 +166,59 @@ def test_a_backward_that_draws_draws_as_the_loop(choices: dict[str, Any]) -> Non
     assert report.retries == 0
 
 
+# ---- arguments ------------------------------------------------------------------------------------------------------
+class Jitters(nn.Module):
+    """Writes to what it is given, as the routers of some mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x *= torch.empty_like(x).uniform_(0.9, 1.1)
+        return torch.tanh(self.linear(x))
+
+
+def test_a_block_that_writes_to_its_argument_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Jitters(), nn.Linear(WIDTH, WIDTH)])
+    twin = copy.deepcopy(model)
+
+    def loss_of(model: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in model:
+            x = block(x)
+        return x.square().mean()
+
+    microbatches = batches(1, 3)[0]
+    for number, x in enumerate(microbatches):
+        torch.manual_seed(number)
+        (loss_of(twin, x) / len(microbatches)).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model]) as run:
+        found: list[Tensor] = []
+        optimizer.register_step_pre_hook(lambda *_: found.extend(p.grad.clone() for p in model.parameters()))
+        run.step(microbatches, lambda x: loss_of(model, x), seeds=[0, 1, 2], round_size=1, recompute=True)
+        assert run.report().fallbacks == 0
+    assert len(found) == 6
+    assert all(torch.equal(mine, p.grad) for mine, p in zip(found, twin.parameters(), strict=True))
+
+
+def test_a_recomputed_round_leaves_nothing_on_the_device() -> None:
+    """Its budget may be what the next round needs to the last byte."""
+    torch.manual_seed(0)
+    model = Net(lambda: nn.Linear(WIDTH, WIDTH))
+    held: list[int] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
+
+        def noted(x: Tensor) -> Tensor:
+            held.append(run.activation_bytes())
+            return loss(model, x)
+
+        run.step(batches(1, 4)[0], noted, round_size=1, recompute=True)
+    assert held == [0, 4, 8, 12]  # losses of the rounds before
+
+
 # ---- what no state that is restored decides -------------------------------------------------------------------------
 @WAYS
 def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCaptureFixture) -> None:
