@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext.errors import UnsupportedModel
 from support.rounds.deviating import (
+    CALLS,
     DEPTH,
     WIDTH,
     Deviating,
@@ -226,9 +227,9 @@ def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCa
     model = Net(lambda: Deviating(50))
     twin = copy.deepcopy(model)
     steps = batches(20, 1)
-    Deviating.calls = -10_000
+    CALLS[0] = -10_000
     expected = in_a_loop(twin, steps)
-    Deviating.calls = 0
+    CALLS[0] = 0
     found: list[Any] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: found.append([p.grad.clone() for p in model.parameters()]))
@@ -253,7 +254,7 @@ def test_a_block_that_deviates_late_is_caught(rounds: bool, caplog: pytest.LogCa
             with pytest.raises(UnsupportedModel, match="gives something else when it is called a second time"):
                 train(run)
             optimizer.zero_grad()
-            Deviating.calls = -10_000
+            CALLS[0] = -10_000
             train(run)  # what has deviated is kept
     assert len(found) >= len(steps)
     assert_equal(found[:5], expected)  # the sixth step meets the fiftieth call
@@ -264,7 +265,7 @@ def test_a_step_that_cannot_be_made_again_says_that_it_is_not_complete() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: None)
-    Deviating.calls = 0
+    CALLS[0] = 0
     with hydra_ext.offload(model, optimizer, budget=2**20, device="simulated", blocks=[*model.blocks]) as run:
 
         def train() -> None:

@@ -20,6 +20,10 @@ CHECKS = Checks(poison_hosts=True)
 Gradients = list[Tensor | None]
 
 
+_DRAWN = random.Random(7)
+CALLS = [0]  # of all deviating blocks
+
+
 class Shuffle(nn.Module):
     """Permutes its output: the same numbers at other places."""
 
@@ -37,12 +41,10 @@ class Shuffle(nn.Module):
 
 
 class HiddenShuffle(Shuffle):
-    """Shuffles with a generator that is not on the module."""
-
-    drawn = random.Random(7)
+    """Shuffles with a generator to which no attribute of the module or its class leads."""
 
     def order(self) -> list[int]:
-        return HiddenShuffle.drawn.sample(range(WIDTH), WIDTH)
+        return _DRAWN.sample(range(WIDTH), WIDTH)
 
 
 class LayerDrop(nn.Module):
@@ -69,9 +71,7 @@ class Experts(nn.Module):
 
 
 class Deviating(nn.Module):
-    """Deviates from one call on. The module's attributes do not show which call."""
-
-    calls = 0  # of all modules
+    """Deviates from one call on. No attribute of the module or its class shows which call."""
 
     def __init__(self, start: int) -> None:
         super().__init__()
@@ -79,8 +79,8 @@ class Deviating(nn.Module):
         self.start = start
 
     def forward(self, x: Tensor) -> Tensor:
-        Deviating.calls += 1
-        return torch.tanh(self.linear(x * (1.0 if Deviating.calls < self.start else Deviating.calls)))
+        CALLS[0] += 1
+        return torch.tanh(self.linear(x * (1.0 if CALLS[0] < self.start else CALLS[0])))
 
 
 class Net(nn.Module):
