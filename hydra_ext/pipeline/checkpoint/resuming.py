@@ -172,9 +172,9 @@ class Restored:
             if len(older) != needed:
                 return [
                     f"the step after it uses weights that are {len(older)} steps old for {name!r:.200}, and the "
-                    f"schedule of this pipeline {needed} steps old ones (with the schedule that it was made with it "
-                    "goes on; with another one the newest weights can be taken alone: hydra_ext.load_model before the "
-                    "pipeline is made)"
+                    f"schedule of this pipeline {needed} steps old ones (give the schedule and the cuts that it was "
+                    "made with: cuts= too, since chosen cuts depend on times; or take the newest weights alone, by "
+                    "hydra_ext.load_model before the pipeline is made)"
                 ]
             for age, each in enumerate(older, 1):
                 if each is not None:
