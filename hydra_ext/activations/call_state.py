@@ -263,7 +263,8 @@ class _Copies:
         if not _is_state(value):
             return value
         copies = id(value) in self._written or is_small(value)
-        self._originals.append(_Original.of(value, copies=copies))
+        # The original of a large one is only watched: a second copy of it may be more than the device has room for.
+        self._originals.append(_Original.of(value, copies=is_small(value)))
         return copied(value) if copies else value
 
     def note_saved(self, tensor: Tensor) -> None:

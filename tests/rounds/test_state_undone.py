@@ -82,9 +82,7 @@ class Noisy(Layer):
 def test_generators_of_modules_are_put_back(
     generator: Callable[[], Any], held: Callable[[Any], Any], recompute: bool, failure: Failure | None
 ) -> None:
-    # Those in containers are not where they were when a block is called again: it is kept from then on.
-    again = recompute and not isinstance(held(None), type(None))
-    assert_is_the_loop(lambda: Stack(lambda: Noisy(held(generator()))), failure, again=again, recompute=recompute)
+    assert_is_the_loop(lambda: Stack(lambda: Noisy(held(generator()))), failure, recompute=recompute)
 
 
 # ---- tensors and containers -----------------------------------------------------------------------------------------
@@ -178,9 +176,7 @@ def test_tensors_and_containers_are_as_in_a_loop(
     def recorded(model: Stack) -> list[Any]:
         return [each.recorded() for each in model.layers if isinstance(each, Records)]
 
-    # A block that reads what it writes to, deep in an object, gives something else when called again: it is kept.
-    again = recompute and layer is Reads
-    report = assert_is_the_loop(lambda: Stack(layer), failure, again=again, extra=recorded, recompute=recompute)
+    report = assert_is_the_loop(lambda: Stack(layer), failure, extra=recorded, recompute=recompute)
     assert report.fallbacks == 0
 
 
