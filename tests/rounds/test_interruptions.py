@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import hydra_ext
 from hydra_ext import _C, Checks
 from hydra_ext.runtime import rounds
+from hydra_ext.runtime.rounds.fibers import Fiber
 from support.models.zoo_more import MORE_FAMILIES
 from support.rounds.rounds import (
     Plan,
@@ -215,6 +216,35 @@ def test_ctrl_c_reaches_a_microbatch_that_computes_in_python() -> None:
             run.step(BATCHES[: PLAN.m], lambda b: loss(model, b), round_size=PLAN.m, recompute=False)
         handle.remove()
         assert reached == ["microbatch-1"]
+        assert_trains_on(run, model, round_size=PLAN.m, recompute=False)
+
+
+def test_an_interrupt_just_outside_the_wait_reaches_the_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between waking it and waiting for it."""
+    spinning = threading.Event()
+    told: list[int] = []
+    wait = Fiber._wait
+
+    def late(fiber: Fiber[Any]) -> None:
+        while not told and (fiber._permitted or fiber._running):
+            if spinning.is_set():
+                told.append(fiber.index)
+                raise KeyboardInterrupt
+        wait(fiber)
+
+    def spin(*_: Any) -> None:
+        spinning.set()
+        while True:
+            pass
+
+    with an_offloaded_model() as (run, model):
+        handle = model.layers[2].register_forward_pre_hook(at_call(1, spin))
+        monkeypatch.setattr(Fiber, "_wait", late)
+        with pytest.raises(KeyboardInterrupt):
+            run.step(BATCHES[: PLAN.m], lambda b: loss(model, b), round_size=PLAN.m, recompute=False)
+        monkeypatch.undo()
+        handle.remove()
+        assert told == [1]
         assert_trains_on(run, model, round_size=PLAN.m, recompute=False)
 
 

@@ -139,6 +139,8 @@ class Fiber(Generic[Result]):
         self._cancelled = True
         if self._claim.setdefault("by", "maker") == "maker":
             self._ended = True
+        if self._running:  # an interrupt came to the maker just outside its wait: the fiber has not heard of it
+            self._interrupt(KeyboardInterrupt)
         while not self._ended:
             self._permitted = True
             self._wake.put(None)
