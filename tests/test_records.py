@@ -26,13 +26,13 @@ BUILT_UP = {
     "Running",
     "StageGradients",
     "Usage",
+    "_BlockReduction",
     "_Installed",
     "_Noted",
     "_Place",
     "_Share",
     "_Slot",
     "_Sums",
-    "_UnderWay",
 }
 
 

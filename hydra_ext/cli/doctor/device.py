@@ -175,7 +175,7 @@ def _pinning(facts: DeviceFacts, memlock_bytes: int | None) -> Check:
 def _link(link: LinkFacts) -> Check:
     to_device, to_host = link.to_device_bytes_per_second, link.to_host_bytes_per_second
     if to_device is None or to_host is None:
-        return Check("link", Status.WARN, "the link could not be measured", "check whether the GPU's memory is full")
+        return Check("link", Status.WARN, "the link could not be measured", "see whether the GPU's memory is full")
     detail = f"{to_device / 1e9:.1f} GB/s to the device, {to_host / 1e9:.1f} GB/s to the host ({link.kind})"
     if link.kind == "cuda" and min(to_device, to_host) < _SLOW_LINK:
         return Check(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,10 +71,17 @@ class RunCheckpoint:
         self.files = Files()
         self.gradients_used = True
         self.reads_the_disk = False
-        self._run = run
+        self._owner = weakref.ref(run)  # which has this, and would be kept by it
         self._saving = saving
         self._spilling = spilling
         self._termination: Termination | None = None
+
+    @property
+    def _run(self) -> CheckpointOwner:
+        run = self._owner()
+        if run is None:
+            raise StateError("the run whose checkpoints these are is no more")
+        return run
 
     # ---- loading ----------------------------------------------------------------------------------------------------
 

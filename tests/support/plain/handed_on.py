@@ -130,7 +130,7 @@ def steps_with_numbers(rank: int) -> tuple[list[Any], list[int]]:
                 lambda value, microbatch, step=step: (pipelines.loss_of(value, microbatch), {"of": step}),
             )
             found.append([metric["of"] for metric in output.metrics])
-        ends = pipe._engine._links._ends  # type: ignore[union-attr]
+        ends = pipe._engine.assembly.links._ends  # type: ignore[union-attr]
         return found, [len(end._structures) for end in ends]
 
 
