@@ -140,7 +140,7 @@ TEST_F(CudaDeviceFake, ErrorsSayWhatWasAskedAndWhatThereIs) {
     FAIL() << "nothing was thrown";
   } catch (const OutOfMemory& error) {
     const std::string message = error.what();
-    EXPECT_NE(message.find("3.00 MiB (3145728 bytes) asked"), std::string::npos) << message;
+    EXPECT_NE(message.find("asked for 3.00 MiB (3145728 bytes)"), std::string::npos) << message;
     EXPECT_NE(message.find("free of 2.00 GiB"), std::string::npos) << message;
   }
 }
