@@ -505,6 +505,8 @@ class ActionKind:
 
       REDUCE
 
+      BEGIN_UPDATE
+
       UPDATE
 
       SEND_ACTIVATION
@@ -517,6 +519,7 @@ class ActionKind:
     """
 
     BACKWARD: typing.ClassVar[ActionKind]
+    BEGIN_UPDATE: typing.ClassVar[ActionKind]
     FORWARD: typing.ClassVar[ActionKind]
     RECEIVE_ACTIVATION: typing.ClassVar[ActionKind]
     RECEIVE_GRADIENT: typing.ClassVar[ActionKind]
@@ -565,7 +568,7 @@ class Action:
     @property
     def microbatch(self) -> int:
         """
-        0 for REDUCE and UPDATE, which are of a whole batch.
+        0 for REDUCE, BEGIN_UPDATE and UPDATE, which are of a whole batch.
         """
     @property
     def stage(self) -> int: ...
@@ -580,6 +583,12 @@ class ScheduleStream:
     What one rank does, step after step, in batches from the first on.
     """
     def drain(self) -> list[Action]: ...
+    def evaluation(
+        self,
+        batch: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        microbatches: typing.SupportsInt | typing.SupportsIndex,
+    ) -> list[Action]: ...
     def next_batch(self, microbatches: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
     @property
     def batches(self) -> int: ...

@@ -36,6 +36,7 @@ _NAMES = {
     ActionKind.FORWARD: "in the forward of",
     ActionKind.BACKWARD: "in the backward of",
     ActionKind.REDUCE: "after the last backward of",
+    ActionKind.BEGIN_UPDATE: "before the update with",
     ActionKind.UPDATE: "in the update with",
     ActionKind.SEND_ACTIVATION: "after the forward of",
     ActionKind.RECEIVE_ACTIVATION: "before the forward of",
@@ -134,6 +135,7 @@ class Executor:
             ActionKind.FORWARD: self._forward,
             ActionKind.BACKWARD: self._backward,
             ActionKind.REDUCE: self._reduce,
+            ActionKind.BEGIN_UPDATE: lambda *_: None,
             ActionKind.UPDATE: self._update,
             ActionKind.SEND_ACTIVATION: self._send_activation,
             ActionKind.RECEIVE_ACTIVATION: self._expect_activation,
@@ -218,7 +220,7 @@ class Executor:
         if action is None:
             return f"between two steps, in stage {', '.join(map(str, sorted(self._stages)))}"
         what = f"batch {action.batch}"
-        if action.kind not in (ActionKind.REDUCE, ActionKind.UPDATE):
+        if action.kind not in (ActionKind.REDUCE, ActionKind.BEGIN_UPDATE, ActionKind.UPDATE):
             what = f"microbatch {action.microbatch} of {what}"
         return f"{_NAMES[action.kind]} {what} in stage {action.stage}"
 

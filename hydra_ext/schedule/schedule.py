@@ -18,7 +18,9 @@ Stream = _C.ScheduleStream
 
 ``next_batch(microbatches)`` is the step of the next batch. ``drain()`` is what is left of the batches so far, updates
 included; nothing where the schedule flushes. After a drain the next batch fills the pipeline anew, and uses the version
-that it would use without it. ``batches`` is the number of the next batch. Owned by one thread.
+that it would use without it. ``batches`` is the number of the next batch. ``evaluation(batch, microbatches=...)`` is
+the forwards alone of a batch that is not trained with, whose number is below 0; they use the newest version. Owned by
+one thread.
 """
 
 
@@ -41,9 +43,10 @@ class Schedule:
             rank 1: U1-2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 R1
 
         ``F`` is a forward, ``B`` a backward, ``R`` says that a batch's gradients of the stage are complete and their
-        sums over ranks begin, ``U`` waits for these and updates the stage. ``SF`` and ``RF`` send and receive what the
-        next stage's forward needs, ``SB`` and ``RB`` the gradients that come back, named after the stage that does it;
-        where there are none at all, they are added. A stage lives on the rank whose line has its actions.
+        sums over ranks begin, ``U`` waits for these and updates the stage. ``BU`` says from where on the update may be
+        made behind other actions. ``SF`` and ``RF`` send and receive what the next stage's forward needs, ``SB`` and
+        ``RB`` the gradients that come back, named after the stage that does it. Where there is no ``BU`` at all, or no
+        send and receive, they are added. A stage lives on the rank whose line has its actions.
 
         Raises:
             InvalidSchedule: with line and word. Whether the schedule can run is what :meth:`verify` says.
@@ -132,7 +135,8 @@ class Schedule:
     # ---- what comes of it -------------------------------------------------------------------------------------------
 
     def with_communication(self) -> Schedule:
-        """With sends and receives in the bodies, as a user's own schedule: for batches of one size.
+        """With sends and receives in the bodies, as a user's own schedule: for batches of one size. The begins of
+        updates are written there too.
 
         A receive comes before the forward or backward that precedes the one that needs it, so that values travel
         while that one computes; the first of a body comes first of all. Each direction of each hop is a queue of its
@@ -141,7 +145,7 @@ class Schedule:
         return Schedule(self._core.with_communication())
 
     def stream(self, rank: int, *, first_batch: int = 0) -> Stream:
-        """What the rank does from the first batch on, communication included.
+        """What the rank does from the first batch on, begins of updates and communication included.
 
         Args:
             first_batch: its number, where a training goes on that has made the updates of all batches before it.
@@ -152,7 +156,7 @@ class Schedule:
         return self._core.stream(rank, first_batch=first_batch)
 
     def unroll(self, batches: int) -> list[list[Action]]:
-        """Of each rank: all it does in so many steps and a drain, communication included."""
+        """Of each rank: all it does in so many steps and a drain, begins of updates and communication included."""
         return self._core.unroll(batches)
 
     def verify(
@@ -163,7 +167,8 @@ class Schedule:
         Every forward and backward is there once, in an order that the stages allow; ranks do not block each other,
         also where updates wait for the reductions of all stages (a norm over the whole model); both ends of every hop
         name microbatches in the same order; the version that a microbatch uses is there for its forward and not
-        written over before its backward; updates come in the order of batches, after their reductions.
+        written over before its backward; updates come in the order of batches, after their reductions, and begin where
+        nothing uses the memory that they write to.
 
         Args:
             in_flight: microbatches that a stage may have between forward and backward at most; any number if None.
