@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.pipeline.batch import Batch
-from hydra_ext.pipeline.executor import Executor, OwnStage, Update
+from hydra_ext.pipeline.executor import Executor
+from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.gradients import Holder, Partners, Reducer, SharedWeight
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.ranks.topology import Topology
@@ -30,6 +31,7 @@ from hydra_ext.pipeline.stages.trained import Trained
 from hydra_ext.pipeline.stages.update import settings_of
 from hydra_ext.pipeline.stages.versions import StageWeights
 from hydra_ext.pipeline.trace import Activity
+from hydra_ext.pipeline.updates import Update
 from hydra_ext.schedule import Schedule
 from hydra_ext.split.stage_program import StageProgram, microbatch_seed
 from hydra_ext.split.stages.stand_ins import is_absent
@@ -148,7 +150,7 @@ class Engine:
                 # The update of this step may come in a later one; schedulers would warn that there was none before
                 # their first step.
                 stage.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return batch, self._executor.take_updates()
+        return batch, self._executor.updates.take()
 
     def evaluate(self, microbatches: Sequence[Any], fn: Callable[..., Any]) -> Batch:
         """All of this rank's forwards, after a drain, with the newest weights."""
@@ -179,7 +181,7 @@ class Engine:
     @property
     def progress(self) -> Progress:
         """What the next step depends on beside weights and optimizers; nothing may be under way."""
-        return Progress(self.batches, self._evaluations, self._seed, list(self._executor.updates))
+        return Progress(self.batches, self._evaluations, self._seed, list(self._executor.updates.made))
 
     def delay_of(self, stage: int, batch: int) -> int:
         """How many versions before the newest one that it could use a batch uses."""
@@ -188,7 +190,7 @@ class Engine:
     def resume(self, progress: Progress) -> None:
         """The next step is the one after these batches. Nothing may be under way."""
         self.batches, self._evaluations, self._seed = progress.batches, progress.evaluations, progress.seed
-        self._executor.updates = list(progress.updates)
+        self._executor.updates.made = list(progress.updates)
         self._stream = self._schedule.stream(self._topology.place, first_batch=progress.batches)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -217,7 +219,7 @@ class Engine:
             list(self._executor.timings),
             list(self._links.transfers),
             list(self._reducer.reductions),
-            list(self._executor.behind),
+            list(self._executor.updates.behind),
         )
 
     @property
@@ -289,9 +291,11 @@ class Engine:
                 forward = self._links.connect(here, there, f"activations of stage {stage}")
                 back = self._links.connect(there, here, f"gradients for stage {stage}")
                 if isinstance(forward, Outbox) and isinstance(back, Inbox):
-                    by_index[stage].outbox, by_index[stage].gradient_inbox = forward, back
+                    links = by_index[stage].links
+                    links.outbox, links.gradient_inbox = forward, back
                 elif isinstance(forward, Inbox) and isinstance(back, Outbox):
-                    by_index[stage + 1].inbox, by_index[stage + 1].gradient_outbox = forward, back
+                    links = by_index[stage + 1].links
+                    links.inbox, links.gradient_outbox = forward, back
 
     def _connect_announcements(self) -> tuple[Inbox | None, list[Outbox]]:
         """From the rank of each line that computes the losses to the others of the line."""
