@@ -159,7 +159,7 @@ class Engine:
         number = -1 - self._evaluations
         seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
         batch = Batch(number, microbatches, fn, seeds, 1, None, {})
-        self._executor.evaluate(batch)
+        self._executor.evaluate(batch, self._stream.evaluation(number, microbatches=len(microbatches)))
         return batch
 
     def drain(self) -> None:

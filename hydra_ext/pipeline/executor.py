@@ -1,4 +1,4 @@
-"""Runs one rank's actions: the schedule says which, in what order. Evaluations alone are made here."""
+"""Runs one rank's actions: the schedule says which, in what order; nothing is decided here."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ class Executor:
             self._waiting,
             hosts_hold_weights=tier is None or tier.hosts_hold_weights,
         )
-        self._schedule = schedule
         self._stages = {stage.index: stage for stage in stages}
         self._watch = watch
         self._device = device
@@ -123,25 +122,11 @@ class Executor:
                 self.tally.count_step(time.perf_counter() - start)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> None:
-        """Forwards only, with the newest weights; nothing may be under way. Its number is below -1."""
+    def evaluate(self, batch: Batch, actions: Iterable[Action]) -> None:
+        """A stream's evaluation, whose number below -1 is the batch's; nothing else may be under way."""
         self.admit(batch)
-        numbers = range(len(batch.microbatches))
-        for index in sorted(self._stages):
-            ahead = self._evaluation(ActionKind.RECEIVE_ACTIVATION, index, batch, numbers[:1])
-            for number in numbers:
-                ahead += self._evaluation(ActionKind.RECEIVE_ACTIVATION, index, batch, numbers[number + 1 : number + 2])
-                ahead += self._evaluation(ActionKind.FORWARD, index, batch, [number])
-                ahead += self._evaluation(ActionKind.SEND_ACTIVATION, index, batch, [number])
-            self.run(ahead)
+        self.run(actions)
         del self._batches[batch.number]
-
-    def _evaluation(self, kind: ActionKind, stage: int, batch: Batch, numbers: Iterable[int]) -> list[Action]:
-        if kind != ActionKind.FORWARD and (stage if kind == ActionKind.RECEIVE_ACTIVATION else stage + 1) not in range(
-            1, self._schedule.stages
-        ):
-            return []
-        return [Action(kind, stage=stage, batch=batch.number, microbatch=number) for number in numbers]
 
     def describe(self) -> str:
         """Where this rank is, for the others; from any thread."""
