@@ -238,7 +238,7 @@ class Run(Resumable):
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.moves.bring_home(disk=not self._reads_the_disk)
+        self.core.moves.bring_all_home(from_disk=not self._reads_the_disk)
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
