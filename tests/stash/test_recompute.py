@@ -113,7 +113,7 @@ def test_inside_offload(family: Family, rounds: bool) -> None:
     # What was there beside weights at the fullest moment; how much of the gradients and activations on their way to the
     # host was among it is another figure in each run, so that the first share of the weights may still hold them all.
     held = ample.peak_activations_bytes + ample.peak_workspace_bytes + ample.peak_gradients_bytes
-    for share in (2, 4, 8):
+    for share in (2, 4, 8, 16, 32):
         budget = held + ample.parameter_bytes // share
         found, small = offloaded(family, recomputed_blocks(hydra_ext.Offload()), budget=budget, rounds=rounds)
         assert_same(found, expected)
