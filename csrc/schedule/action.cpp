@@ -10,7 +10,9 @@ const char* letters(ActionKind kind) noexcept {
       return "B";
     case ActionKind::kReduce:
       return "R";
-    case ActionKind::kUpdate:
+    case ActionKind::kBeginUpdate:
+      return "BU";
+    case ActionKind::kFinishUpdate:
       return "U";
     case ActionKind::kSendActivation:
       return "SF";

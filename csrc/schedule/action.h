@@ -6,6 +6,7 @@
 //   body        the actions of one rank in one step, with batches counted from that of the step (0, -1, ...)
 //   version     W(0) is what training starts with, the update with batch t's gradients makes W(t + 1)
 //   hop         the way from one stage to the next; each direction of each hop is a queue of its own
+//   in place    how a stage with one buffer is updated: the next version is written over the only one
 //
 // Values. No thread, no clock: what is here only says what is to be done, in which order.
 #pragma once
@@ -23,7 +24,9 @@ enum class ActionKind : std::uint8_t {
   kForward,            // F: keeps what backward needs: the microbatch is in flight
   kBackward,           // B: adds to the batch's gradients; the microbatch is no longer in flight
   kReduce,             // R: the batch's gradients of the stage are complete; sums over ranks start now
-  kUpdate,             // U: waits for what R started, on every stage of that batch, and publishes the next version
+  kBeginUpdate,        // BU: from here on the update may be made, behind what follows, once what R started has ended
+  kFinishUpdate,       // U: waits for what R started, on every stage of that batch, makes what is left of the update,
+                       // and publishes the next version
   kSendActivation,     // SF: to the next stage; returns at once
   kReceiveActivation,  // RF: from the stage before; room is offered now, F waits until it is filled
   kSendGradient,       // SB: to the stage before; returns at once
@@ -34,20 +37,20 @@ struct Action {
   ActionKind kind = ActionKind::kForward;
   int stage = 0;
   std::int64_t batch = 0;  // counted from the start of training; in a body from the batch of the step
-  int microbatch = 0;      // 0 for R and U, which are of a whole batch
+  int microbatch = 0;      // 0 for R, BU and U, which are of a whole batch
 
   auto operator<=>(const Action&) const = default;
 };
 
 using Actions = std::vector<Action>;
 
-/// "F", "B", "R", "U", "SF", "RF", "SB" or "RB".
+/// "F", "B", "R", "BU", "U", "SF", "RF", "SB" or "RB".
 const char* letters(ActionKind kind) noexcept;
 constexpr bool is_compute(ActionKind kind) noexcept {
   return kind == ActionKind::kForward || kind == ActionKind::kBackward;
 }
 constexpr bool is_of_batch(ActionKind kind) noexcept {
-  return kind == ActionKind::kReduce || kind == ActionKind::kUpdate;
+  return kind == ActionKind::kReduce || kind == ActionKind::kBeginUpdate || kind == ActionKind::kFinishUpdate;
 }
 constexpr bool is_communication(ActionKind kind) noexcept { return kind >= ActionKind::kSendActivation; }
 constexpr bool is_send(ActionKind kind) noexcept {

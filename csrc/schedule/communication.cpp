@@ -1,7 +1,5 @@
 #include "csrc/schedule/communication.h"
 
-#include <utility>
-
 namespace hydra::schedule {
 
 namespace {
@@ -61,17 +59,6 @@ Actions add_communication(const Schedule& schedule, const Actions& actions) {
     }
   }
   return added;
-}
-
-Schedule add_communication(const Schedule& schedule) {
-  if (schedule.communicates()) {
-    return schedule;
-  }
-  std::vector<Actions> bodies;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    bodies.push_back(add_communication(schedule, schedule.body(rank)));
-  }
-  return Schedule(schedule.stages(), schedule.microbatches(), schedule.rule(), std::move(bodies));
 }
 
 }  // namespace hydra::schedule

@@ -22,7 +22,4 @@ inline constexpr int kNoStage = -1;
 /// `actions` are those of one rank, in its order, without communication.
 Actions add_communication(const Schedule& schedule, const Actions& actions);
 
-/// With communication in the bodies. One that communicates already is returned as it is.
-Schedule add_communication(const Schedule& schedule);
-
 }  // namespace hydra::schedule

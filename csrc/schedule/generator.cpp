@@ -87,7 +87,7 @@ void Generator::finish(int stage, std::int64_t batch) {
 }
 
 void Generator::update(int stage, std::int64_t batch) {
-  emit(ActionKind::kUpdate, stage, batch);
+  emit(ActionKind::kFinishUpdate, stage, batch);
   ++next_update_[local(stage)];
 }
 

@@ -1,5 +1,5 @@
-// The actions of one rank by a recipe, batch after batch, whatever their sizes: computes, reductions and updates, no
-// communication yet.
+// The actions of one rank by a recipe, batch after batch, whatever their sizes: computes, reductions and ends of
+// updates; no begins of updates (update_placer.h) and no communication yet.
 //
 //   1. Before the first forward of batch t on a stage that uses W(t - 1), what W(t - 1) is made of is finished there:
 //      the backwards of batch t - 2, their reduction, the update. As late as possible, so that the sums over ranks have

@@ -63,6 +63,10 @@ void RankCheck::take(const Action& action) {
   if (!batches_.has(action)) {
     fail(action, "there is no such microbatch");
   }
+  if (in_place_ != kNoStage && (action.kind != ActionKind::kFinishUpdate || action.stage != in_place_)) {
+    fail(action, "stage " + std::to_string(in_place_) + " is being updated in place: put its U right behind its BU");
+  }
+  in_place_ = kNoStage;
   switch (action.kind) {
     case ActionKind::kForward:
       return take_forward(action);
@@ -70,7 +74,9 @@ void RankCheck::take(const Action& action) {
       return take_backward(action);
     case ActionKind::kReduce:
       return take_reduce(action);
-    case ActionKind::kUpdate:
+    case ActionKind::kBeginUpdate:
+      return take_begin(action);
+    case ActionKind::kFinishUpdate:
       return take_update(action);
     default:
       return take_communication(action);
@@ -84,7 +90,7 @@ bool RankCheck::taken(ActionKind kind, const Action& action) const {
 void RankCheck::take_once(const Action& action) {
   expect(!taken(action.kind, action), action, "it is there a second time; leave one");
   auto& bits = taken_[batches_.microbatch_place(action.stage, action.batch, action.microbatch)];
-  bits = static_cast<std::uint8_t>(bits | bit(action.kind));
+  bits = static_cast<std::uint16_t>(bits | bit(action.kind));
 }
 
 void RankCheck::take_forward(const Action& action) {
@@ -129,6 +135,29 @@ void RankCheck::take_reduce(const Action& action) {
   stage.reduced[index(action.batch)] = true;
 }
 
+void RankCheck::take_begin(const Action& action) {
+  Stage& stage = stages_[index(action.stage)];
+  if (action.batch > stage.updates) {
+    fail(action, "it needs " + version(action.batch) + ", and the newest there is " + version(stage.updates) +
+                     ": put U of batch " + std::to_string(action.batch - 1) + " before it");
+  }
+  expect(action.batch == stage.updates && !stage.updating, action, "it is there a second time; leave one");
+  for (const int number : schedule_.stages_of(rank_)) {
+    if (!stages_[index(number)].reduced[index(action.batch)]) {
+      fail(action, "the gradients of stage " + std::to_string(number) +
+                       " were not reduced, and a rank sums those of all its stages together: put R" +
+                       std::to_string(number) + " of that batch before it");
+    }
+  }
+  stage.updating = true;
+  if (schedule_.buffers(action.stage) == 1) {
+    in_place_ = action.stage;
+    return;
+  }
+  change(stage, &Peaks::versions, 1);
+  check_limits(action, stage);
+}
+
 void RankCheck::take_update(const Action& action) {
   Stage& stage = stages_[index(action.stage)];
   if (action.batch != stage.updates) {
@@ -136,15 +165,12 @@ void RankCheck::take_update(const Action& action) {
                      std::to_string(stage.updates) + " is the next");
   }
   expect(stage.reduced[index(action.batch)], action, "its gradients were not reduced: put R of that batch before it");
+  expect(stage.updating, action, "it was not begun: put BU of that batch before it, or leave out all BU");
   const bool used_yet = stage.uses_left[index(stage.updates)] > 0;
-  const bool beside = used_yet || schedule_.buffers(action.stage) > 1;
-  if (beside) {
-    change(stage, &Peaks::versions, 1);
-    check_limits(action, stage);
-  }
-  if (beside && !used_yet) {
+  if (schedule_.buffers(action.stage) > 1 && !used_yet) {
     change(stage, &Peaks::versions, -1);
   }
+  stage.updating = false;
   ++stage.updates;
   change(stage, &Peaks::gradients, -1);
 }
@@ -207,7 +233,7 @@ void RankCheck::end() const {
     }
     const std::int64_t updates = stages_[index(number)].updates;
     HYDRA_EXPECT(updates == batches_.batches(), InvalidSchedule,
-                 where + in_words({ActionKind::kUpdate, number, updates, 0}) + " is missing");
+                 where + in_words({ActionKind::kFinishUpdate, number, updates, 0}) + " is missing");
   }
 }
 

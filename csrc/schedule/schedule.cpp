@@ -70,6 +70,7 @@ void Schedule::place(int rank, const Action& action) {
   home = rank;
   steps_behind_ = std::max(steps_behind_, static_cast<int>(-action.batch));
   communicates_ = communicates_ || is_communication(action.kind);
+  begins_updates_ = begins_updates_ || action.kind == ActionKind::kBeginUpdate;
 }
 
 const Actions& Schedule::body(int rank) const {

@@ -39,6 +39,8 @@ class Schedule {
   int steps_behind() const noexcept { return steps_behind_; }
   /// Whether sends and receives are written in the bodies; else they are added to what comes of them.
   bool communicates() const noexcept { return communicates_; }
+  /// Whether BU is written in the bodies; else likewise.
+  bool begins_updates() const noexcept { return begins_updates_; }
 
   /// Set by make(): a recipe goes on where a body stops, with batches of other sizes.
   const std::optional<Recipe>& recipe() const noexcept { return recipe_; }
@@ -58,6 +60,7 @@ class Schedule {
   std::vector<int> ranks_;  // of each stage
   int steps_behind_ = 0;
   bool communicates_ = false;
+  bool begins_updates_ = false;
   std::optional<Recipe> recipe_;
 };
 

@@ -68,7 +68,7 @@ class Clock {
         now = timed.end = timed.start + cost[stage];
         break;
       }
-      case ActionKind::kUpdate:
+      case ActionKind::kFinishUpdate:
         timed.start = std::max(now, reduced(stage, action.batch));
         now = timed.end = timed.start + costs_.update[stage];
         break;
@@ -140,7 +140,7 @@ Timeline simulate(const Schedule& schedule, const Costs& costs, int batches) {
   }
   timeline.busy.assign(index(schedule.ranks()), 0);
   for (const TimedAction& timed : timeline.actions) {
-    const bool works = is_compute(timed.action.kind) || timed.action.kind == ActionKind::kUpdate;
+    const bool works = is_compute(timed.action.kind) || timed.action.kind == ActionKind::kFinishUpdate;
     timeline.busy[index(timed.rank)] += works ? timed.end - timed.start : 0;
   }
   for (const double busy : timeline.busy) {

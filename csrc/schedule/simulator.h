@@ -4,6 +4,9 @@
 // it, occupies it for `transfer`, and arrives `latency` later. Reductions of a rank run one after the other beside its
 // computes; an update waits for its own, or for those of all stages where there is a norm over the whole model. Without
 // overlap sends and reductions hold up their rank until they are done.
+//
+// An update takes its time at U, as with an optimizer that cannot step behind other actions; BU takes none. The cost of
+// an update that is made behind them is 0.
 #pragma once
 
 #include <vector>
@@ -28,7 +31,7 @@ struct Costs {
 struct TimedAction {
   Action action;
   int rank = 0;
-  // Of a send: from when it has the hop until its value has arrived. A receive takes no time.
+  // Of a send: from when it has the hop until its value has arrived. A receive and BU take no time.
   double start = 0;
   double end = 0;
 };

@@ -1,6 +1,7 @@
 #include "csrc/schedule/stream.h"
 
 #include <string>
+#include <utility>
 
 #include "csrc/base/errors.h"
 #include "csrc/schedule/communication.h"
@@ -9,7 +10,11 @@ namespace hydra::schedule {
 
 namespace {
 
-Actions communicating(const Schedule& schedule, Actions actions) {
+/// With what the schedule leaves out.
+Actions completed(const Schedule& schedule, UpdatePlacer& placer, Actions actions) {
+  if (!schedule.begins_updates()) {
+    actions = placer.place(actions);
+  }
   return schedule.communicates() ? actions : add_communication(schedule, actions);
 }
 
@@ -53,7 +58,7 @@ Actions BodyReader::drain() {
 }
 
 Stream::Stream(const Schedule& schedule, int rank, std::int64_t first_batch)
-    : schedule_(schedule), reader_(schedule, rank, first_batch) {
+    : schedule_(schedule), rank_(rank), reader_(schedule, rank, first_batch), placer_(schedule, rank, first_batch) {
   HYDRA_EXPECT(first_batch >= 0, InvalidSchedule, "first_batch=" + std::to_string(first_batch) + "; give 0 or more");
   if (schedule.recipe()) {
     generator_.emplace(*schedule.recipe(), rank, first_batch);
@@ -61,10 +66,24 @@ Stream::Stream(const Schedule& schedule, int rank, std::int64_t first_batch)
 }
 
 Actions Stream::next_batch(int microbatches) {
-  return communicating(schedule_, generator_ ? generator_->next_batch(microbatches) : reader_.next_batch(microbatches));
+  return completed(schedule_, placer_,
+                   generator_ ? generator_->next_batch(microbatches) : reader_.next_batch(microbatches));
 }
 
-Actions Stream::drain() { return communicating(schedule_, generator_ ? generator_->drain() : reader_.drain()); }
+Actions Stream::drain() { return completed(schedule_, placer_, generator_ ? generator_->drain() : reader_.drain()); }
+
+Actions Stream::evaluation(std::int64_t batch, int microbatches) const {
+  HYDRA_EXPECT(batch < 0 && microbatches >= 1 && microbatches <= kMostMicrobatches, InvalidSchedule,
+               "an evaluation as batch " + std::to_string(batch) + " of " + std::to_string(microbatches) +
+                   " microbatches; give a number below 0, and 1 to " + std::to_string(kMostMicrobatches));
+  Actions forwards;
+  for (const int stage : schedule_.stages_of(rank_)) {
+    for (int microbatch = 0; microbatch < microbatches; ++microbatch) {
+      forwards.push_back({ActionKind::kForward, stage, batch, microbatch});
+    }
+  }
+  return add_communication(schedule_, forwards);
+}
 
 std::int64_t Stream::batches() const noexcept { return generator_ ? generator_->batches() : reader_.batches(); }
 
@@ -73,13 +92,32 @@ std::vector<Actions> unroll(const Schedule& schedule, int batches) {
   std::vector<Actions> ranks;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     BodyReader reader(schedule, rank, 0);
+    UpdatePlacer placer(schedule, rank, 0);
     Actions& actions = ranks.emplace_back();
     for (int batch = 0; batch < batches; ++batch) {
-      append(actions, communicating(schedule, reader.next_batch(schedule.microbatches())));
+      append(actions, completed(schedule, placer, reader.next_batch(schedule.microbatches())));
     }
-    append(actions, communicating(schedule, reader.drain()));
+    append(actions, completed(schedule, placer, reader.drain()));
   }
   return ranks;
+}
+
+Schedule written_out(const Schedule& schedule) {
+  // By then nothing is of a batch before the first, nor begins at another place because it is of the first.
+  const int steady = schedule.steps_behind() + 1;
+  std::vector<Actions> bodies(index(schedule.ranks()));
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    BodyReader reader(schedule, rank, 0);
+    UpdatePlacer placer(schedule, rank, 0);
+    Actions& body = bodies[index(rank)];
+    while (reader.batches() <= steady) {
+      body = completed(schedule, placer, reader.next_batch(schedule.microbatches()));
+    }
+    for (Action& action : body) {
+      action.batch -= steady;
+    }
+  }
+  return Schedule(schedule.stages(), schedule.microbatches(), schedule.rule(), std::move(bodies));
 }
 
 }  // namespace hydra::schedule

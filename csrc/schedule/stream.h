@@ -1,11 +1,12 @@
 // What one rank does, step after step, with batches counted from the start of training: computes, reductions, updates,
-// sends and receives. Owned by one thread.
+// sends and receives. Begins of updates, and communication, are added where the schedule has none. Owned by one thread.
 #pragma once
 
 #include <optional>
 
 #include "csrc/schedule/generator.h"
 #include "csrc/schedule/schedule.h"
+#include "csrc/schedule/update_placer.h"
 
 namespace hydra::schedule {
 
@@ -43,16 +44,25 @@ class Stream {
   /// What is left of the batches so far, updates included; nothing where the schedule flushes. The next batch fills
   /// the pipeline anew, and uses the version that it would use without the drain.
   Actions drain();
+  /// The losses of a batch that is not trained with: forwards alone, stage after stage, and what they send and receive.
+  /// Its number is the caller's, below 0: no version belongs to it, so that they use the newest. The stream is as
+  /// before.
+  Actions evaluation(std::int64_t batch, int microbatches) const;
   /// So far: the number of the next one.
   std::int64_t batches() const noexcept;
 
  private:
   Schedule schedule_;
+  int rank_;
   std::optional<Generator> generator_;  // of a built-in schedule
   BodyReader reader_;                   // of any other
+  UpdatePlacer placer_;
 };
 
 /// What the ranks do in `batches` steps and a drain, from the bodies alone.
 std::vector<Actions> unroll(const Schedule& schedule, int batches);
+
+/// With all that is added to the bodies written in them.
+Schedule written_out(const Schedule& schedule);
 
 }  // namespace hydra::schedule

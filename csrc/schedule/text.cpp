@@ -16,10 +16,11 @@ constexpr std::string_view kName = "hydra-schedule";
 constexpr std::string_view kFormat = "1";
 constexpr std::string_view kBlanks = " \t\r";
 constexpr std::string_view kExample = "hydra-schedule 1 stages=4 ranks=4 microbatches=8 versions=delay-1";
-constexpr std::array kLetters = {
-    ActionKind::kSendActivation,  ActionKind::kReceiveActivation, ActionKind::kSendGradient,
-    ActionKind::kReceiveGradient,  // before R, which is their first letter
-    ActionKind::kForward,         ActionKind::kBackward,          ActionKind::kReduce,       ActionKind::kUpdate};
+constexpr std::array kLetters = {ActionKind::kSendActivation, ActionKind::kReceiveActivation,
+                                 ActionKind::kSendGradient,   ActionKind::kReceiveGradient,
+                                 ActionKind::kBeginUpdate,  // before R and B, which are their first letters
+                                 ActionKind::kForward,        ActionKind::kBackward,
+                                 ActionKind::kReduce,         ActionKind::kFinishUpdate};
 
 [[noreturn]] void fail(int line, std::string_view word, const std::string& problem) {
   const std::string at = word.empty() ? "" : ", '" + std::string(word) + "'";

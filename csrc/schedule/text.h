@@ -5,9 +5,11 @@
 //   rank 1: U1-2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 R1
 //
 // The first line that is not empty is the header: four fields, each once, in any order. Then one line for every rank,
-// in any order. An action is its letters (action.h), the stage, a point and the microbatch but for R and U, and, where
-// it is of an earlier batch than the step's, a minus and how many before. Numbers are decimal. Words are separated by
-// blanks, lines by a line feed (a carriage return before it is a blank).
+// in any order. An action is its letters (action.h), the stage, a point and the microbatch but for R, BU and U, and,
+// where it is of an earlier batch than the step's, a minus and how many before. Numbers are decimal. Words are
+// separated by blanks, lines by a line feed (a carriage return before it is a blank).
+//
+// Where no BU is written, or no sends and receives are, streams add them (stream.h).
 //
 // text(parse(x)) is x but for comments, blanks and the order of fields and ranks; parse(text(s)) is s.
 #pragma once

@@ -1,10 +1,9 @@
 // Whether a schedule can run, and gives what its version rule says.
 //
-//   on each rank   every forward and backward once; a backward after its forward, a reduction after the last backward
-//   of
-//                  its batch, an update after its reduction and after the update before; the version that a forward
-//                  uses is there then, and when its backward runs; everything that crosses is received before it is
-//                  used and sent after it is made
+//   on each rank   every forward and backward once; a backward after its forward, a reduction after the last
+//                  backward of its batch, an update after its reduction and after the update before, and begun where it
+//                  may be (update_placer.h); the version that a forward uses is there then, and when its backward runs;
+//                  everything that crosses is received before it is used and sent after it is made
 //   between ranks  both ends of each direction of a hop name microbatches in one order; no ranks block each other, also
 //                  where every update waits for the reductions of all stages
 //   memory         the peaks below, against limits

@@ -6,7 +6,7 @@ namespace hydra::schedule {
 
 namespace {
 
-constexpr std::size_t kKinds = 8;
+constexpr std::size_t kKinds = 9;
 
 std::size_t number(ActionKind kind) { return static_cast<std::size_t>(kind); }
 
@@ -74,7 +74,7 @@ void WaitGraph::wait_for_values(const std::vector<std::vector<std::size_t>>& pla
 
 bool WaitGraph::ready(std::size_t own, const Action& action, bool rendezvous, const std::vector<bool>& done,
                       const std::vector<int>& reductions_left) const {
-  if (action.kind == ActionKind::kUpdate) {
+  if (action.kind == ActionKind::kFinishUpdate) {
     return reductions_left[index(action.batch)] == 0;
   }
   if (is_send(action.kind)) {
@@ -113,7 +113,7 @@ std::string WaitGraph::blocked(const std::vector<std::size_t>& reached) const {
       continue;
     }
     const Action& action = ranks_[rank][reached[rank]];
-    const bool update = action.kind == ActionKind::kUpdate;
+    const bool update = action.kind == ActionKind::kFinishUpdate;
     lines += (lines.empty() ? "" : "; ") + std::string("rank ") + std::to_string(rank) + " at its action " +
              std::to_string(reached[rank]) + ", " + in_words(action) + ", waits for " +
              (update ? "R of that batch on every stage" : token(partner(schedule_, action)));

@@ -1,8 +1,9 @@
 // Which rank waits for which, and the one way to run through actions that every rank takes in its own order.
 //
 // A forward waits for the one of the stage before, or for the send that brings its output; a backward likewise for the
-// next stage's. An update waits for the reductions of its batch on every stage, as a norm over the whole model makes
-// it. Sends and receives return at once; with `rendezvous` a send waits until its receive is there.
+// next stage's. The end of an update waits for the reductions of its batch on every stage, as a norm over the whole
+// model makes it; its begin waits for nothing. Sends and receives return at once; with `rendezvous` a send waits until
+// its receive is there.
 #pragma once
 
 #include <functional>

@@ -369,19 +369,15 @@ def versions() -> None:
 
 def _draw_buffers(axes: Any, schedule: Any, simulated: Any, stage: int, colours: tuple[str, ...]) -> None:
     """A version lies in its buffer until the update that writes over it begins."""
-    updates = sorted(
-        (
-            timed
-            for timed in simulated.actions
-            if timed.action.kind == ActionKind.UPDATE and timed.action.stage == stage
-        ),
-        key=lambda timed: timed.start,
+    begins, ends = (
+        [timed for timed in simulated.actions if (timed.action.kind, timed.action.stage) == (kind, stage)]
+        for kind in (ActionKind.BEGIN_UPDATE, ActionKind.UPDATE)
     )
     count = schedule.versions[stage]
-    made = [0.0, *(timed.end for timed in updates)]
+    made = [0.0, *(timed.end for timed in ends)]
     for version, begin in enumerate(made):
         over = version + count - 1  # the number of the update that writes over it
-        end = updates[over].start if over < len(updates) else simulated.makespan
+        end = begins[over].start if over < len(begins) else simulated.makespan
         top = stage + 0.3 + 0.12 * (version % count)
         axes.barh(top, end - begin, left=begin, height=0.1, color=colours[version % len(colours)], align="edge")
 

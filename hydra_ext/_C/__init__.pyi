@@ -519,6 +519,8 @@ class ActionKind:
 
       REDUCE
 
+      BEGIN_UPDATE
+
       UPDATE
 
       SEND_ACTIVATION
@@ -531,6 +533,7 @@ class ActionKind:
     """
 
     BACKWARD: typing.ClassVar[ActionKind]
+    BEGIN_UPDATE: typing.ClassVar[ActionKind]
     FORWARD: typing.ClassVar[ActionKind]
     RECEIVE_ACTIVATION: typing.ClassVar[ActionKind]
     RECEIVE_GRADIENT: typing.ClassVar[ActionKind]
@@ -579,7 +582,7 @@ class Action:
     @property
     def microbatch(self) -> int:
         """
-        0 for REDUCE and UPDATE, which concern a whole batch.
+        0 for REDUCE, BEGIN_UPDATE and UPDATE, which concern a whole batch.
         """
     @property
     def stage(self) -> int: ...
@@ -594,6 +597,12 @@ class ScheduleStream:
     One rank's actions, step after step, from the first batch on.
     """
     def drain(self) -> list[Action]: ...
+    def evaluation(
+        self,
+        batch: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        microbatches: typing.SupportsInt | typing.SupportsIndex,
+    ) -> list[Action]: ...
     def next_batch(self, microbatches: typing.SupportsInt | typing.SupportsIndex) -> list[Action]: ...
     @property
     def batches(self) -> int: ...

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hydra_ext.errors import UnsupportedModel
-from hydra_ext.pipeline.executor import OwnStage
+from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.gradients import Holder, Partners, SharedWeight
 from hydra_ext.pipeline.ranks.links import Inbox, Links, Outbox
 from hydra_ext.pipeline.ranks.topology import Topology
@@ -164,9 +164,11 @@ class _Connections:
                 forward = self._links.connect(here, there, f"activations of stage {stage}")
                 back = self._links.connect(there, here, f"gradients for stage {stage}")
                 if isinstance(forward, Outbox) and isinstance(back, Inbox):
-                    by_index[stage].outbox, by_index[stage].gradient_inbox = forward, back
+                    ends = by_index[stage].links
+                    ends.outbox, ends.gradient_inbox = forward, back
                 elif isinstance(forward, Inbox) and isinstance(back, Outbox):
-                    by_index[stage + 1].inbox, by_index[stage + 1].gradient_outbox = forward, back
+                    ends = by_index[stage + 1].links
+                    ends.inbox, ends.gradient_outbox = forward, back
 
     def connect_losses(self) -> tuple[Inbox | None, list[Outbox]]:
         """From the rank of each line that computes the losses to the others of the line."""

@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hydra_ext.pipeline.assembly import Assembly
 from hydra_ext.pipeline.batch import Batch
-from hydra_ext.pipeline.executor import Executor, Update
+from hydra_ext.pipeline.executor import Executor
 from hydra_ext.pipeline.ranks.gradients import Reducer
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.update import settings_of
 from hydra_ext.pipeline.trace import Activity
+from hydra_ext.pipeline.updates import Update
 from hydra_ext.schedule import Schedule
 from hydra_ext.split.stage_program import microbatch_seed
 from hydra_ext.split.stages.stand_ins import is_absent
@@ -109,7 +110,7 @@ class Engine:
                 # The update of this step may come in a later one; schedulers would warn that there was none before
                 # their first step.
                 stage.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return batch, self.executor.take_updates()
+        return batch, self.executor.updates.take()
 
     def evaluate(self, microbatches: Sequence[Any], fn: Callable[..., Any]) -> Batch:
         """All of this rank's forwards, after a drain, with the newest weights."""
@@ -118,7 +119,7 @@ class Engine:
         number = -1 - self._evaluations
         seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
         batch = Batch(number, microbatches, fn, seeds, 1, None, {})
-        self.executor.evaluate(batch)
+        self.executor.evaluate(batch, self._stream.evaluation(number, microbatches=len(microbatches)))
         return batch
 
     def drain(self) -> None:
@@ -140,7 +141,7 @@ class Engine:
     @property
     def progress(self) -> Progress:
         """What the next step depends on beside weights and optimizers; nothing may be under way."""
-        return Progress(self.batches, self._evaluations, self._seed, list(self.executor.updates))
+        return Progress(self.batches, self._evaluations, self._seed, list(self.executor.updates.made))
 
     def delay_of(self, stage: int, batch: int) -> int:
         """How many versions before the newest one that it could use a batch uses."""
@@ -149,7 +150,7 @@ class Engine:
     def resume(self, progress: Progress) -> None:
         """The next step is the one after these batches. Nothing may be under way."""
         self.batches, self._evaluations, self._seed = progress.batches, progress.evaluations, progress.seed
-        self.executor.updates = list(progress.updates)
+        self.executor.updates.made = list(progress.updates)
         self._stream = self._schedule.stream(self.topology.place, first_batch=progress.batches)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -178,7 +179,7 @@ class Engine:
             list(self.executor.timings),
             list(self.assembly.links.transfers),
             list(self._reducer.reductions),
-            list(self.executor.behind),
+            list(self.executor.updates.behind),
         )
 
     def flush(self) -> None:

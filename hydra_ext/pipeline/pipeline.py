@@ -20,11 +20,10 @@ from torch import nn
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.assembly import TO_END, MakeOptimizer, assemble
-from hydra_ext.pipeline.batches import as_microbatches
+from hydra_ext.pipeline.batch import as_microbatches
 from hydra_ext.pipeline.checkpoint.pipeline_checkpoint import PipelineCheckpoint
 from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
 from hydra_ext.pipeline.engine import Engine, common_seed
-from hydra_ext.pipeline.executor import Update
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.ranks.together import Together
 from hydra_ext.pipeline.ranks.topology import Topology
@@ -33,6 +32,7 @@ from hydra_ext.pipeline.report import PipelineReport, make_report
 from hydra_ext.pipeline.stages.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.stages.splitting import split_parts
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
+from hydra_ext.pipeline.updates import Update
 from hydra_ext.policy import Checks, SimulatedDevice
 from hydra_ext.schedule import Schedule, make
 from hydra_ext.schedule.meaning import norm_comes_in_time
@@ -447,7 +447,7 @@ class Pipeline:
         """Until no rank needs anything of another's any more."""
         self.drain()
         if self._engine is not None:
-            self._engine.executor.warn_of_skipped()
+            self._engine.executor.updates.warn_of_skipped()
         with self._guarded():
             if self._engine is not None and self._announcements is not None:
                 self._announcements.finish()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra_ext.pipeline.engine import Engine
-from hydra_ext.pipeline.executor import OwnStage
+from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.links import Inbox, Outbox
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.stages.parts import Part, Parts
@@ -151,10 +151,10 @@ def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -
         updates=tally.updates,
         updates_behind=tally.updates_behind,
         skipped_updates=tally.skipped_updates,
-        activations_sent_bytes=_sent(stage.outbox for stage in own),
-        activations_received_bytes=_received(stage.inbox for stage in own),
-        gradients_sent_bytes=_sent(stage.gradient_outbox for stage in own),
-        gradients_received_bytes=_received(stage.gradient_inbox for stage in own),
+        activations_sent_bytes=_sent(stage.links.outbox for stage in own),
+        activations_received_bytes=_received(stage.links.inbox for stage in own),
+        gradients_sent_bytes=_sent(stage.links.gradient_outbox for stage in own),
+        gradients_received_bytes=_received(stage.links.gradient_inbox for stage in own),
         computing_seconds=tally.computing_seconds,
         waited_for_activations_seconds=waited["activations"],
         waited_for_gradients_seconds=waited["gradients"],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from hydra_ext._C import Action, ActionKind
@@ -18,6 +20,26 @@ WAITS: dict[ActionKind, Cause] = {
     ActionKind.UPDATE: "reductions",
 }
 """What computes, and what it may have to wait for first."""
+
+
+class Waiting:
+    """What the action that runs has waited for what had to arrive.
+
+    Attributes:
+        seconds: of the last wait; the executor sets it to zero before each action.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """An action waits once at most."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds = time.perf_counter() - start
 
 
 class Tally:

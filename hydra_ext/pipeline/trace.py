@@ -20,8 +20,8 @@ import hydra_ext._build_info as build
 from hydra_ext.errors import TraceFileError
 from hydra_ext.pipeline.executor import Timing
 from hydra_ext.pipeline.ranks.topology import Topology
+from hydra_ext.pipeline.ranks.transfers import ROOM, Reduction, Transfer, UpdateBehind
 from hydra_ext.pipeline.tally import WAITS
-from hydra_ext.pipeline.transfers import ROOM, Reduction, Transfer, UpdateBehind
 from hydra_ext.schedule import Action, ActionKind, Schedule
 from hydra_ext.schedule.meaning import delay_of, meaning_of
 

@@ -6,7 +6,7 @@ from hydra_ext import _C
 from hydra_ext._C import Action, ActionKind, TimedAction
 
 WORK = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.UPDATE)
-"""Actions that occupy a rank."""
+"""Actions that occupy a rank; the begin of an update does not."""
 
 
 def label(core: _C.Schedule, action: Action) -> str:

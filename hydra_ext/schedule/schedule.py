@@ -19,6 +19,8 @@ Stream = _C.ScheduleStream
 ``next_batch(microbatches)`` returns the actions of the next batch's step. ``drain()`` returns the remaining actions of
 the batches so far, including updates; a schedule that flushes has none. After a drain the next batch fills the pipeline
 anew. It uses the same version of the weights as without the drain. ``batches`` is the number of the next batch.
+``evaluation(batch, microbatches=...)`` returns only the forwards of a batch that is not trained with. Its number is
+below 0, and the forwards use the newest version.
 """
 
 
@@ -41,10 +43,11 @@ class Schedule:
             rank 1: U1-2 F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 R1
 
         ``F`` is a forward, ``B`` a backward. ``R`` begins the sums over ranks of a batch's gradients, which are
-        complete on the stage by then. ``U`` waits for these sums and updates the stage. ``SF`` and ``RF`` send and
-        receive the values that the next stage's forward needs; ``SB`` and ``RB`` do the same for their gradients. Each
-        is named after the stage that sends or receives. If a text has no sends and receives, they are added. A stage
-        lives on the rank whose line has its actions.
+        complete on the stage by then. ``U`` waits for these sums and updates the stage. From ``BU`` on, the update may
+        be made behind other actions. ``SF`` and ``RF`` send and receive the values that the next stage's forward needs;
+        ``SB`` and ``RB`` do the same for their gradients. Each is named after the stage that sends or receives. If a
+        text has no ``BU``, or no sends and receives, they are added. A stage lives on the rank whose line has its
+        actions.
 
         Raises:
             InvalidSchedule: The text cannot be read; the message has line and word. :meth:`verify` checks whether the
@@ -134,7 +137,8 @@ class Schedule:
     # ---- streams, checks and simulation -----------------------------------------------------------------------------
 
     def with_communication(self) -> Schedule:
-        """This schedule with sends and receives in the bodies, as a user's own, for batches of one size.
+        """This schedule with sends and receives in the bodies, as a user's own, for batches of one size. The begins of
+        updates are written there too.
 
         A receive is placed one forward or backward before the one that needs it, so that values travel while that one
         computes. A body's first receive is its first action. Each direction of each hop is a queue of its own, with the
@@ -143,7 +147,7 @@ class Schedule:
         return Schedule(self._core.with_communication())
 
     def stream(self, rank: int, *, first_batch: int = 0) -> Stream:
-        """The rank's actions from the first batch on, including communication.
+        """The rank's actions from the first batch on, including begins of updates and communication.
 
         Batches may have any size under a built-in schedule that flushes, and under ``2bw`` with one stage a rank. Under
         all others ``next_batch`` of another size raises InvalidSchedule.
@@ -155,7 +159,8 @@ class Schedule:
         return self._core.stream(rank, first_batch=first_batch)
 
     def unroll(self, batches: int) -> list[list[Action]]:
-        """All actions of each rank in this number of steps and a drain, including communication."""
+        """All actions of each rank in this number of steps and a drain, including begins of updates and
+        communication."""
         return self._core.unroll(batches)
 
     def verify(
@@ -168,7 +173,8 @@ class Schedule:
           model).
         - Both ends of every hop name microbatches in the same order.
         - The version that a microbatch uses exists at its forward, and is not overwritten before its backward.
-        - Updates come in the order of batches, after their reductions.
+        - Updates come in the order of batches, after their reductions. They begin where nothing uses the memory
+          that they write to.
 
         Args:
             in_flight: Most microbatches that a stage may have between forward and backward; None for any number.

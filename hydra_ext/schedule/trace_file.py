@@ -21,7 +21,7 @@ _ROW_OF = {
     ActionKind.REDUCE: _REDUCTIONS,
     ActionKind.SEND_ACTIVATION: _SENDS,
     ActionKind.SEND_GRADIENT: _SENDS,
-}  # receives take no time
+}  # receives take no time; begins of updates are instants
 
 
 def save(core: _C.Schedule, timeline: _C.Timeline, path: str | os.PathLike[str]) -> None:
@@ -47,21 +47,17 @@ def _events(core: _C.Schedule, timeline: _C.Timeline) -> Iterator[dict[str, Any]
         for row, name in _ROWS.items():
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}
     for number, timed in enumerate(timeline.actions):
-        if timed.action.kind in _ROW_OF:
+        if timed.action.kind == ActionKind.BEGIN_UPDATE:
+            yield {**_common(timed, _COMPUTE), "ph": "i", "s": "t", "args": _args(timed)}
+        elif timed.action.kind in _ROW_OF:
             yield from _event(core, number, timed)
 
 
 def _event(core: _C.Schedule, number: int, timed: TimedAction) -> Iterator[dict[str, Any]]:
     action = timed.action
     row = _ROW_OF[action.kind]
-    common: dict[str, Any] = {
-        "name": action.token,
-        "cat": action.kind.name.lower(),
-        "pid": timed.rank,
-        "tid": row,
-        "ts": timed.start * 1e6,
-    }
-    args = {"stage": action.stage, "batch": action.batch, "microbatch": action.microbatch}
+    common = _common(timed, row)
+    args = _args(timed)
     if row == _SENDS:  # several may be under way at once
         yield {**common, "ph": "b", "id": number, "args": args}
         yield {**common, "ph": "e", "id": number, "ts": timed.end * 1e6}
@@ -69,3 +65,19 @@ def _event(core: _C.Schedule, number: int, timed: TimedAction) -> Iterator[dict[
     if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
         args["version"] = core.version_of(action.stage, action.batch)
     yield {**common, "ph": "X", "dur": (timed.end - timed.start) * 1e6, "args": args}
+
+
+def _common(timed: TimedAction, row: int) -> dict[str, Any]:
+    action = timed.action
+    return {
+        "name": action.token,
+        "cat": action.kind.name.lower(),
+        "pid": timed.rank,
+        "tid": row,
+        "ts": timed.start * 1e6,
+    }
+
+
+def _args(timed: TimedAction) -> dict[str, int]:
+    action = timed.action
+    return {"stage": action.stage, "batch": action.batch, "microbatch": action.microbatch}

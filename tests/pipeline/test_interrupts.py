@@ -23,14 +23,13 @@ def test_an_interrupted_wait_for_an_update_leaves_the_users_own_parameters_and_r
     own = list(stages[0].parameters())
     pipe = Pipeline(None, pipelines.native_adamw, stages=stages, schedule="2bw", microbatches=2, seed=5)
     pipe.step(pipelines.data_of(case, 0), pipelines.loss_of)
-    executor = pipe._engine.executor
 
     def interrupted(self: update.OptimizerStep) -> None:
         raise KeyboardInterrupt
 
     def fails(value: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
         pipelines.wait_for_gradients(pipe)
-        if executor._begun:
+        if pipelines.begun_updates(pipe):
             monkeypatch.setattr(update.OptimizerStep, "wait", interrupted)
             raise ValueError("the data are wrong")
         return pipelines.loss_of(value, microbatch)

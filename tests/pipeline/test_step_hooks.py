@@ -114,10 +114,9 @@ def test_who_hooks_himself_in_while_an_update_is_made_behind_does_not_spoil_it()
 
     def fn(pipe: Pipeline) -> Any:
         def loss_of(value: Tensor, microbatch: dict[str, Tensor]) -> Tensor:
-            executor = pipe._engine.executor
             pipelines.wait_for_gradients(pipe)
-            if executor._begun and not under_way:
-                under_way.extend(executor._begun)
+            if pipelines.begun_updates(pipe) and not under_way:
+                under_way.extend(pipelines.begun_updates(pipe))
                 pipe.optimizers[0].register_step_post_hook(lambda *_: None)
             return pipelines.loss_of(value, microbatch)
 

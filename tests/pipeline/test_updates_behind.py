@@ -136,7 +136,7 @@ def test_an_update_counts_as_behind_only_where_all_of_a_ranks_stages_were(native
     with pipe:
         for step in range(case.steps):
             pipe.step(pipelines.data_of(case, step), in_time(pipe))
-    assert {each.stage for each in pipe._engine.executor.behind} == {native_stage}
+    assert {each.stage for each in pipe._engine.executor.updates.behind} == {native_stage}
     assert (pipe.report().updates, pipe.report().updates_behind) == (case.steps, 0)
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import hydra_ext.schedule
 from hydra_ext.errors import MissingDependency, TraceFileError
 from hydra_ext.schedule import make
-from support.schedules import RF, SF, B, F, R, U
+from support.schedules import BU, RF, SF, B, F, R, U
 
 ONE_BATCH = """\
 a column is 1 s; 3 is a forward of microbatch 3, [3] its backward
@@ -123,7 +123,11 @@ def test_a_trace_has_a_process_for_every_rank_and_the_time_of_every_action(tmp_p
             assert opened[key]["ts"] == timed.start * 1e6
             assert closed[opened[key]["id"]]["ts"] == timed.end * 1e6
         assert timed.action.kind != F or whole[key]["args"]["version"] == max(timed.action.batch - 1, 0)
-        assert timed.action.kind != RF or key not in whole
+        assert timed.action.kind not in (RF, BU) or key not in whole
+    instants = [(e["pid"], e["name"], e["args"]["batch"], e["ts"]) for e in events if e["ph"] == "i"]
+    begins = [timed for timed in simulation.actions if timed.action.kind == BU]
+    assert instants == [(t.rank, t.action.token, t.action.batch, t.start * 1e6) for t in begins]
+    assert len(begins) == 3 * 3
 
 
 def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ def texts(draw: st.DrawFn) -> tuple[str, list[str]]:
     homes = [sorted(set(homes)).index(home) for home in homes]  # no rank without a stage
     ranks: list[list[str]] = [[] for _ in set(homes)]
     for stage, rank in enumerate(homes):
-        letters = ["F", "B", "R", "U"]
+        letters = ["F", "B", "R", "BU", "U"]
         letters += ["SF", "RB"] if stage < stages - 1 else []
         letters += ["SB", "RF"] if stage > 0 else []
         for kind in draw(st.lists(st.sampled_from(letters), min_size=1, max_size=12)):
-            microbatch = "" if kind in "RU" else f".{draw(st.integers(0, microbatches - 1))}"
+            microbatch = "" if kind in ("R", "BU", "U") else f".{draw(st.integers(0, microbatches - 1))}"
             before = draw(st.sampled_from(["", "", "-1", "-2", "-17"]))
             ranks[rank].append(f"{kind}{stage}{microbatch}{before}")
     rule = draw(st.sampled_from(RULES))
@@ -128,6 +128,7 @@ GOOD = [HEADER, "rank 0: F0.0", "rank 1: F1.0"]
         ([HEADER, "rank 0: F0.0+1"], r"line 2, 'F0.0\+1': an action"),
         ([HEADER, "rank 0: F-1.0"], "line 2, 'F-1.0': an action"),
         ([HEADER, "rank 0: R0.0"], "line 2, 'R0.0': an action"),
+        ([HEADER, "rank 0: BU0.0"], "line 2, 'BU0.0': an action"),
         ([HEADER, "rank 0: f0.0"], "line 2, 'f0.0': an action"),
         ([HEADER, "rank 0: F0.99999999999"], "line 2, 'F0.99999999999': an action"),
         ([HEADER, "rank 0: F0.3"], "line 2, 'F0.3': microbatch 3; there are 0 to 2"),

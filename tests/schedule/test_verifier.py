@@ -160,6 +160,10 @@ GOOD = "F0.0 B0.0 R0 U0|F1.0 B1.0 R1 U1"
         ("F0.0 B0.0 R0 R0 U0|F1.0 B1.0 R1 U1", "R0 of batch 0: it is there a second time"),
         ("F0.0 B0.0 R0 U0 U0|F1.0 B1.0 R1 U1", "U0 of batch 0: updates are made in the order of batches"),
         ("F0.0 B0.0 R0 U0-1|F1.0 B1.0 R1 U1", r"F0.0 of batch 1: it uses W\(1\)"),
+        ("F0.0 B0.0 R0 U0|F1.0 B1.0 R1 BU1 U1", "rank 0, .*U0 of batch 0: it was not begun: put BU of that batch"),
+        ("F0.0 B0.0 BU0 R0 U0|F1.0 B1.0 R1 BU1 U1", "BU0 of batch 0: the gradients of stage 0 were not reduced, and"),
+        ("F0.0 B0.0 R0 BU0 BU0 U0|F1.0 B1.0 R1 BU1 U1", "BU0 of batch 0: stage 0 is being updated in place: put its U"),
+        ("F0.0 BU0-1 B0.0 R0 U0-1|F1.0 B1.0 R1 BU1 U1", r"F0.0 of batch 1: it uses W\(1\)"),
         ("F0.0 SF0.0 RB0.0 B0.0 R0 U0|F1.0 B1.0 R1 U1", "rank 1, .*F1.0 of batch 0: what it needs was not received"),
         ("F0.0 RB0.0 B0.0 R0 U0|RF1.0 F1.0 B1.0 SB1.0 R1 U1", "rank 0: SF0.0 of batch 0 is missing"),
         ("SF0.0 F0.0 RB0.0 B0.0 R0 U0|RF1.0 F1.0 B1.0 SB1.0 R1 U1", "SF0.0 .*it sends what is not computed yet"),
@@ -182,7 +186,7 @@ def test_an_update_that_waits_for_a_rank_that_waits_for_it_is_a_deadlock() -> No
     """Every update waits for the reductions of all stages, as a norm over the model makes it."""
     said = problem("F0.0 B0.0 R0 U0|F1.0 R1-1 B1.0 U1-1", versions="delay-1")
     assert said == (
-        "ranks block each other: rank 0 at its action 5, U0 of batch 0, waits for R of that batch on every stage; "
+        "ranks block each other: rank 0 at its action 6, U0 of batch 0, waits for R of that batch on every stage; "
         "rank 1 at its action 5, F1.0 of batch 1, waits for SF0.0"
     )
 
@@ -193,6 +197,30 @@ def test_batches_that_use_one_version_do_not_sum_their_gradients_together() -> N
         "rank 0, its action 7, B0.0 of batch 1: the gradients of the batch before are still being summed: put R of "
         "that batch before it"
     )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("U0-1 F0.0 B0.0 R0 BU0", None),
+        ("F0.0 BU0-1 B0.0 U0-1 R0", None),
+        ("F0.0 B0.0 R0 BU0 BU0 U0", "BU0 of batch 0: it is there a second time; leave one"),
+        ("F0.0 B0.0 BU0 R0 U0", "BU0 of batch 0: the gradients of stage 0 were not reduced"),
+        ("F0.0 B0.0 R0 BU0 U0-1", r"BU0 of batch 1: it needs W\(1\), and the newest there is W\(0\): put U of batch 0"),
+        ("F0.0 B0.0 R0 U0-1 BU0-1", "U0 of batch 0: it was not begun: put BU of that batch before it, or"),
+    ],
+)
+def test_a_begin_of_an_update_stands_where_nothing_uses_what_it_writes_to(body: str, message: str | None) -> None:
+    if message is not None:
+        assert re.search(message, problem(body, versions="delay-1", stages=1))
+        return
+    text = f"hydra-schedule 1 stages=1 ranks=1 microbatches=1 versions=delay-1\nrank 0: {body}"
+    assert Schedule.parse(text).verify(versions=2).stages[0].versions == 2
+
+
+def test_a_rank_begins_no_update_before_all_its_stages_are_reduced() -> None:
+    said = problem("F0.0 F1.0 B1.0 R1 BU1 B0.0 R0 BU0 U0-1 U1-1", versions="delay-1")
+    assert "BU1 of batch 0: the gradients of stage 0 were not reduced, and a rank sums those of all its stages" in said
 
 
 def test_both_ends_of_a_hop_have_to_use_one_order() -> None:

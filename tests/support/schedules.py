@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from hydra_ext.schedule import Action, ActionKind, Schedule, make
 
-F, B, R, U = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE, ActionKind.UPDATE
+F, B, R = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE
+BU, U = ActionKind.BEGIN_UPDATE, ActionKind.UPDATE
 SF, RF = ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION
 SB, RB = ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT
+
+BEING_WRITTEN = -1  # in place of a version
 
 Shape = tuple[str, int, int, int]
 """Kind, stages, ranks, microbatches."""
@@ -47,7 +50,8 @@ class Transport:
     """Runs every rank in its own order.
 
     Each direction of each hop is one queue, like a socket: the n-th receive gets the n-th value sent. Buffers of
-    weights form a ring, as in the runtime. Each stage has one sum of gradients, which a reduction takes."""
+    weights form a ring, as in the runtime: once an update begins, the oldest is written over. Each stage has one sum of
+    gradients, which a reduction takes."""
 
     def __init__(self, schedule: Schedule, ranks: Sequence[Sequence[Action]], *, rendezvous: bool = False) -> None:
         self.schedule = schedule
@@ -83,8 +87,8 @@ class Transport:
         seen = {(action.batch, action.microbatch) for action in self.log if action.kind in (F, B)}
         wanted = {(kind, stage, *place) for kind in (F, B) for stage in range(self.schedule.stages) for place in seen}
         batches = {batch for batch, _ in seen}
-        wanted |= {(kind, stage, b, 0) for kind in (R, U) for stage in range(self.schedule.stages) for b in batches}
-        there = {(a.kind, a.stage, a.batch, a.microbatch) for a in self.log if a.kind in (F, B, R, U)}
+        wanted |= {(kind, stage, b, 0) for kind in (R, BU, U) for stage in range(self.schedule.stages) for b in batches}
+        there = {(a.kind, a.stage, a.batch, a.microbatch) for a in self.log if a.kind in (F, B, R, BU, U)}
         assert there == wanted
 
     def _take(self, action: Action) -> bool:
@@ -112,8 +116,13 @@ class Transport:
         elif kind == U:
             if any(not self._has(R, action, other) for other in range(self.schedule.stages)):
                 return False
-            assert self.held[stage][-1] == action.batch
-            self.held[stage].append(action.batch + 1)
+            assert self.held[stage][-1] == BEING_WRITTEN
+            self.held[stage][-1] = action.batch + 1
+        elif kind == BU:
+            own = self.schedule.stages_of(self.schedule.stage_rank(stage))
+            assert all(self._has(R, action, other) for other in own), action  # their gradients are summed together
+            assert self.held[stage][-1] == action.batch, (action, self.held[stage])
+            self.held[stage].append(BEING_WRITTEN)
         self.done[action] += 1
         self.log.append(action)
         return True
@@ -133,5 +142,5 @@ class Transport:
         return True
 
     def _has(self, kind: ActionKind, action: Action, stage: int) -> bool:
-        microbatch = 0 if kind in (R, U) else action.microbatch
+        microbatch = 0 if kind in (R, BU, U) else action.microbatch
         return self.done[Action(kind, stage=stage, batch=action.batch, microbatch=microbatch)] > 0

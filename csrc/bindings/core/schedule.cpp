@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
 #include "csrc/bindings/bindings.h"
-#include "csrc/schedule/communication.h"
 #include "csrc/schedule/stream.h"
 #include "csrc/schedule/text.h"
 
@@ -24,7 +23,8 @@ void bind_actions(py::module_& module) {
       .value("FORWARD", ActionKind::kForward)
       .value("BACKWARD", ActionKind::kBackward)
       .value("REDUCE", ActionKind::kReduce)
-      .value("UPDATE", ActionKind::kUpdate)
+      .value("BEGIN_UPDATE", ActionKind::kBeginUpdate)
+      .value("UPDATE", ActionKind::kFinishUpdate)
       .value("SEND_ACTIVATION", ActionKind::kSendActivation)
       .value("RECEIVE_ACTIVATION", ActionKind::kReceiveActivation)
       .value("SEND_GRADIENT", ActionKind::kSendGradient)
@@ -36,7 +36,8 @@ void bind_actions(py::module_& module) {
       .def_readonly("stage", &Action::stage)
       .def_readonly("batch", &Action::batch,
                     "Counted from the start of training; in a body, from the step's first batch.")
-      .def_readonly("microbatch", &Action::microbatch, "0 for REDUCE and UPDATE, which concern a whole batch.")
+      .def_readonly("microbatch", &Action::microbatch,
+                    "0 for REDUCE, BEGIN_UPDATE and UPDATE, which concern a whole batch.")
       .def_property_readonly("token", &token, "Kind, stage and microbatch as a schedule's text has them.")
       .def("__eq__", &equals<Action>)
       .def("__hash__",
@@ -51,6 +52,7 @@ void bind_streams(py::module_& module) {
   py::class_<Stream>(module, "ScheduleStream", "One rank's actions, step after step, from the first batch on.")
       .def("next_batch", &Stream::next_batch, py::arg("microbatches"))
       .def("drain", &Stream::drain)
+      .def("evaluation", &Stream::evaluation, py::arg("batch"), py::kw_only(), py::arg("microbatches"))
       .def_property_readonly("batches", &Stream::batches);
 }
 
@@ -84,7 +86,7 @@ void bind_schedule(py::module_& module) {
           },
           py::arg("rank"), py::kw_only(), py::arg("first_batch") = 0)
       .def("unroll", &unroll, py::arg("batches"))
-      .def("with_communication", [](const Schedule& schedule) { return add_communication(schedule); })
+      .def("with_communication", &written_out)
       .def("__eq__", &equals<Schedule>)
       .def("__hash__", [](const Schedule& schedule) { return py::hash(py::str(text(schedule))); });
   module.def(

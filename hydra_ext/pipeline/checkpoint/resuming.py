@@ -24,8 +24,9 @@ from hydra_ext.pipeline.checkpoint.holdings import Holdings
 from hydra_ext.pipeline.checkpoint.saving import agree
 from hydra_ext.pipeline.checkpoint.stage_optimizers import StageState
 from hydra_ext.pipeline.engine import Engine, Progress
-from hydra_ext.pipeline.executor import OwnStage, Update
+from hydra_ext.pipeline.microbatches import OwnStage
 from hydra_ext.pipeline.ranks.together import Together
+from hydra_ext.pipeline.updates import Update
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from hydra_ext.optim import threads
 from hydra_ext.optim.clip import combined
 from hydra_ext.optim.layout import as_parameter_lies
 from hydra_ext.pipeline.ranks.messages import norm_word
+from hydra_ext.pipeline.ranks.transfers import ROOM, Reduction
 from hydra_ext.pipeline.ranks.transport import TransportError, carrying
 from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
-from hydra_ext.pipeline.transfers import ROOM, Reduction
 
 _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 _ABSENT = -1.0  # in place of a sum of squares

@@ -33,9 +33,9 @@ from hydra_ext.pipeline.ranks.channel import Channel, Layouts, LinkStream, Poste
 from hydra_ext.pipeline.ranks.groups import Groups
 from hydra_ext.pipeline.ranks.messages import END, HEADER_WORDS, Header, Message, fingerprint
 from hydra_ext.pipeline.ranks.outgoing import Outgoing, when_computed, written
+from hydra_ext.pipeline.ranks.transfers import ROOM, LinkLog, Transfer
 from hydra_ext.pipeline.ranks.transport import TransportError
 from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
-from hydra_ext.pipeline.transfers import ROOM, LinkLog, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -140,11 +140,17 @@ class StageWeights:
     def begin(self, version: int, step: Callable[[Mapping[Tensor, Tensor]], None]) -> None:
         """``step`` begins to write the version after the newest, and :meth:`update` is called when it is needed.
 
-        Only where several versions are alive, and nothing uses the one before the oldest of them any more.
+        Nothing uses the one before the oldest that is alive with it any more: the schedule says from where on.
 
         Raises:
-            StateError: the user's parameters were written to.
+            StateError: the user's parameters were written to; or a schedule that was not verified begins it where the
+                version before it is not there yet, or where it would be written over the only one.
         """
+        if self._alive == 1 or version != self.newest + 1:
+            raise StateError(
+                f"version {version} was begun beside version {self.newest}, of {self._alive} that are alive together: "
+                "the schedule is not one that verify() accepts"
+            )
         self.check_own()
         leaves = self._slots[self._retired(version)].leaves
         step(dict(zip([parameter for _, parameter in self.parameters], leaves, strict=True)))

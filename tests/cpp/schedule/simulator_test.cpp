@@ -57,7 +57,7 @@ TEST(Simulator, GivesAnyActionItsTime) {
   const Timeline timeline = simulate(schedule, costs, 1);
   std::vector<std::string> ends;
   for (const TimedAction& timed : timeline.actions) {
-    if (is_compute(timed.action.kind) || timed.action.kind == ActionKind::kUpdate) {
+    if (is_compute(timed.action.kind) || timed.action.kind == ActionKind::kFinishUpdate) {
       ends.push_back(token(timed.action) + " " + std::to_string(timed.end));
     }
   }

@@ -6,6 +6,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/schedule/verifier.h"
+#include "csrc/schedule/wait_graph.h"
 #include "tests/cpp/schedule/support.h"
 
 namespace hydra::schedule {
@@ -30,8 +31,8 @@ TEST(Stream, RunsABodyABatchAndThenWhatIsLeft) {
   const Schedule schedule = made("2bw", 3, 3, 2);
   Stream stream(schedule, 0);
   EXPECT_EQ(words(stream.next_batch(2)), "F0.0 SF0.0 F0.1 SF0.1");
-  EXPECT_EQ(words(stream.next_batch(2)), "RB0.0 F0.0 SF0.0 B0.0 RB0.1 F0.1 SF0.1 B0.1 R0");
-  EXPECT_EQ(words(stream.drain()), "RB0.0 U0 RB0.1 B0.0 B0.1 R0 U0");
+  EXPECT_EQ(words(stream.next_batch(2)), "RB0.0 F0.0 SF0.0 B0.0 RB0.1 F0.1 SF0.1 B0.1 R0 BU0");
+  EXPECT_EQ(words(stream.drain()), "RB0.0 U0 RB0.1 B0.0 B0.1 R0 BU0 U0");
   EXPECT_EQ(stream.batches(), 2);
   EXPECT_EQ(words(stream.drain()), "");
 }
@@ -80,6 +81,39 @@ TEST(Stream, WithOneSizeIsTheUnrolledBodies) {
     const std::vector<Actions> unrolled = unroll(schedule, 7);
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       EXPECT_EQ(stream_of(schedule, rank, std::vector<int>(7, schedule.microbatches())), unrolled[index(rank)]);
+    }
+  }
+}
+
+TEST(Stream, EvaluatesStageAfterStageAndIsAsBefore) {
+  const Schedule schedule = made("2bw", 4, 2, 3);
+  Stream stream(schedule, 1);
+  stream.next_batch(3);
+  EXPECT_EQ(words(stream.evaluation(-2, 2)),
+            "RF1.0-2 RF1.1-2 F1.0-2 SF1.0-2 RF3.0-2 F1.1-2 SF1.1-2 RF3.1-2 F3.0-2 F3.1-2");
+  EXPECT_EQ(stream.batches(), 1);
+  EXPECT_THROW(stream.evaluation(0, 2), InvalidSchedule);
+  EXPECT_THROW(stream.evaluation(-2, 0), InvalidSchedule);
+}
+
+TEST(Stream, EvaluatesWithoutADeadlock) {
+  for (int ranks = 1; ranks <= 4; ++ranks) {
+    for (int chunks = 1; chunks <= 3; ++chunks) {
+      const Schedule schedule = made("gpipe", ranks * chunks, ranks, 2);
+      for (const int microbatches : {1, 2, 5}) {
+        std::vector<Actions> actions;
+        for (int rank = 0; rank < ranks; ++rank) {
+          actions.push_back(Stream(schedule, rank).evaluation(-1, microbatches));
+          for (Action& action : actions.back()) {
+            action.batch = 0;
+          }
+        }
+        const BatchIndex batches(schedule.stages(), {microbatches});
+        const auto reached = WaitGraph(schedule, actions, batches).run(false, [](int, std::size_t) {});
+        for (int rank = 0; rank < ranks; ++rank) {
+          EXPECT_EQ(reached[index(rank)], actions[index(rank)].size());
+        }
+      }
     }
   }
 }

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "csrc/base/errors.h"
-#include "csrc/schedule/communication.h"
+#include "csrc/schedule/stream.h"
 #include "tests/cpp/schedule/support.h"
 
 namespace hydra::schedule {
@@ -23,10 +23,21 @@ TEST(Text, OfEveryKindIsReadAsItself) {
   for (const Schedule& schedule : {made("gpipe", 4, 2, 3), made("1f1b", 4, 4, 6), made("2bw", 5, 5, 4),
                                    made("pipedream", 5, 5, 1), made("interleaved", 6, 2, 5)}) {
     EXPECT_EQ(parse(text(schedule)), schedule);
-    const Schedule lowered = add_communication(schedule);
-    EXPECT_NE(lowered, schedule);
-    EXPECT_EQ(parse(text(lowered)), lowered);
+    const Schedule written = written_out(schedule);
+    EXPECT_NE(written, schedule);
+    EXPECT_EQ(parse(text(written)), written);
+    EXPECT_EQ(written_out(written), written);
   }
+}
+
+TEST(Text, HasBeginsOfUpdatesWhereTheyAreWritten) {
+  const Schedule schedule = written_out(made("2bw", 2, 2, 3));
+  EXPECT_EQ(text(schedule),
+            "hydra-schedule 1 stages=2 ranks=2 microbatches=3 versions=delay-1\n"
+            "rank 0: U0-2 RB0.2-1 F0.0 SF0.0 B0.2-1 R0-1 BU0-1 RB0.0 F0.1 SF0.1 B0.0 RB0.1 F0.2 SF0.2 B0.1\n"
+            "rank 1: RF1.0 U1-2 BU1-1 F1.0 RF1.1 B1.0 SB1.0 F1.1 RF1.2 B1.1 SB1.1 F1.2 B1.2 SB1.2 R1\n");
+  EXPECT_TRUE(schedule.begins_updates());
+  EXPECT_FALSE(made("2bw", 2, 2, 3).begins_updates());
 }
 
 TEST(Text, OfAStageOnAnyRankIsRead) {

@@ -73,7 +73,7 @@ TEST(Verifier, FindsRanksThatBlockEachOther) {
             "ranks block each other: rank 0 at its action 3, B0.0 of batch 0, waits for SB1.0; rank 1 at its action 3, "
             "F1.1 of batch 0, waits for SF0.1");
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0 U0\nrank 1: F1.0 R1-1 B1.0 U1-1", "delay-1"),
-            "ranks block each other: rank 0 at its action 5, U0 of batch 0, waits for R of that batch on every stage; "
+            "ranks block each other: rank 0 at its action 6, U0 of batch 0, waits for R of that batch on every stage; "
             "rank 1 at its action 5, F1.0 of batch 1, waits for SF0.0");
 }
 

@@ -23,7 +23,7 @@ class Fast(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pipe is not None:
-            self.undelivered.append(self.pipe._engine.assembly.stages[0].outbox._waiting)
+            self.undelivered.append(self.pipe._engine.assembly.stages[0].links.outbox._waiting)
         return (x * self.scale).expand(_WIDE).contiguous()
 
 

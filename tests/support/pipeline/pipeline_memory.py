@@ -66,7 +66,7 @@ def hold(rank: int, stages: int, schedule: str, ahead: int, microbatches: int, r
     assert engine is not None
     assert engine.assembly.tier is not None
     (stage,) = engine.assembly.stages
-    outboxes = [outbox for outbox in (stage.outbox, stage.gradient_outbox) if outbox is not None]
+    outboxes = [outbox for outbox in (stage.links.outbox, stage.links.gradient_outbox) if outbox is not None]
     if isinstance(stage.program, RecomputedStage):
         inner = stage.program._program = Measured(stage.program._program, engine.assembly.tier, outboxes)
     else:

@@ -177,8 +177,15 @@ def pipeline_of(case: Case, stages: list[nn.Module], make: Any = None, *, poison
 
 def wait_for_gradients(pipe: Pipeline) -> None:
     """Waits, within a forward or ``fn``, so that the next action finds the gradients of the last step."""
-    executor = pipe._engine.executor
-    pipe._watch.wait_for(lambda: all(each.done for each in executor._gradients.values()))
+    pending = pipe._engine.executor.updates._pending
+    summed = [each.gradients for each in pending.values() if each.gradients is not None]
+    pipe._watch.wait_for(lambda: all(gradients.done for gradients in summed))
+
+
+def begun_updates(pipe: Pipeline) -> list[tuple[int, int]]:
+    """Updates that are made behind the actions that run now, by batch and stage."""
+    pending = pipe._engine.executor.updates._pending
+    return [(batch, stage) for batch, each in pending.items() for stage in each.begun]
 
 
 def train(rank: int, case: Case) -> dict[str, Any]:
