@@ -114,6 +114,9 @@ class Transport:
             assert set(self.summed[stage]) == {action.batch}, (action, self.summed[stage])
             self.summed[stage].clear()
         elif kind == U:
+            if self.schedule.versions[stage] == 1:  # nothing else uses the rank while its weights are written over
+                own = self.actions[self.schedule.stage_rank(stage)]
+                assert own[own.index(action) - 1] == Action(BU, stage=stage, batch=action.batch), action
             if any(not self._has(R, action, other) for other in range(self.schedule.stages)):
                 return False
             assert self.held[stage][-1] == BEING_WRITTEN
