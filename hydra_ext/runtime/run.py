@@ -252,7 +252,7 @@ class Run:
 
     def sync(self) -> None:
         """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
-        self.core.moves.bring_home(disk=not self._checkpoint.reads_the_disk)
+        self.core.moves.bring_all_home(from_disk=not self._checkpoint.reads_the_disk)
 
     @property
     def steps(self) -> int:

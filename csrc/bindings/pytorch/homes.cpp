@@ -61,9 +61,7 @@ void bind_homes(py::module_& module) {
       .def("settle_weights_on_disk", &HomeMoves::settle_weights_on_disk, py::arg("block"), gil_released,
            "The disk becomes the home of the block's weights, if it can.")
       .def("bring_home", py::overload_cast<std::int32_t>(&HomeMoves::bring_home), py::arg("block"), gil_released)
-      .def(
-          "bring_home", [](HomeMoves& moves, bool disk) { disk ? moves.bring_home() : moves.bring_home_from_device(); },
-          py::kw_only(), py::arg("disk") = true, gil_released, "All of it; what is on the `disk` may stay there.")
+      .def("bring_all_home", &HomeMoves::bring_all_home, py::kw_only(), py::arg("from_disk"), gil_released)
       .def("update", &HomeMoves::update, py::arg("update"), py::arg("pool"), py::arg("scale") = 1.0F, gil_released,
            "Runs a block's part of an optimizer step now, where its home is.")
       .def("read_from_disk", &read_from_disk, py::arg("tensor"), gil_released,

@@ -6,7 +6,7 @@
 
 #include "csrc/base/errors.h"
 #include "csrc/pytorch/gradients/gradient_gathering.h"
-#include "csrc/pytorch/homes/device_homes.h"
+#include "csrc/pytorch/homes/block_homes.h"
 #include "csrc/pytorch/threads/error_bridge.h"
 #include "csrc/pytorch/threads/gil.h"
 
@@ -31,7 +31,7 @@ void note_arrival(HostParameter& parameter) {
 
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
-  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, DeviceHomes& homes,
+  HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, BlockHomes& homes,
            std::function<bool()> active)
       : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
 
@@ -40,12 +40,12 @@ class HandOver final : public autograd::PostAccumulateGradHook {
     const ReleaseGilIfHeld released;
     try {
       at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
-      const bool settled = homes_.holds(parameter_.page->block);
+      const bool settled = homes_.home_of(parameter_.page->block) == Home::kDevice;
       if (!slot.defined() || (settled ? gathering_.keep_early(parameter_) : gathering_.keep(parameter_))) {
         return;
       }
       at::Tensor gradient = std::exchange(slot, at::Tensor());
-      if (homes_.keep_gradient(parameter_, gradient)) {
+      if (homes_.device().keep_gradient(parameter_, gradient)) {
         return;
       }
       sink_.accept(parameter_, std::move(gradient));
@@ -61,7 +61,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
   HostParameter& parameter_;
   GradientSink& sink_;
   GradientGathering& gathering_;
-  DeviceHomes& homes_;
+  BlockHomes& homes_;
   std::function<bool()> active_;
 };
 
@@ -111,7 +111,7 @@ class Diversion final : public autograd::FunctionPreHook {
 }  // namespace
 
 void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            DeviceHomes& homes, std::function<bool()> active) {
+                            BlockHomes& homes, std::function<bool()> active) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
   autograd::impl::set_post_acc_grad_hooks(
       parameter.face, std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active)));

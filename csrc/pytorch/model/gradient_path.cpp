@@ -30,7 +30,7 @@ GradientPath::GradientPath(DeviceBackend& backend, std::shared_ptr<HostArena> ar
 }
 
 void GradientPath::install_hooks(HostParameter& parameter) {
-  install_gradient_hooks(parameter, sink_, gathering_, homes_.device(), [this] { return gate_.open(); });
+  install_gradient_hooks(parameter, sink_, gathering_, homes_, [this] { return gate_.open(); });
 }
 
 void GradientPath::divert(HostParameter& parameter) {

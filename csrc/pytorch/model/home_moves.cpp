@@ -16,7 +16,7 @@ bool HomeMoves::settle_on_device(std::int32_t block, const std::vector<at::Tenso
   update_.finish(block);
   const auto gate = gate_.hold();
   gate_.expect_outside("a block moves to the device while another thread is inside the model");
-  if (homes_.device().holds(block)) {
+  if (homes_.home_of(block) == Home::kDevice) {
     return true;
   }
   return changes_.synchronise(block) && homes_.device().settle(block, blocks_.backing(block), state, blocks_.owner());
@@ -39,7 +39,7 @@ bool HomeMoves::settle_weights_on_disk(std::int32_t block) {
   update_.finish(block);
   const auto gate = gate_.hold();
   gate_.expect_outside("a block moves to the disk while another thread is inside the model");
-  if (disk.holds_weights(block)) {
+  if (homes_.home_of(block) == Home::kDisk) {
     return true;
   }
   if (!changes_.synchronise(block)) {
@@ -68,29 +68,24 @@ void HomeMoves::bring_home(std::int32_t block, const c10::Storage& storage) {
   }
 }
 
-void HomeMoves::bring_home_from_device() {
+void HomeMoves::bring_all_home(bool from_disk) {
   update_.finish();
   homes_.device().bring_home();
-}
-
-void HomeMoves::bring_home() {
-  bring_home_from_device();
-  if (DiskHomes* const disk = homes_.disk().homes()) {
+  if (DiskHomes* const disk = homes_.disk().homes(); from_disk && disk != nullptr) {
     disk->bring_home();
   }
 }
 
 void HomeMoves::review() {
   homes_.device().review();
-  DiskHomes* const disk = homes_.disk().homes();
-  for (std::size_t index = 0; disk != nullptr && index < blocks_.backings().size(); ++index) {
+  for (std::size_t index = 0; index < blocks_.backings().size(); ++index) {
     const auto block = static_cast<std::int32_t>(index);
     const auto& parameters = blocks_.parameters_of(block);
-    if (disk->holds_weights(block) &&
+    if (homes_.home_of(block) == Home::kDisk &&
         !std::all_of(parameters.begin(), parameters.end(),
                      [](const HostParameter* parameter) { return parameter->on_disk(); })) {
       update_.finish(block);  // which works on the bytes from before
-      disk->bring_weights_home(block);
+      homes_.disk().homes()->bring_weights_home(block);
     }
   }
 }

@@ -29,13 +29,12 @@ class HomeMoves {
   void settle_state_on_disk(std::int32_t block, const std::vector<at::Tensor>& state);
   bool settle_weights_on_disk(std::int32_t block);
 
-  /// Blocks until these host tensors, or all, have their bytes: updated, and at home on the host.
+  /// Blocks until a block's host tensors have their bytes: updated, and at home on the host.
   void bring_home(std::int32_t block);
-  void bring_home();
-  /// As the second, but what is on the disk stays there.
-  void bring_home_from_device();
-  /// As the first, for all blocks that use this storage; but of what is on the disk only what it has there.
+  /// Likewise, for all blocks that use this storage; but of what is on the disk only what it has there.
   void bring_home(std::int32_t block, const c10::Storage& storage);
+  /// Of all blocks; without `from_disk` what is there stays.
+  void bring_all_home(bool from_disk);
   /// Before a window opens: blocks that were given other bytes, on the host, have the rest there, too.
   void review();
   /// What is not on the host is lost, and its tensors say so; an update under way has ended.

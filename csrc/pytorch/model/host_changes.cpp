@@ -55,7 +55,7 @@ void HostChanges::synchronise() {
   for (std::size_t index = 0; index < blocks_.backings().size(); ++index) {
     const auto block = static_cast<std::int32_t>(index);
     BlockBacking& backing = blocks_.backing(block);
-    if (homes_.device().holds(block)) {
+    if (homes_.home_of(block) == Home::kDevice) {
       synchronise_home(backing);
     } else if (synchronise(backing, all_stale, mismatches)) {
       backing.host_changed();
@@ -84,7 +84,7 @@ bool HostChanges::synchronise(std::int32_t block) {
 void HostChanges::synchronise_for_fault(std::int32_t block) {
   const auto gate = gate_.hold();
   const ReleaseGilIfHeld released;
-  if (!gate_.closed() && !gate_.open() && !homes_.device().holds(block)) {
+  if (!gate_.closed() && !gate_.open() && homes_.home_of(block) != Home::kDevice) {
     synchronise(block);
   }
 }

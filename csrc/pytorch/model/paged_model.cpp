@@ -78,7 +78,7 @@ void PagedModel::close() {
   const py::gil_scoped_release released;
   std::exception_ptr lost;
   try {
-    moves_.bring_home();
+    moves_.bring_all_home(/*from_disk=*/true);
   } catch (...) {  // re-raised at the end
     lost = std::current_exception();
     moves_.abandon();
