@@ -1,1 +1,1 @@
-"""What autograd saves for backward: what becomes of it, and where it is kept."""
+"""Policies for the tensors that autograd saves for backward, and the places where those tensors are kept."""

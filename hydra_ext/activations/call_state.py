@@ -1,7 +1,7 @@
-"""What a forward reads besides parameters, as it was before a call: for a second call that is to give the same.
+"""The state that a forward reads besides parameters, as it was before a call, so that a second call computes the same.
 
-Batch statistics are written without a new version, so that small buffers are taken to have changed always; large ones
-are trusted to their version.
+Batch statistics are written without a new version. So small buffers always count as changed; for large buffers the
+version decides.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from hydra_ext.state.snapshot import Snapshot
 _ABSENT: Any = object()
 _PLAIN = (bool, int, float, str)
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})
-_WITH_MEMBERS = (MAPPING, SEQUENCE, SET, ATTRIBUTES)  # others can take the place of
+_WITH_MEMBERS = (MAPPING, SEQUENCE, SET, ATTRIBUTES)  # kinds whose members can be replaced
 _WITHOUT_CONTENT = (FIXED, ITERATOR)
 
-Hold = Callable[[Tensor], Callable[[], Tensor]]  # keeps a tensor somewhere, and gives it back when it is asked for
+Hold = Callable[[Tensor], Callable[[], Tensor]]  # stores a tensor; the function that it returns fetches the tensor
 Names = dict[str, Any]  # a module's attributes, or its buffers
 
 
@@ -51,23 +51,23 @@ _thread = threading.local()
 
 
 def is_repeating() -> bool:
-    """Whether this thread makes a call again: what it sets meanwhile is put back."""
+    """Whether this thread repeats a call. What it sets during the repetition is undone afterwards."""
     return bool(getattr(_thread, "repetitions", 0))
 
 
 @dataclass(frozen=True)
 class _Before:
-    """Everything that there was before the first call, until that call has ended."""
+    """The whole state before the first call; kept until that call has ended."""
 
-    names: list[tuple[Names, Names]]
+    names: list[tuple[Names, Names]]  # the dictionary itself, and its copy
     contents: Snapshot
-    buffers: list[tuple[Tensor, int, Tensor]]  # versions, copies
-    others: list[tuple[Tensor, int, Tensor | None]]
+    buffers: list[tuple[Tensor, int, Tensor]]  # with versions and copies
+    others: list[tuple[Tensor, int, Tensor | None]]  # likewise; None for a tensor too large to copy
 
 
 @dataclass(frozen=True)
 class _Found:
-    """The part of it that the second call does not find by itself."""
+    """The part of that state that has to be restored for the second call."""
 
     names: list[tuple[Names, str, Any]] = field(default_factory=list)
     entries: list[tuple[Kind, Any, Any]] = field(default_factory=list)
@@ -77,19 +77,20 @@ class _Found:
 
 
 class CallState:
-    """What the forward of a module reads besides parameters and arguments, as it is when this is made.
+    """The state that a module's forward reads besides parameters and arguments, captured by the constructor.
 
-    That is all that is reached from the attributes of the module, and of those inside it, however deep: numbers,
-    containers, objects and data of their classes, arrays, tensors, iterators, and generators of random numbers. A
-    second call finds it as the first one did, and leaves no trace in it: tensors and iterators are copies there, so
-    that graphs which have saved them keep their numbers, and all else is put back afterwards.
+    The state is everything that can be reached from the attributes of the module and of its submodules, at any depth:
+    numbers, containers, objects and data of their classes, arrays, tensors, iterators, and generators of random
+    numbers. A second call sees the same state as the first call, and leaves no trace in it. It gets copies of tensors
+    and iterators, so graphs that have saved the originals keep their numbers. All other state is restored afterwards.
 
-    Some things the second call finds as they are by then: hooks, functions, large tensors that are no buffers, and
+    The second call sees some objects in their current state: hooks, functions, large tensors that are not buffers, and
     tensors of attributes and containers that no call of the module has replaced.
 
     Attributes:
-        trusted: buffers that are not copied, and their versions.
-        escaped: whether the second call has written to what was to stay as it is, and cannot be put back.
+        trusted: Buffers that are not copied, with their versions.
+        escaped: Whether the last repetition changed state that cannot be restored, or tensors of the original state
+            that it had saved for backward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -119,7 +120,7 @@ class CallState:
         self.escaped = False
 
     def drop_unchanged(self, hold: Hold) -> None:
-        """After the call: tensors that it has changed are held by ``hold``, the others are not kept."""
+        """Called after the first call: ``hold`` stores the tensors that the call changed; the others are dropped."""
         if self._before is None:
             return
         before, self._before, found = self._before, None, self._found
@@ -152,7 +153,10 @@ class CallState:
 
     @contextmanager
     def in_place(self) -> Iterator[_Copies]:
-        """The module is as noted meanwhile, and afterwards as it is now. Gives what is to be told of saved tensors."""
+        """Restores the captured state inside, and the current state afterwards.
+
+        Yields the copies, whose ``note_saved`` has to be called with every tensor that is saved inside.
+        """
         held_now = [(names, dict(names)) for names in self._held]
         of_entries = [held for entries in (self._found.entries, self._found.tensors_inside) for _, held, _ in entries]
         now = self._snapshot(*self._empty, *of_entries)
@@ -179,18 +183,18 @@ class CallState:
             self.escaped = copies.end()
 
     def _holds_tensors(self, now: Snapshot) -> bool:
-        """Or iterators, elsewhere than in buffers: most modules do not."""
+        """Whether the modules hold tensors, or iterators, elsewhere than in buffers. Most modules do not."""
         if now.tensors or self._found.tensors_inside or self._iterators:
             return True
         return any(kind is ITERATOR for kind, _, _ in now.entries)
 
     def _snapshot(self, *others: Any) -> Snapshot:
-        """Of what is reached from the modules now, their hooks too, and of these others."""
+        """A snapshot of all that can be reached now from the modules, their hooks included, and from ``others``."""
         values = (value for names in self._held[::2] for name, value in names.items() if name not in _OWN)
         return Snapshot(*values, *self._classes, *others, apart=self._modules)
 
     def _put(self) -> None:
-        """What was there before the first call, in its places."""
+        """Puts the state from before the first call into its places."""
         for names, name, value in self._found.names:
             _set(names, name, value.tensor() if isinstance(value, _Held) else value)
         for container in self._empty:
@@ -204,33 +208,34 @@ class CallState:
 
 
 class _Copies:
-    """What the second call may write to: copies of tensors and iterators, in their places. Tensors that it reaches
-    all the same, by a closure, are put back afterwards.
+    """Copies of tensors and iterators that take their places, for the second call to write to.
+
+    Originals that the call reaches all the same, such as by a closure, are restored afterwards.
 
     Args:
-        written: tensors that the first call has written to; of others only small ones are copied.
-        iterators: those from before the first call, with copies from then.
+        written: Tensors that the first call has written to. Other tensors are copied only if they are small.
+        iterators: Iterators from before the first call, with copies from then.
     """
 
     def __init__(self, written: list[Tensor], iterators: dict[int, tuple[Any, Any]]) -> None:
         self._written = {id(tensor) for tensor in written}
         self._iterators = iterators
-        self._known: dict[int, tuple[Any, Any]] = {}  # with the original, so that no other object takes its identity
+        self._known: dict[int, tuple[Any, Any]] = {}  # keeps the original, so that no other object gets its identity
         self._originals: list[_Original] = []
         self._there: Snapshot | None = None
-        self._memory: set[int] = set()  # of the originals
-        self._saved: set[int] = set()  # what of it the call has saved for backward
+        self._memory: set[int] = set()  # storage keys of the originals
+        self._saved: set[int] = set()  # keys among them that the call has saved for backward
 
     def take(self, original: Tensor, made: Tensor) -> None:
         self._known[id(original)] = original, made
         self._originals.append(_Original.of(original, copies=True))
 
     def begin(self, held: list[Names], there: Snapshot) -> None:
-        """All is there, and the second call follows.
+        """Puts the copies into their places. Called when the state is restored, right before the second call.
 
         Args:
-            held: names of the modules.
-            there: what is reached from them.
+            held: Attributes and buffers of the modules, by name.
+            there: Snapshot of all that can be reached from them; empty if they hold tensors only as buffers.
         """
         self._there = there
         for names in held:
@@ -241,7 +246,7 @@ class _Copies:
             if kind in _WITH_MEMBERS and any(map(_is_copied, kind.members(saved))):
                 kind.put(container, kind.mapped(saved, self._of))
         for tensor in there.tensors:
-            if id(tensor) not in self._known and _is_state(tensor):  # where no other can take its place
+            if id(tensor) not in self._known and _is_state(tensor):  # it is in a place where no copy can replace it
                 self._known[id(tensor)] = tensor, tensor
                 self._originals.append(_Original.of(tensor, copies=is_small(tensor)))
         self._memory = {storage_key(original.tensor) for original in self._originals}
@@ -263,21 +268,21 @@ class _Copies:
         if not _is_state(value):
             return value
         copies = id(value) in self._written or is_small(value)
-        # The original of a large one is only watched: a second copy of it may be more than the device has room for.
+        # Of a large original only the version is watched: a second copy may be more than the device has room for.
         self._originals.append(_Original.of(value, copies=is_small(value)))
         return copied(value) if copies else value
 
     def note_saved(self, tensor: Tensor) -> None:
-        """The second call saves it for backward."""
+        """Notes that the second call saves this tensor for backward."""
         if self._memory and (memory := storage_key(tensor)) in self._memory:
             self._saved.add(memory)
 
     def end(self) -> bool:
-        """After the second call: whether something that it has written to, or taken from, cannot be put back."""
+        """Restores the originals after the second call. Returns whether one that it changed cannot be restored."""
         escaped = self._there is not None and bool(self._there.moved_iterators())
         for original in self._originals:
             if original.has_moved():
-                # What the call has saved of it for backward must not change under it.
+                # Restoring it would change the bytes that the call has saved for backward.
                 saved = storage_key(original.tensor) in self._saved and original.differs()
                 escaped = saved or not original.put() or escaped
         return escaped
@@ -285,10 +290,10 @@ class _Copies:
 
 @dataclass(frozen=True)
 class _Original:
-    """A tensor that the second call is not to write to.
+    """A tensor that the second call must not write to.
 
     Attributes:
-        value: what is put back if it does all the same; None where it is too large for a copy.
+        value: Copy to restore it from if the call writes all the same; None for a tensor too large to copy.
     """
 
     tensor: Tensor
@@ -306,7 +311,10 @@ class _Original:
         return self.value is not None and differ(self.tensor, self.value)
 
     def put(self) -> bool:
-        """Whether it is as before, for graphs that have saved it, too."""
+        """Restores the numbers and the version, so that graphs that have saved the tensor stay valid.
+
+        Returns False if there is no copy.
+        """
         if self.value is None:
             return False
         put(self.tensor, self.value)
@@ -316,12 +324,12 @@ class _Original:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether it is a tensor that a call may write to in place, and neither a weight nor computed with a graph."""
+    """Whether it is a tensor that a call may write to in place: a plain one, neither a weight nor with a graph."""
     return type(value) is Tensor and not value.requires_grad and not value.is_inference()
 
 
 def _lying_as(buffer: Tensor, value: Tensor) -> Tensor:
-    """A copy of the value that lies in memory as the buffer does: what is computed from it has the same bits."""
+    """A copy of the value with the buffer's layout in memory, so that results computed from it have the same bits."""
     return Layout.of(buffer).copy(value) if has_plain_numbers(buffer) else clone(value)
 
 
@@ -333,17 +341,17 @@ class _Held:
 def _held(value: Tensor, hold: Hold) -> _Held:
     if not value.requires_grad:
         return _Held(hold(value))
-    # Not with the graph that made it: that would hold the one of the call before, and so on.
+    # Without the graph that made it: the graph would keep the previous call's graph alive, and so on.
     taken = hold(value.detach())
     return _Held(lambda: taken().detach().requires_grad_())
 
 
 class _GoneError(Exception):
-    """A tensor that was not kept alive is no more."""
+    """A tensor that was held by a weak reference has been freed."""
 
 
 def _kept(kind: Kind, held: Any, saved: Any, hold: Hold) -> Any:
-    """The content with tensors held; those that are in their place still are not kept alive."""
+    """The content with its tensors held. Tensors that are still in their places are not kept alive."""
     there = set(map(id, _tensors_among(kind.members(kind.save(held)))))
 
     def kept(value: Any) -> Any:
@@ -370,7 +378,7 @@ def _taken(value: Any) -> Any:
 
 
 def _tensors_among(members: Iterable[Any]) -> Iterator[Tensor]:
-    """In tuples, too."""
+    """Tensors among the members, and in tuples among them at any depth."""
     for member in members:
         if isinstance(member, Tensor):
             yield member
@@ -379,7 +387,7 @@ def _tensors_among(members: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_copied(value: Any) -> bool:
-    """Whether it is, or may have in it, what another one takes the place of."""
+    """Whether a copy may take its place: a tensor, an iterator, or a tuple that may hold one."""
     return isinstance(value, (Tensor, tuple)) or (type(value) not in LEAVES and is_iterator(type(value)))
 
 

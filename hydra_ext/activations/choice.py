@@ -1,4 +1,4 @@
-"""Which policy each module's saved tensors follow."""
+"""The policy that each module's saved tensors follow."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KINDS = (Keep, Offload, Compress, Recompute)
 
 
 def default_policy(choice: Choice) -> Policy:
-    """For what is saved in no module that has a policy of its own.
+    """The policy for tensors that are saved outside of all modules with a policy of their own.
 
     Raises:
-        InvalidArgument: it is no choice, or one for modules only.
+        InvalidArgument: The choice is not a policy, a mapping or a function; or it is a policy for named modules only.
     """
     if isinstance(choice, Recompute):
         raise InvalidArgument(
-            "hydra_ext.Recompute() calls modules again, and for everything there is none to call: name modules, as in "
+            "hydra_ext.Recompute() as the policy of everything has no module to call again: name modules, as in "
             "{'layers.*': hydra_ext.Recompute()}, with model="
         )
     if isinstance(choice, _KINDS):
@@ -40,25 +40,28 @@ def default_policy(choice: Choice) -> Policy:
 
 
 def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Policy]:
-    """Those of modules; what is saved while one runs follows the innermost of them.
+    """The policies of modules. A tensor follows the policy of the innermost such module that runs when it is saved.
 
-    A name is a pattern as of :mod:`fnmatch`; of several that fit, the last one counts.
+    A name is a pattern of :mod:`fnmatch`. If several patterns match a module, the last one counts.
 
     Raises:
-        InvalidArgument: policies are chosen by module and there is no model, a name fits no module, or what is chosen
-            is no policy.
-        UnsupportedModel: a module's policy cannot be followed.
+        InvalidArgument: Policies by module were given without a model, a pattern matches no module, or a module's
+            choice is not a policy.
+        UnsupportedModel: A module cannot follow its policy.
     """
     if isinstance(choice, _KINDS):
         return {}
     if model is None:
-        raise InvalidArgument("policies by module need the model: stash(..., model=model)")
+        raise InvalidArgument("policies by module need the model: give stash(..., model=model)")
     found: dict[nn.Module, Policy] = {}
     if isinstance(choice, Mapping):
         for pattern, policy in choice.items():
             chosen = [module for name, module in model.named_modules() if fnmatch.fnmatchcase(name, pattern)]
             if not chosen:
-                raise InvalidArgument(f"no module of {type(model).__name__} is called like '{pattern}'")
+                raise InvalidArgument(
+                    f"no module of {type(model).__name__} has a name that matches '{pattern}': give a name or pattern "
+                    "of model.named_modules()"
+                )
             found |= dict.fromkeys(chosen, _checked(policy, pattern))
         _refuse_scripted(found)
         return found
@@ -72,7 +75,9 @@ def policies_of(choice: Choice, model: nn.Module | None) -> dict[nn.Module, Poli
 
 def _checked(policy: object, name: str) -> Policy:
     if policy == Offload("dynamic"):
-        raise InvalidArgument(f"the policy of '{name}' is Offload('dynamic'), which is one for the whole model")
+        raise InvalidArgument(
+            f"the policy of '{name}' is Offload('dynamic'), which is for a whole model: give another policy"
+        )
     if not isinstance(policy, _KINDS):
         raise InvalidArgument(
             f"the policy of '{name}' is a {type(policy).__name__}: give hydra_ext.Offload(), Compress(), Keep() or "
@@ -85,6 +90,6 @@ def _refuse_scripted(found: Mapping[nn.Module, Policy]) -> None:
     for module, policy in found.items():
         if isinstance(policy, Recompute) and isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedModel(
-                f"a {type(module).__name__} is scripted, and cannot be called again: choose hydra_ext.Recompute() for "
-                "the module around it"
+                f"a {type(module).__name__} is scripted, so it cannot be called again: choose hydra_ext.Recompute() "
+                "for the module around it"
             )

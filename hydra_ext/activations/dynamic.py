@@ -1,4 +1,4 @@
-"""vDNN's dynamic policy: what leaves is found out by trying (Rhu et al., MICRO 2016, section 3.3)."""
+"""vDNN's dynamic policy: trials decide which tensors leave the device (Rhu et al., MICRO 2016, section 3.3)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 from hydra_ext import _C
 
-_TIMED = 2  # passes of each candidate, behind one that only warms up
+_TIMED = 2  # timed passes of each candidate, after one pass that warms up
 
 
 class DynamicOffload:
-    """What to do in the next forward, from how long passes took until then.
+    """Chooses the policy of the next forward by the times of the passes before.
 
     Args:
-        budget: device bytes of saved tensors.
+        budget: Device bytes for saved tensors.
 
     Attributes:
-        chosen: the name of what was chosen; None while candidates are tried.
+        chosen: Name of the chosen candidate; None while candidates are tried.
     """
 
     def __init__(self, core: _C.Stash, budget: int) -> None:
@@ -32,11 +32,11 @@ class DynamicOffload:
         self._candidate = "all"
         self._trial = self._try_out()
         self._lock = threading.Lock()
-        self._ended = _C.StashPass()  # the last one
+        self._ended = _C.StashPass()  # the last pass that has ended
         self.chosen: str | None = None
 
     def treatment(self) -> _C.Treatment:
-        """As a forward begins."""
+        """The policy of a forward that begins now."""
         with self._lock:
             ended = self._core.last_pass()
             if self.chosen is None and ended is not None and ended.number != self._ended.number:
@@ -45,7 +45,7 @@ class DynamicOffload:
             return self._treatments[self._candidate]
 
     def _try_out(self) -> Iterator[str]:
-        """Goes on whenever a pass has ended, and says what to do in the next one."""
+        """Yields the candidate of the next pass; resumed after each pass that has ended."""
         if self._ended.saved_bytes <= self._budget:
             self.chosen = "keep"
             yield self.chosen

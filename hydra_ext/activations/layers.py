@@ -1,4 +1,4 @@
-"""What a stash learns of layers whose inputs it compresses: within which bound, and what that does to gradients."""
+"""Error bounds of the layers whose inputs a stash compresses, and the errors that they cause in gradients."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hydra_ext.activations.report import LayerReport
 from hydra_ext.policy import Compress
 
 FaceOf = Callable[[Tensor], Tensor | None]
-"""The tensor that a forward takes in place of a parameter; None for the parameter itself."""
+"""Gives the tensor that a forward uses in place of a parameter; None if it uses the parameter itself."""
 
 
 class Layers:
-    """Of one model and one policy.
+    """The layers of one model under one policy.
 
     Args:
-        model: gives layers their names.
-        optimizer: whose momentum errors are measured by.
+        model: Model whose parameter names identify the layers in the report.
+        optimizer: Optimizer whose momentum is the scale for errors.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Layers:
         self._steps = 0
 
     def step_begins(self) -> None:
-        """The optimizer has its gradients, and the momentum of its last step."""
+        """Called before an optimizer step, when the gradients and the momentum of the last step exist."""
         if self._optimizer is not None and self._steps % self._every == 0:
             weights = {id(figures.weight) for figures in self.bounds.layers()}
             for parameter, ratio in momentum_over_gradient(
@@ -68,13 +68,16 @@ class Layers:
 def momentum_over_gradient(
     optimizer: torch.optim.Optimizer, wanted: Callable[[Tensor], bool]
 ) -> Iterator[tuple[Tensor, float]]:
-    """Of each wanted parameter that has both: the norm of the momentum of the last step, as a mean of gradients, over
-    that of its gradient."""
+    """Yields parameters with the norm of their momentum over the norm of their gradient.
+
+    The momentum is the last step's, scaled to a mean of gradients. Parameters that lack a momentum or a gradient, or
+    whose gradient is 0 or not finite, are left out.
+    """
     for group in optimizer.param_groups:
         for parameter in filter(wanted, group["params"]):
             state = optimizer.state.get(parameter, {})
             momentum, share = state.get("exp_avg"), 1.0
-            if momentum is None and "dampening" in group:  # SGD's; that of others, such as RMSprop, is of other things
+            if momentum is None and "dampening" in group:  # SGD: RMSprop's buffer does not sum plain gradients
                 momentum = state.get("momentum_buffer")
                 share = (1.0 - float(group.get("momentum", 0.0))) / (1.0 - float(group["dampening"]))
             if _has_a_norm(momentum) and _has_a_norm(parameter.grad):

@@ -1,4 +1,4 @@
-"""The parts of a model that figures of saved tensors are kept of."""
+"""The parts of a model by which a stash reports its saved tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 def parts_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers that a model is a list of, and what stands beside such lists; by name, in the model's order."""
+    """The elements of a model's lists of layers, and the modules beside the lists, with names, in the model's order."""
     return list(_parts("", model, inside=False))
 
 
 def _parts(name: str, module: nn.Module, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
-    """``inside``: it is an element of a container, which is a part unless it has a list of layers itself."""
+    """``inside``: the module is an element of a container. It is a part unless it has a list of layers itself."""
     if isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
-        return  # of the one no call is seen, and the other is one with what it is compiled with
+        return  # calls of scripted modules cannot be seen; the modules of a compiled graph cannot be told apart
     is_container = isinstance(module, _CONTAINERS)
     looked_for = _LISTS if inside else _CONTAINERS
     if is_container or any(isinstance(below, looked_for) for below in module.modules() if below is not module):

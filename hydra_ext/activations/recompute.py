@@ -1,10 +1,11 @@
-"""Modules whose saved tensors are made again in backward.
+"""Modules whose saved tensors are recomputed in backward.
 
-Such a module's call becomes a non-reentrant checkpoint: what is saved inside is forgotten, and made by a second call
-when backward first asks for it. The call's tensors are what the checkpoint saves, and so go to the stash around it.
+Such a module's call becomes a non-reentrant checkpoint. Tensors that are saved inside are dropped, and a second call
+makes them again when backward first asks for one. The checkpoint saves the call's arguments, which go to the stash
+around it.
 
-The module's call has a stand-in: hooks of its own belong to both calls, and pre-hooks that make weights make them
-again.
+A stand-in replaces the module's call. So the module's own hooks run in both calls, and pre-hooks that compute weights
+compute them again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from hydra_ext.calls import StandIn
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.tracing import not_traced
 
-CALLS_IN_FULL = 3  # of a module: what they give is compared, too
+CALLS_IN_FULL = 3  # first calls of a module whose outputs are compared, too
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 Whole = Callable[[nn.Module], bool]
 
 
 class Count:
-    """How often something happened, on whatever threads."""
+    """A counter that any thread may increase."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,16 +44,16 @@ class Count:
 
 
 class RecomputedModule(StandIn):
-    """Stands in for a module's call.
+    """Stands in for the call of a module that is recomputed.
 
     Args:
-        core: the stash that what would be saved inside does not go to.
-        module: any.
-        whole: whether a call of it, as things are, runs to its end before another one begins.
-        again: counts the calls that are made a second time.
+        core: Stash that keeps the call's arguments, and not the tensors saved inside.
+        module: Any module.
+        whole: Tells whether a call of the module would now run to its end before another one begins.
+        again: Counter of second calls.
 
     Attributes:
-        deviated: whether a second call has been seen to differ from the first; then it is not made again any more.
+        deviated: Whether a second call differed from the first. From then on the module is not recomputed.
     """
 
     def __init__(self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count) -> None:
@@ -73,12 +74,11 @@ class RecomputedModule(StandIn):
         call = _CheckedCall(self, args, kwargs, in_full=in_full)
         versions = [*_versions(call.tensors), *call.parameters]
         tensors = [*call.tensors, *_witness(self.module)]
-        output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not in_full)  # checked at its end
+        output = checkpoint(call, *tensors, use_reentrant=False, early_stop=not in_full)
         if any(_version(tensor) != version for tensor, version in versions):
             raise UnsupportedModel(
-                f"a {type(self.module).__name__} writes to its inputs, or to its parameters, so that it cannot be "
-                "called a second time with what was there: choose hydra_ext.Recompute() for the module around it, or "
-                "another policy"
+                f"a {type(self.module).__name__} writes to its inputs, or to its parameters, so a second call would "
+                "compute with other numbers: choose hydra_ext.Recompute() for the module around it, or another policy"
             )
         return output
 
@@ -87,16 +87,16 @@ class RecomputedModule(StandIn):
         return self.inner(*args, **kwargs)
 
     def _saves_to_the_stash(self) -> bool:
-        """And not to another checkpoint, to another stash or to hooks of the user's."""
+        """Whether tensors saved now go to this stash, and not to a checkpoint, another stash or the user's hooks."""
         hooks = _saved_tensors_hooked(True)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self.core
 
 
 class _CheckedCall(RepeatableCall):
-    """One that raises where the second call would not be the first one again.
+    """A repeatable call that raises before the second call if a parameter or buffer has changed since the first.
 
     Attributes:
-        parameters: of the module, each with its version before the call.
+        parameters: Parameters of the module, each with its version before the call.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class _CheckedCall(RepeatableCall):
     def deviation(self) -> Deviation:
         self._owner.deviated = True
         return Deviation(
-            f"a {self._kind} that hydra_ext.Recompute() was chosen for gives something else when it is called a second "
-            "time: its forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an "
-            "argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
+            f"a {self._kind}, for which hydra_ext.Recompute() was chosen, gives something else when it is called a "
+            "second time: its forward reads or changes state that is neither a buffer nor an attribute of its modules "
+            "nor an argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
         )
 
 
@@ -148,6 +148,6 @@ def _version(tensor: Tensor) -> int:
 
 
 def _witness(module: nn.Module) -> list[Tensor]:
-    """Of no bytes, on the module's GPU: a checkpoint keeps the random states of those that its tensors are on."""
+    """An empty tensor on the module's GPU: a checkpoint restores the random states of its tensors' GPUs only."""
     own = next(itertools.chain(module.parameters(), module.buffers()), None)
     return [] if own is None or own.device.type == "cpu" else [torch.empty(0, device=own.device)]

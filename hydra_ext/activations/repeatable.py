@@ -1,8 +1,8 @@
-"""Calls of modules that can be made a second time as they were made first.
+"""Calls of modules that can be repeated with the state that the first call began with.
 
-What the first call changed is as it was when the second runs: the module's buffers and attributes, the containers among
-the arguments (caches that a block appends to), and the random states of the process. What a module keeps elsewhere
-cannot be known, and so what a repetition saves is compared with what the call saved, each time.
+Restored for the second call are the module's buffers and attributes, the containers among the arguments (such as caches
+that a block appends to), and the random states of the process. State that a module keeps elsewhere is unknown. So the
+tensors that a repetition saves are compared, each time, with those that the first call saved.
 """
 
 from __future__ import annotations
@@ -34,28 +34,30 @@ def as_it_is(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 class Deviation(UnsupportedModel):
-    """A second call has saved, or given, something else than the first."""
+    """A second call has saved or returned something else than the first."""
 
 
 class RepeatableCall:
-    """``call(args, kwargs)``, which is to be made with ``tensors``: whatever repeats it keeps them.
+    """``call(args, kwargs)``. It has to be called with ``tensors``, which the caller keeps for repetitions.
 
-    A repetition begins with the random states of torch, Python and numpy that the call began with, and leaves them
-    where it found them; torch's are the checkpoint's to restore. What it saves for backward is compared with what the
-    call saved, each tensor with all its numbers at their places, before any of it is used: the gradients of a
-    checkpoint depend on nothing else of a repetition. The first three calls of a module are compared in full: what
-    they give, too, for which a repetition runs to its end.
+    A repetition begins with the random states of Python, numpy and the arguments' generators that the call began with,
+    and afterwards resets them to their states before the repetition. The caller restores torch's states, as a
+    checkpoint does.
 
-    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own, libraries' notes in bytes) are
-    kept, and not made again.
+    The tensors that a repetition saves for backward are compared with those that the call saved, before any of them is
+    used: dtype, layout and every number at its place. The gradients of a checkpoint depend on nothing else of a
+    repetition. With ``in_full`` the outputs are compared, too, and so a repetition runs to its end.
+
+    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own, byte rows with notes of
+    libraries) are kept from the first call.
 
     Args:
-        module: whose call it is.
-        in_full: whether what it gives is compared, too.
-        hold: keeps the tensors that the first call has changed on the module.
+        module: Module whose call it is.
+        in_full: Whether outputs are compared, too.
+        hold: Stores the tensors of the module that the first call has changed.
 
     Attributes:
-        tensors: those among the arguments, until the first call.
+        tensors: Tensors among the arguments; empty from the first call on.
     """
 
     def __init__(
@@ -107,22 +109,23 @@ class RepeatableCall:
 
     @not_traced
     def again(self, tensors: Sequence[Tensor]) -> Any:
-        """The second call, or a later one, with the same tensors: they have no graph there, and need gradients as
-        they did.
+        """Makes the second call, or a later one, with the same tensors.
+
+        The call gets the tensors without their graphs. They require gradients as before.
 
         Raises:
-            Deviation: it is not as the first one was.
+            Deviation: The call differs from the first one.
         """
         if self._state is None or self._random is None:
-            raise RuntimeError("a call is repeated that has not ended")
-        if self._writes_arguments:  # they are no longer what the call began with, and others have them
+            raise RuntimeError("a call is repeated before it has ended")
+        if self._writes_arguments:  # their first numbers are lost, and other code uses the new ones
             raise self.deviation()
         args, kwargs = self._arguments.filled([_by_itself(tensor) for tensor in tensors])
         saved = self._saved.fresh()
         try:
             with self._random.in_place(), self._state.in_place() as trace, added_to(saved, trace.note_saved):
                 output = self._call(args, kwargs)
-        except _StopRecomputationError:  # all is there that was saved
+        except _StopRecomputationError:  # the checkpoint has all the tensors that it needs
             self._check(saved, self._state)
             raise
         self._check(saved, self._state)
@@ -146,23 +149,24 @@ class RepeatableCall:
             raise self.deviation()
 
     def deviation(self) -> Deviation:
-        """What is raised where a repetition is not as the call was."""
+        """The error to raise when a repetition differs from the call."""
         return Deviation(
             f"a {type(self._module).__name__} that is recomputed gives something else when it is called a second time: "
-            "its forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an argument"
+            "its forward reads or changes state that is neither a buffer nor an attribute of its modules nor an "
+            "argument"
         )
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A tensor that is not made again."""
+    """A saved tensor that cannot be compared, and so is kept from the first call."""
 
     tensor: Tensor
 
 
 @contextmanager
 def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: None) -> Iterator[None]:
-    """What is saved for backward meanwhile is noted, and added to the digest, before it goes where it would go."""
+    """Tensors that are saved for backward inside are noted and added to the digest, then passed to the outer hooks."""
     hooks = _saved_tensors_hooked(True)
     if hooks is None or not torch.is_grad_enabled():
         yield

@@ -1,4 +1,4 @@
-"""What a stash did: one documented schema."""
+"""Figures of a stash, in one documented schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra_ext import _C
 
-_MOST_LINES = 4  # of what may be many
+_MOST_LINES = 4  # entries of ``exact`` in the text
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,15 @@ class LayerReport:
     """A layer whose input may be stored inexactly.
 
     Attributes:
-        weight: the name of its weight.
-        forwards: that saved its input; ``samples`` of their backwards were measured.
-        bound: how far off a number may come back, now; 0 as long as that is not known, and the input stored exactly.
-        saved_bytes: of inputs that were compressed; to ``stored_bytes``.
-        gradient_error: the norm of the error in the weight's gradient over that of the gradient, as foretold for a
-            single backward by :class:`hydra_ext.Compress`'s formula, for bounds that are small against the input; 0 as
-            long as nothing was measured, or compressed.
+        weight: Name of the layer's weight.
+        forwards: Number of forwards that saved the layer's input.
+        samples: Number of their backwards that were measured.
+        bound: Largest error of a decoded number now. 0 while it is unknown; the input is stored exactly until then.
+        saved_bytes: Bytes of the inputs that were compressed.
+        stored_bytes: Bytes of the streams that they became.
+        gradient_error: Norm of the error of the weight's gradient over the norm of the gradient, in a single backward.
+            Predicted by the formula of :class:`hydra_ext.Compress`, for bounds that are small against the input. 0
+            while nothing was measured or compressed.
     """
 
     weight: str
@@ -35,7 +37,7 @@ class LayerReport:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller inputs became; 1 if none was compressed."""
+        """Bytes of the compressed inputs over the bytes of their streams; 1 if none was compressed."""
         return self.saved_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def __str__(self) -> str:
@@ -48,10 +50,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class ExactReport:
-    """What was stored exactly although its module's policy is :class:`hydra_ext.Compress`.
+    """Saved tensors that are stored exactly although their module's policy is :class:`hydra_ext.Compress`.
 
     Attributes:
-        operator: that saved it and needs it so.
+        operator: Operator that saved them and needs them exactly.
+        intervals: Number of intervals.
+        bytes: Bytes of these intervals.
     """
 
     operator: str
@@ -64,14 +68,19 @@ class ExactReport:
 
 @dataclass(frozen=True)
 class PartReport:
-    """What became of what a part of the model saved, as far as it has been used; in bytes of the tensors.
+    """Saved tensors of one part of the model, by where they were stored.
+
+    All figures but the name are bytes. Memory that tensors share counts once, except in ``kept``. Except in ``kept``,
+    an interval counts when backward needs it no more.
 
     Attributes:
-        name: of the module; "" for what was saved outside of all of them.
-        kept: by :class:`hydra_ext.Keep`, and not counted once where tensors share memory, as the others are.
-        stayed: on the device, as it was: there was room, or a policy that moves convolutions' inputs alone.
-        moved: to the host, as it was.
-        compressed: to ``stored`` bytes.
+        name: Name of the module; "" for tensors saved outside all parts.
+        kept: Bytes of tensors with the policy :class:`hydra_ext.Keep`.
+        stayed: Bytes that stayed on the device as they were: there was room, or the policy moves only the inputs of
+            convolutions.
+        moved: Bytes that were moved to the host as they were.
+        compressed: Bytes that were compressed, as they were before.
+        stored: Bytes of the streams that they became.
     """
 
     name: str
@@ -83,31 +92,38 @@ class PartReport:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller became what was compressed; 1 if nothing was."""
+        """Compressed bytes over the bytes of their streams; 1 if nothing was compressed."""
         return self.compressed / self.stored if self.stored else 1.0
 
 
 @dataclass(frozen=True)
 class StashReport:
-    """Figures of a stash since its beginning. Bytes are bytes, times seconds.
+    """Time, byte and event counts of a stash since it was made.
 
     Attributes:
-        tensors: saved by autograd; ``kept`` of them stayed as they were.
-        intervals: parts of storages that the others share, ``saved_bytes`` together.
-        compressed: of them, which had ``compressed_bytes`` and have become streams of ``stream_bytes``.
-        layers: whose inputs may be stored inexactly, with :class:`hydra_ext.Compress`.
-        parts: what became of it by part of the model: the layers that it is a list of, and what stands beside them.
-        exact: what was stored exactly under that policy, by operator, as far as it has been used.
-        to_host_bytes: moved, counted where they are copied; ``to_device_bytes`` likewise.
-        prefetched: intervals that came back ahead of their use.
-        stayed: intervals that could not leave: there was no host memory, or a transfer failed.
-        waited_for_room_seconds: forward waited for others to leave.
-        waited_in_backward_seconds: backward waited for what had to come back.
-        held_bytes: on the device now, by the stash itself; at most ``peak_held_bytes``.
-        resident_bytes: on the device now, which are not to leave by ``Offload("conv")``; not among the held ones.
-        host_bytes: on the host now.
-        recomputed: calls of modules that were made again in backward, by ``hydra_ext.Recompute()``.
-        chosen: by ``Offload("dynamic")``: "keep", "conv" or "all"; None while it tries, and with other policies.
+        tensors: Number of tensors that autograd has saved in the stash.
+        kept: Number of these tensors that stayed as they were, by policy or because the stash cannot move them.
+        intervals: Number of intervals of storages that the other tensors occupy.
+        saved_bytes: Bytes of these intervals.
+        compressed: Number of these intervals that were compressed.
+        compressed_bytes: Bytes of the compressed intervals, as they were before.
+        stream_bytes: Bytes of the streams that they became.
+        to_host_bytes: Bytes copied to the host.
+        to_device_bytes: Bytes copied back to the device.
+        prefetched: Number of intervals that returned ahead of their use.
+        stayed: Number of intervals that could not leave, because host memory was missing or a transfer failed.
+        waited_for_room_seconds: Seconds in which forwards waited for intervals to leave the device.
+        waited_in_backward_seconds: Seconds in which backwards waited for intervals to return.
+        held_bytes: Bytes of intervals on the device now, without ``resident_bytes``.
+        peak_held_bytes: Largest value of ``held_bytes``.
+        resident_bytes: Bytes of intervals on the device now that ``Offload("conv")`` leaves there.
+        host_bytes: Bytes of host memory in use now.
+        recomputed: Number of calls that ``hydra_ext.Recompute()`` has repeated in backward.
+        chosen: Choice of ``Offload("dynamic")``: "keep", "conv" or "all". None while it tries, and with other policies.
+        layers: Layers whose inputs may be stored inexactly under :class:`hydra_ext.Compress`.
+        exact: Intervals stored exactly under that policy, by operator; each counts when backward needs it no more.
+        parts: Saved tensors by part of the model. Parts are the elements of the model's lists of layers, and the
+            modules beside such lists.
     """
 
     tensors: int

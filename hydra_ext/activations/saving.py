@@ -1,4 +1,4 @@
-"""What ties a stash to autograd, and to a model's modules."""
+"""Connects a stash to autograd and to a model's modules."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hydra_ext.tracing import not_traced, nothing_traced
 
 
 class Saving:
-    """A stash, and what saves in it.
+    """A stash with its policies, and the hooks that save tensors in it.
 
     Args:
-        core: the stash.
-        choice: of policies.
-        model: whose parameters and buffers are left alone; needed for policies by module.
-        whole: whether a call of a module, as things are, runs to its end before another one begins; one that does not
-            is not made again.
-        optimizer: whose momentum the errors of compressed tensors are measured by.
-        face_of: what forwards take in place of parameters.
-        budget: device bytes of saved tensors, which ``Offload("dynamic")`` needs.
+        core: The stash.
+        choice: Policy, or policies by module.
+        model: Model whose parameters and buffers are never moved; required for policies by module.
+        whole: Tells whether a call of a module would now run to its end before another one begins. If not, the module
+            is not recomputed.
+        optimizer: Optimizer whose momentum is the scale for errors of compressed tensors.
+        face_of: Gives the tensor that forwards use in place of a parameter.
+        budget: Device bytes for saved tensors; required by ``Offload("dynamic")``.
 
     Raises:
-        InvalidArgument: a policy is none, or names no module.
-        UnsupportedModel: a module's policy cannot be followed.
+        InvalidArgument: A choice is not a policy, or a pattern matches no module.
+        UnsupportedModel: A module cannot follow its policy.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Saving:
         self._dynamic: DynamicOffload | None = None
         if default == Offload("dynamic"):
             if budget is None:
-                raise InvalidArgument("Offload('dynamic') finds out what fits: give stash(..., budget=)")
+                raise InvalidArgument("Offload('dynamic') needs a budget to fit: give stash(..., budget=)")
             self._dynamic = DynamicOffload(core, budget)
         self._default = self._treatment(default)
         self._treatments = {
@@ -84,12 +84,12 @@ class Saving:
         ]
         if optimizer is not None and self._layers:
             layers = list(self._layers.values())
-            # Steps are outside of what hook() and unhook() enclose; the optimizer does not keep this alive.
+            # Steps run outside hook() and unhook(). The hook must not keep this object alive through the optimizer.
             handle = optimizer.register_step_pre_hook(lambda *_: _step_begins(layers))
             weakref.finalize(self, handle.remove)
 
     def hook(self) -> None:
-        """From now on modules say what is to become of what they save. :meth:`unhook` undoes it."""
+        """Installs the modules' policies and parts, until :meth:`unhook`."""
         if self._model is not None:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
         for call in self._stand_ins:
@@ -102,7 +102,7 @@ class Saving:
     @contextmanager
     @nothing_traced
     def inside(self) -> Iterator[None]:
-        """What the calling thread saves meanwhile goes to the stash."""
+        """Tensors that the calling thread saves inside go to the stash."""
         with saved_tensors_hooks(self._core.pack, self._core.unpack):
             treatment = self._default if self._dynamic is None else self._dynamic.treatment()
             self._core.begin_scope(0, treatment=treatment)
@@ -112,7 +112,7 @@ class Saving:
                 self._core.end_scope(0)
 
     def report(self) -> StashReport:
-        """Once the transfers under way have ended."""
+        """Waits for the transfers under way, and returns the figures."""
         return StashReport.of(
             self._core,
             recomputed=self._again.value,
@@ -123,11 +123,11 @@ class Saving:
 
     @property
     def learns(self) -> bool:
-        """Whether what is saved depends on what was learnt in the steps before."""
+        """Whether the saved tensors depend on measurements of earlier steps."""
         return any(policy.error == "adaptive" for policy in self._layers)
 
     def close(self) -> None:
-        """No host memory is kept for a next pass. Graphs that are alive stay whole."""
+        """Frees the host memory that is kept for later passes. Graphs that are alive stay valid."""
         self._core.close()
 
     def _treatment(self, policy: Policy) -> _C.Treatment:
@@ -139,7 +139,7 @@ class Saving:
 
 
 def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether these hooks on saved tensors, as torch has them, are a stash's."""
+    """Whether a pair of torch's hooks on saved tensors belongs to a stash."""
     return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _C.Stash)
 
 
@@ -148,16 +148,16 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
-_keys = itertools.count(1)  # of scopes; 0 is that of a whole stash
+_keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
 
 
 class ScopedModule(StandIn):
-    """Stands in for a module's call: what is saved inside has a scope of its own.
+    """Stands in for a module's call, and opens a scope of the stash around it.
 
     Args:
-        core: the stash.
-        module: any.
-        scope: what the scope is of.
+        core: The stash.
+        module: Any module.
+        scope: The scope's ``treatment=`` or ``part=``.
     """
 
     def __init__(self, core: _C.Stash, module: nn.Module, **scope: Any) -> None:
@@ -167,7 +167,7 @@ class ScopedModule(StandIn):
         self._scope = scope
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # in what is made one graph of, what is saved belongs to what is around it
+        if torch.compiler.is_compiling():  # tensors saved by a compiled graph belong to the scope around the graph
             return self.inner(*args, **kwargs)
         return self._visit(args, kwargs)
 
