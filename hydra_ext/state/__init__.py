@@ -1,1 +1,1 @@
-"""What a computation reads and leaves behind besides its tensors, as it was at one moment."""
+"""The state that a computation reads and writes besides its arguments: snapshots, copies, comparisons."""

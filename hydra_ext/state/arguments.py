@@ -1,7 +1,7 @@
 """Arguments of calls: the tensors in them, and copies of them.
 
-Nested are tuples, lists, dictionaries, what is registered as a pytree, mappings and dataclasses; a copy has objects of
-its own with all that is in their attributes, too.
+Tensors are found in tuples, lists, dictionaries, registered pytrees, mappings and dataclasses, at any depth.
+:class:`Arguments` copies objects with their attributes, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hydra_ext.tracing import not_traced
 # ---- tensors --------------------------------------------------------------------------------------------------------
 @not_traced
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """In their order; what is in attributes of other objects is not looked at."""
+    """The tensors in a value, in order. Attributes of other objects are not searched."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -49,8 +49,10 @@ def _members(value: Any) -> Iterable[Any]:
 
 @not_traced
 def opened(leaf: Any) -> dict[Any, Any] | None:
-    """What a mapping or dataclass that is no pytree (a tokenizer's ``BatchEncoding``) holds, by key or field; None for
-    anything else."""
+    """The items of a mapping or dataclass that is not a pytree, such as a tokenizer's ``BatchEncoding``.
+
+    Returns them by key or field name; None for any other object.
+    """
     if isinstance(leaf, Mapping):
         return dict(leaf)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -61,7 +63,7 @@ def opened(leaf: Any) -> dict[Any, Any] | None:
 
 
 def closed(leaf: Any, content: dict[Any, Any]) -> Any:
-    """An object like the one that was opened, with other content of the same keys; itself if none can be made."""
+    """A shallow copy of an opened object with other values for the same keys; an immutable mapping itself."""
     if isinstance(leaf, Mapping) and not isinstance(leaf, MutableMapping):
         return leaf
     other = copy.copy(leaf)
@@ -69,21 +71,22 @@ def closed(leaf: Any, content: dict[Any, Any]) -> Any:
         if isinstance(leaf, Mapping):
             other[key] = value
         else:
-            object.__setattr__(other, key, value)  # also where it is frozen
+            object.__setattr__(other, key, value)  # a dataclass may be frozen
     return other
 
 
 def own_copy(
     value: Any, noted: Callable[[Tensor, str], None] | None = None, *, only: Collection[int] | None = None
 ) -> Any:
-    """The same with memory of its own, laid out alike; what is one tensor in several places is one again, and what
-    shares memory does so again.
+    """A copy of a value whose tensors have memory of their own, laid out alike.
+
+    A tensor that occurs several times is one tensor in the copy, too. Tensors that share memory share it in the copy.
 
     Args:
-        noted: is told of each tensor and its place.
-        only: the identities of the tensors to copy, with those that share memory with them; all of them unless given.
+        noted: Called with each copied tensor and its place.
+        only: Identities of the tensors to copy; tensors that share memory with them are copied, too. None copies all.
     """
-    # For a rehearsal what is written to must be told as a whole: unaligned memory would have more before it.
+    # A rehearsal, which gives `noted`, needs storages without bytes before the first element.
     aligned = noted is None
     copies: dict[int, Tensor] = {}
     for group in sharing(tensor for _, tensor in named_tensors(value)):
@@ -109,7 +112,7 @@ def own_copy(
 
 
 def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Places, as :func:`own_copy` tells them, and what is there."""
+    """The tensors in a value, each with its place as :func:`own_copy` names it."""
     for path, leaf in tree_flatten_with_path(value)[0]:
         place = above + keystr(path)
         if isinstance(leaf, Tensor):
@@ -119,9 +122,9 @@ def named_tensors(value: Any, above: str = "") -> Iterator[tuple[str, Tensor]]:
                 yield from named_tensors(held, f"{place}[{key!r}]")
 
 
-# ---- copies of all that is in them ----------------------------------------------------------------------------------
+# ---- copies with containers and objects -----------------------------------------------------------------------------
 class _Place:
-    """Where a tensor was."""
+    """Stands for a tensor of the original value, by its number."""
 
     __slots__ = ("number",)
 
@@ -130,13 +133,14 @@ class _Place:
 
 
 class Arguments:
-    """A value without its tensors, with copies of its containers and objects, however deep.
+    """A value without its tensors, with copies of its containers and objects, at any depth.
 
-    Shared are modules, classes, functions, machinery of libraries (locks, handles), and what cannot be copied.
+    The copies share modules, classes, functions, objects of libraries such as locks and handles, and objects that
+    cannot be copied.
 
     Attributes:
-        tensors: those that it had, each once; for the caller to take.
-        sources: generators of random numbers in it, which are shared.
+        tensors: Tensors of the value, each once. The caller may take them.
+        sources: Generators of random numbers in the value, which are shared.
     """
 
     @not_traced
@@ -165,7 +169,7 @@ class Arguments:
 
 @not_traced
 def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, Any]]) -> Any:
-    """For what is not copied ``shared`` says what takes its place."""
+    """A deep copy. ``shared`` gives what takes the place of an object that is not copied."""
     if _is_shared(value):
         if type(value) in SUPPORTED_NODES:
             node = SUPPORTED_NODES[type(value)]
@@ -177,7 +181,7 @@ def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, 
     if isinstance(value, tuple):
         return tuple_of(value, [_copy(part, shared, known) for part in value])
     made = _shallow_copy(value)
-    known[id(value)] = (made, value)  # the original is held so that no other object takes its identity
+    known[id(value)] = (made, value)  # the original is held so that no other object gets its identity
     if made is value:
         return value
     if isinstance(value, (list, deque)):
@@ -191,7 +195,10 @@ def _copy(value: Any, shared: Callable[[Any], Any], known: dict[int, tuple[Any, 
 
 @not_traced
 def _shallow_copy(value: Any) -> Any:
-    """Itself where its class makes no other: a call that relies on one is compared with the first."""
+    """A shallow copy; the object itself if its class cannot be copied.
+
+    Sharing is safe: if it makes a repetition differ from the first call, the comparison of the two finds that.
+    """
     try:
         made = copy.copy(value)
     except (TypeError, ValueError, AttributeError, RuntimeError, copy.Error):

@@ -1,4 +1,7 @@
-"""What things hold themselves, at one moment: to be saved, put back in place, and compared."""
+"""The content of single objects: how to save it, restore it in place, and compare it.
+
+Kinds cover containers, attributes, data of classes, numpy arrays, sources of random numbers, and iterators.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from hydra_ext.state.foreign import for_each_class, is_foreign, is_of_library
 from hydra_ext.state.iterators import is_iterator, parts, position
 from hydra_ext.state.randomness import is_of_process, way_of
 
-# Of these nothing is to be saved, and nothing is in them.
+# Types whose objects hold nothing that can change.
 LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
-OF_EVERY_MODULE = frozenset(nn.Module().__dict__)  # names: of hooks, flags, and what a module holds
+OF_EVERY_MODULE = frozenset(nn.Module().__dict__)  # names of the attributes that nn.Module itself sets
 _CODE = {FunctionType, classmethod, staticmethod, property, MemberDescriptorType, GetSetDescriptorType, cached_property}
-_COMPARED = 1 << 24  # bytes of an array
+_COMPARED = 1 << 24  # bytes of the largest array that is compared
 
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """How what a thing holds is handled.
+    """How to handle the content of one kind of object.
 
     Attributes:
-        save: what it holds now.
-        put: it holds that again; does nothing where it does already.
-        members: of what was saved: things that may hold something in turn.
-        mapped: what was saved, with other members.
+        save: Returns the content that an object holds now.
+        put: Makes an object hold saved content again; writes nothing to a container that holds it already.
+        members: The objects in saved content, which may have content of their own.
+        mapped: Saved content with a function applied to each member.
     """
 
     save: Callable[[Any], Any]
@@ -45,7 +48,10 @@ class Kind:
 
 
 def kinds_of(value: Any) -> tuple[Kind, ...]:
-    """None for what holds nothing, or nothing that can change, and for tensors; a subclass may have two."""
+    """The kinds of an object's content. A subclass of a container may have two.
+
+    Empty for tensors, and for objects that hold nothing or nothing that can change.
+    """
     found = _kinds_of(type(value))
     if found is _CLASSES:
         return () if is_foreign(value) else found
@@ -77,7 +83,7 @@ def is_source(value: Any) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Whether it is an array that can be written to, or a source of random numbers that no microbatch seeds anew."""
+    """Whether it is a writable array, or a source of random numbers other than the process's global ones."""
     if _kinds_of(type(value)) not in (_ARRAYS, _SOURCES):
         return False
     if isinstance(value, np.ndarray):
@@ -86,7 +92,7 @@ def has_state(value: Any) -> bool:
 
 
 def comparable(value: Any) -> Any:
-    """What an array or a source holds, to be compared; None where it is not to be."""
+    """The content of an array or a source in a form for ``==``; None if it is not compared."""
     if not has_state(value):
         return None
     if isinstance(value, np.ndarray):
@@ -98,7 +104,7 @@ def comparable(value: Any) -> Any:
 
 # ---- containers -----------------------------------------------------------------------------------------------------
 def _set_dict(held: dict[Any, Any], content: dict[Any, Any]) -> None:
-    """By the built-in classes' own methods: a class of the user's may do more in its own."""
+    """Uses the built-in classes' methods: a user's subclass may do more in its own."""
     is_same = len(held) == len(content) and all(map(operator.is_, held.values(), content.values()))
     if is_same and all(map(operator.is_, held, content)):
         return
@@ -131,18 +137,18 @@ FIXED = Kind(lambda value: value, lambda value, saved: None, lambda saved: saved
 
 
 def mapped_tuple(value: Any, to: Callable[[Any], Any]) -> Any:
-    """Itself where all members stay."""
+    """The tuple with a function applied to each member; the same object if no member changes."""
     return tuple_of(value, [to(each) for each in value])
 
 
 def tuple_of(original: Any, members: list[Any]) -> Any:
-    """One of the same class with these members; itself where all stay. A class of the user's may be made of others."""
+    """A tuple of the same class with these members; the original if they are its own members."""
     if all(map(operator.is_, members, original)):
         return original
     kind: Any = type(original)
-    if hasattr(kind, "n_sequence_fields"):  # what C functions return, with names
+    if hasattr(kind, "n_sequence_fields"):  # a struct sequence, as C functions return
         return kind(members)
-    made = tuple.__new__(kind, members)
+    made = tuple.__new__(kind, members)  # the constructor of a user's class may take other arguments
     if hasattr(original, "__dict__"):
         made.__dict__.update(original.__dict__)
     return made
@@ -167,13 +173,13 @@ def has_attributes(kind: type) -> bool:
 def attributes_of(value: Any) -> dict[str, Any]:
     found = dict(getattr(value, "__dict__", ()))
     for name, descriptor in _slots_of(type(value)).items():
-        with suppress(AttributeError):  # not set
+        with suppress(AttributeError):  # the slot is not set
             found[name] = descriptor.__get__(value)
     return found
 
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
-    """Past what the class does about it."""
+    """Sets an attribute, bypassing the ``__setattr__`` of the owner's class."""
     if isinstance(owner, type):
         type.__setattr__(owner, name, value)
         return
@@ -209,7 +215,7 @@ def _set_attributes(owner: Any, content: dict[str, Any]) -> None:
 
 
 def data_of(kind: type) -> dict[str, Any]:
-    """What a class has beside methods, properties and what Python gives it."""
+    """The attributes of a class without methods, properties, special names and descriptors of hydra_ext."""
     return {
         name: value
         for name, value in vars(kind).items()
@@ -218,7 +224,7 @@ def data_of(kind: type) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Descriptors of ours come and go."""
+    """Whether it is a descriptor of hydra_ext, which may be installed and removed at any time."""
     return str(type(value).__module__).startswith("hydra_ext.")
 
 
@@ -228,22 +234,24 @@ def _members_of_class(saved: dict[str, Any]) -> list[Any]:
 
 @for_each_class
 def classes_of(kind: type) -> tuple[type, ...]:
-    """The class and its bases, where they are of the user's."""
+    """The user's own classes among a class and its bases."""
     return tuple(base for base in kind.__mro__ if not is_foreign(base))
 
 
-# Of an iterator of a class (that numbers its objects) it does not matter how far it is.
+# The position of a class's iterator, such as one that numbers objects, is not part of its state.
 CLASS = Kind(data_of, _set_attributes, _members_of_class, MAPPING.mapped)
 ATTRIBUTES = Kind(attributes_of, _set_attributes, MAPPING.members, MAPPING.mapped)
 
 
 def walk(roots: Iterable[Any], take: Callable[[Any, Kind], Iterable[Any]], apart: Iterable[Any] = ()) -> None:
-    """Once to each of these things and of what is in them, however deep, and to the users' classes of what has
-    attributes.
+    """Visits each of these objects and their contents once, at any depth.
+
+    The users' classes of objects with attributes are visited, too.
 
     Args:
-        take: of a thing, and a kind that it is of: what is in it. Keeps it alive: an identity means one object.
-        apart: things that are left out, with what is reached from them alone.
+        take: Called with an object and each of its kinds; returns the object's members. It has to keep the object
+            alive, so that an identity means one object.
+        apart: Objects that are left out, and with them all that only they lead to.
     """
     seen = {*map(id, apart)}
     classes: set[type] = set()
@@ -268,7 +276,7 @@ def _set_array(held: np.ndarray[Any, Any], content: np.ndarray[Any, Any]) -> Non
 
 
 def stamp_of_array(saved: np.ndarray[Any, Any]) -> Any:
-    """Equal for two that were saved of one array if nothing was written to between them."""
+    """A stamp of saved content. Two stamps of one array are equal if nothing was written to it between them."""
     if saved.dtype.hasobject:
         return (saved.shape, *map(id, saved.flat))
     content: Any = saved.reshape(-1).view(np.uint8)
@@ -319,7 +327,7 @@ _ARRAYS, _SOURCES, _CLASSES = (ARRAY,), (SOURCE,), (CLASS,)
 
 
 def has_changed(kind: Kind, held: Any, saved: Any) -> bool:
-    """Whether what a thing holds itself is not what was saved of it; its members are only told by themselves."""
+    """Whether an object's content differs from what was saved. Members are compared by identity."""
     if kind is FIXED:
         return False
     if kind is ARRAY:

@@ -1,6 +1,6 @@
-"""Copies of several tensors at once, which share memory with each other where the tensors do.
+"""Copies of several tensors at once. The copies share memory with each other where the tensors do.
 
-A program that writes to one of two views of one memory sees that in the other; with copies of it, too.
+So a write to one of two views shows in the other one, with copies as with the originals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hydra_ext.state.layout import ALIGNMENT, ROOM, Layout, copied
 
 
 def sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors, each once, in groups: those of one group share memory with each other, directly or by others.
+    """Groups of the tensors, each tensor once. Tensors of a group share memory, directly or through others.
 
-    Those whose memory cannot be told (sparse, nested, without storage, of classes with their own dispatch) are alone.
+    Tensors of unknown memory (sparse, nested, without storage, of classes with their own dispatch) are groups of one.
     """
     groups: dict[int, list[Tensor]] = {id(tensor): [tensor] for tensor in tensors}
     found = [(_Place.of(group[0]), group[0]) for group in groups.values() if _has_plain_memory(group[0])]
     found.sort(key=lambda each: (str(each[0].device), each[0].begin))
-    before: list[tuple[_Place, Tensor]] = []  # whose memory may reach as far as the next one
+    before: list[tuple[_Place, Tensor]] = []  # tensors whose memory may reach as far as the next one
     for place, tensor in found:
         before = [each for each in before if each[0].device == place.device and each[0].end > place.begin]
         for other_place, other in before:
@@ -38,14 +38,14 @@ def sharing(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def copied_together(group: Sequence[Tensor], *, aligned: bool = True) -> list[Tensor]:
-    """Copies of the tensors of one group of :func:`sharing`, without graphs, which share memory as the tensors do.
+    """Copies of one group of :func:`sharing`, without graphs, that share memory as the tensors do.
 
-    They lie as the tensors do; of memory between them that no tensor has, no more is kept than in
-    :func:`~hydra_ext.state.layout.copied`. Views of one tensor are views of one tensor again, so that autograd, too,
-    sees a write to one of them in the others.
+    The copies have the tensors' layouts. Large gaps that no tensor uses are closed, as in
+    :func:`~hydra_ext.state.layout.copied`. Views of one tensor become views of one copy, so autograd sees a write to
+    one of them in the others.
 
     Args:
-        aligned: as for :func:`~hydra_ext.state.layout.copied`.
+        aligned: As for :func:`~hydra_ext.state.layout.copied`.
     """
     if len(group) == 1:
         return [copied(group[0], aligned=aligned)]
@@ -66,7 +66,7 @@ class _Place:
     """Where the elements of a tensor are, in bytes.
 
     Attributes:
-        begin: the address of the first one, or how far it is from the beginning of its memory.
+        begin: Address of the first element, or its offset from the beginning of its memory.
     """
 
     device: torch.device
@@ -87,7 +87,7 @@ class _Place:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements; of those that are in one place by a stride of 0, one."""
+        """Bytes of the elements. Elements in one place, by a stride of 0, count once."""
         steps = zip(self.size, self.stride, strict=True)
         return self.itemsize * math.prod([number for number, step in steps if step])
 
@@ -96,18 +96,21 @@ class _Place:
         return {step for number, step in zip(self.size, self.stride, strict=True) if number > 1 and step}
 
     def _extent(self, period: int) -> int:
-        """From the first element to the end of the last, in dimensions that do not repeat with the period."""
+        """Bytes from the first element to the end of the last, without dimensions that repeat with the period."""
         steps = zip(self.size, self.stride, strict=True)
         return self.itemsize + sum([(n - 1) * step for n, step in steps if not period or step % period])
 
     def within(self, period: int, begin: int = 0) -> tuple[int, int] | None:
-        """What it takes of each period, which begins at ``begin``; None where it reaches from one into the next."""
+        """The range of bytes that it uses in each period, counted from ``begin``.
+
+        None if it reaches from one period into the next.
+        """
         first = (self.begin - begin) % period
         last = first + self._extent(period)
         return (first, last) if last <= period else None
 
     def may_meet(self, other: _Place) -> bool:
-        """Whether they have memory in common; False only where that is sure."""
+        """Whether the two may have memory in common. False is certain; True is not."""
         if self.end <= other.begin or other.end <= self.begin:
             return False
         for period in self.steps | other.steps:
@@ -119,20 +122,25 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Closer:
-    """What lies so many bytes apart comes to lie closer: memory in between that no tensor has is left out."""
+    """Shortens a period in memory, which leaves out bytes between two periods that no tensor uses.
+
+    Attributes:
+        period: Bytes from one row to the next.
+        closed: Bytes from one row to the next in the copy.
+    """
 
     period: int = 1
     closed: int = 1
 
     def placed(self, place: _Place, begin: int, lead: int) -> _Place:
-        """In memory of its own, in which ``begin`` is at ``lead``."""
+        """The place in the copy's memory, where ``begin`` is at ``lead``."""
         rows, rest = divmod(place.begin - begin, self.period)
         stride = tuple(s // self.period * self.closed if s % self.period == 0 else s for s in place.stride)
         return _Place(place.device, lead + rows * self.closed + rest, place.size, stride, place.itemsize)
 
 
 def _closer(places: Sequence[_Place], begin: int) -> _Closer:
-    """For tensors that are narrow parts of something large; what is aligned stays so."""
+    """Closes the gaps of tensors that are narrow parts of a large one. Alignment stays."""
     span = max(place.end for place in places) - begin
     if span <= ROOM * sum(place.nbytes for place in places):
         return _Closer()
@@ -147,29 +155,30 @@ def _closer(places: Sequence[_Place], begin: int) -> _Closer:
 
 
 def _lead(places: Sequence[_Place], begin: int, aligned: bool) -> int:
-    """So many bytes of the new memory come before them: each is to lie at a multiple of its own size.
+    """The number of bytes before the first tensor such that every tensor lies at a multiple of its element's size.
 
     Raises:
-        StateError: they do not now.
+        StateError: There is none, since the tensors do not lie so themselves.
     """
     leads: list[int] = [begin % ALIGNMENT if aligned else 0, *range(ALIGNMENT)]
     for lead in leads:
         if all((lead + place.begin - begin) % place.itemsize == 0 for place in places):
             return lead
     raise StateError(
-        "tensors that share memory cannot be copied: they do not lie at multiples of their elements' sizes"
+        "tensors that share memory cannot be copied: they do not lie at multiples of their elements' sizes. Give each "
+        "of them memory of its own, as clone() does"
     )
 
 
 def _at(memory: Tensor, dtype: torch.dtype, place: _Place) -> Tensor:
-    """A tensor in that memory, which is no view of another."""
+    """A tensor at a place in that memory. Autograd does not see it as a view."""
     stride = [step // place.itemsize for step in place.stride]
     made = torch.empty(0, dtype=dtype, device=memory.device)
     return made.set_(memory.untyped_storage(), place.begin // place.itemsize, place.size, stride)
 
 
 def _fill(copy: Tensor, tensor: Tensor) -> None:
-    """The elements as they are in memory, each once."""
+    """Copies the elements as they are in memory, each once."""
     source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     source.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
     once = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride()).once
@@ -177,7 +186,7 @@ def _fill(copy: Tensor, tensor: Tensor) -> None:
 
 
 def _as_views(group: Sequence[Tensor], made: list[Tensor], memory: Tensor) -> list[Tensor]:
-    """As they are related to each other in autograd, with their classes and what is lazy in them."""
+    """The copies as views of each other where the tensors are, with the tensors' classes and pending operations."""
     roots: dict[tuple[int, torch.dtype], Tensor] = {}
     for tensor, copy in zip(group, made, strict=True):
         roots[id(tensor), tensor.dtype] = copy
@@ -190,7 +199,7 @@ def _as_views(group: Sequence[Tensor], made: list[Tensor], memory: Tensor) -> li
                 elements = memory.numel() // tensor.itemsize
                 place = _Place(memory.device, 0, (elements,), (tensor.itemsize,), tensor.itemsize)
                 roots[key] = _at(memory, tensor.dtype, place)
-            with torch.enable_grad():  # else autograd refuses writes to the view
+            with torch.enable_grad():  # autograd refuses writes to a view that was made without gradients
                 related[number] = roots[key].as_strided(copy.size(), copy.stride(), copy.storage_offset())
         related[number] = _like(related[number], tensor)
     return related

@@ -1,4 +1,4 @@
-"""Iterators: how far one has come can be seen, and not be set back; of some a copy can be made."""
+"""Iterators: their position can be compared, but not set back. Some can be copied."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 from hydra_ext.state.foreign import for_each_class
 
-# Which hold a place in what they go through, and go through nothing that another one does, too.
+# Iterators that hold an index of their own into a container, so that a copy is independent.
 _COPIED = frozenset({type(iter([])), type(reversed([])), type(iter(())), type(iter("")), type(iter(range(0)))})
 _COUNT = re.compile(r"count\((-?\d+)(?:, (-?\d+))?\)")
-_SHOWN = (itertools.count, itertools.repeat)  # as text, with what comes next
+_SHOWN = (itertools.count, itertools.repeat)  # their repr tells the next value, or the number of values left
 
 
 @for_each_class
 def is_iterator(kind: type) -> bool:
-    """One of Python's own, but for those that are something else besides (a file)."""
+    """Whether it is an iterator of Python's builtins or itertools; a file, for one, is not."""
     return kind.__module__ in ("builtins", "itertools") and issubclass(kind, Iterator)
 
 
 def position(iterator: Any) -> Any:
-    """Equal for one that has not gone on; two that cannot be told apart are equal, too."""
+    """A position that equals a later one if the iterator has not advanced. Positions that cannot be read are equal."""
     if isinstance(iterator, _SHOWN):
         return repr(iterator)
     if isinstance(iterator, GeneratorType):
@@ -36,12 +36,12 @@ def position(iterator: Any) -> Any:
 
 
 def parts(saved: Any) -> tuple[Any, ...]:
-    """Of a position: a user's iterators that one like ``zip`` goes through, at any depth."""
+    """The user's iterators below an iterator such as ``zip``, at any depth, from its saved position."""
     return tuple(saved.users()) if isinstance(saved, _Parts) else ()
 
 
 def independent_copy(iterator: Any) -> Any | None:
-    """One that goes on as it does, where there is a way to make it."""
+    """A copy that continues as the iterator does; None if there is no way to make one."""
     if type(iterator) in _COPIED:
         return copy.copy(iterator)
     counted = _COUNT.fullmatch(repr(iterator)) if type(iterator) is itertools.count else None
@@ -49,18 +49,18 @@ def independent_copy(iterator: Any) -> Any | None:
 
 
 class _Parts:
-    """Of an iterator around others (``zip``, ``map``, ``enumerate``, ``cycle``): what it would be pickled as.
+    """Position of an iterator around others (``zip``, ``map``, ``enumerate``, ``cycle``), from its pickled form.
 
-    It holds what was there, so that an identity means one object.
+    It keeps the parts of that form alive, so that an identity means one object.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12's, of pickling them
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns that iterators are pickled
             try:
                 reduced: Any = iterator.__reduce__()
                 self._held = list(_flat(reduced))
-            except TypeError:  # there is no way to tell how far it has come
+            except TypeError:  # its position cannot be read
                 self._held = []
         self._at = [_told(part) for part in self._held]
 
@@ -90,7 +90,7 @@ def _told(part: Any) -> Any:
 
 
 class _Frame:
-    """Of a generator. It holds what was there, so that an identity means one object."""
+    """Position of a generator. It keeps the generator's locals alive, so that an identity means one object."""
 
     def __init__(self, generator: GeneratorType[Any, Any, Any]) -> None:
         frame, inner = generator.gi_frame, generator.gi_yieldfrom
