@@ -1,7 +1,7 @@
-"""How tensors lie in memory, and copies that lie so.
+"""Layouts of tensors in memory, and copies with the same layout.
 
-Kernels sum in the order of the strides, and some (a matrix times a vector) by how the rows are aligned: what is
-computed from a copy has the last bits of what is computed from the tensor only where both lie alike.
+Kernels sum in the order of the strides. Some, such as a matrix times a vector, also depend on the alignment of rows.
+So results from a copy have the same last bits as results from the tensor only if both have the same layout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hydra_ext.state.numbers import clone, has_plain_numbers
 
 ALIGNMENT = 64  # bytes: torch's memory begins at a multiple, and no vector register is longer
-ROOM = 3  # times the memory of its elements that a copy may take, before its gaps are closed up
+ROOM = 3  # a copy may span this multiple of its elements' bytes before its gaps are closed
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Layout:
     """Where the elements of a tensor are.
 
     Attributes:
-        lead: how many elements after a multiple of 64 bytes the first one is.
+        lead: Number of elements between a multiple of 64 bytes and the first element.
     """
 
     dtype: torch.dtype
@@ -35,11 +35,11 @@ class Layout:
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
-        """That of a copy.
+        """The layout of a tensor's copy.
 
-        It is the tensor's own, unless that takes more than three times the memory of its elements, as for a narrow
-        part of something large: then each gap is closed up to less than 64 bytes, in which the alignment stays; where
-        dimensions overlap, too, the copy is contiguous.
+        It is the tensor's own, unless that spans more than three times the bytes of its elements, as a narrow part of
+        a large tensor does. Then each gap is closed to less than 64 bytes, which keeps the alignment. If dimensions
+        overlap as well, the copy is contiguous.
         """
         itemsize = tensor.itemsize
         made = Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() % ALIGNMENT // itemsize)
@@ -50,7 +50,7 @@ class Layout:
 
     @cached_property
     def extent(self) -> int:
-        """Elements of memory from the first to the last."""
+        """Number of elements of memory from the first element to the last."""
         extent = 1
         for size, stride in zip(self.size, self.stride, strict=True):
             if not size:
@@ -60,14 +60,14 @@ class Layout:
 
     @property
     def _elements(self) -> int:
-        """Without those that are one and the same by a stride of 0."""
+        """Number of elements. Elements in one place, by a stride of 0, count once."""
         return math.prod([size for size, stride in zip(self.size, self.stride, strict=True) if stride or not size])
 
     @cached_property
     def packed(self) -> Layout:
-        """The same order without gaps; what is one element in several places still is.
+        """The same order without gaps. Strides of 0 stay.
 
-        Itself where there are no gaps, and where they cannot be told, since dimensions overlap.
+        The layout itself if it has no gaps, or if its dimensions overlap, which hides the gaps.
         """
         if self.extent <= self._elements:
             return self
@@ -76,18 +76,20 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Of memory, gaps included."""
+        """Bytes of memory, gaps included."""
         return self.extent * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> Tensor:
         if not self.lead:
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
         memory = torch.empty(self.lead + self.extent, dtype=self.dtype, device=device)
-        return memory.as_strided(self.size, self.stride, self.lead).detach()  # which is no view
+        return memory.as_strided(self.size, self.stride, self.lead).detach()  # detached, it is not a view
 
     def copy(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """A copy that lies so, without a graph; of a tensor with these sizes, in the same order, and with the same
-        strides of 0."""
+        """A copy with this layout, without a graph.
+
+        The tensor must have these sizes, its strides in the same order, and the same strides of 0.
+        """
         made = self.empty(device or tensor.device)
         with torch.no_grad():
             if self.stride == tensor.stride() and self.packed is self:
@@ -97,7 +99,7 @@ class Layout:
         return made
 
     def once(self, tensor: Tensor) -> Tensor:
-        """Each element in one place."""
+        """The tensor without the repetitions that this layout has by strides of 0."""
         for dimension, stride in enumerate(self.stride):
             if stride == 0 and self.size[dimension] > 1:
                 tensor = tensor.narrow(dimension, 0, 1)
@@ -105,17 +107,18 @@ class Layout:
 
 
 def memory(tensor: Tensor) -> Tensor:
-    """From the first element to the last, in the order there; no copy."""
+    """A flat view of a tensor's memory, from the first element to the last, in memory order."""
     is_plain = tensor.is_contiguous()
     extent = tensor.numel() if is_plain else Layout(tensor.dtype, tuple(tensor.shape), tensor.stride()).extent
     return tensor.detach().as_strided((extent,), (1,))
 
 
 def copied(tensor: Tensor, *, aligned: bool = True) -> Tensor:
-    """A copy without a graph, which lies as :meth:`Layout.of` says.
+    """A copy without a graph, in the layout that :meth:`Layout.of` gives.
 
     Args:
-        aligned: it begins where the tensor begins; else at a multiple of 64 bytes, and has no memory before that.
+        aligned: Whether the copy begins at the tensor's distance from a multiple of 64 bytes. If not, it begins at such
+            a multiple, and its storage has no bytes before its first element.
     """
     tensor = tensor.detach()
     if not has_plain_numbers(tensor):
@@ -126,8 +129,11 @@ def copied(tensor: Tensor, *, aligned: bool = True) -> Tensor:
 
 
 def order_of(tensor: Tensor) -> tuple[int, ...]:
-    """Equal for tensors of one size of which the same parts lie next to one another, in the same order: what is a view
-    of the one is a view of the other."""
+    """A key for the order of a tensor's elements in memory.
+
+    Equal keys of tensors of one size mean the same dimensions next to each other in the same order. Any operation that
+    gives a view of the one gives a view of the other.
+    """
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return ()
     size, stride = tuple(tensor.shape), tensor.stride()
@@ -136,13 +142,14 @@ def order_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _closer(size: Sequence[int], stride: Sequence[int], unit: int) -> tuple[int, ...] | None:
-    """Smaller strides in the same order; dimensions that could be seen as one still can, and others cannot.
+    """Smaller strides in the same order. Dimensions that could be viewed as one still can, and others cannot.
 
-    A stride stays the same modulo the unit, but that of the closest elements; with 0 no gaps are left. None where
+    A stride stays the same modulo the unit, except the smallest one. With a unit of 0 no gaps are left. None if
     dimensions overlap.
     """
     made = list(stride)
-    extent = before = after = 1  # of the dimensions so far: elements, and strides of one that would follow closely
+    # Of the dimensions so far: their extent, and the stride of a next dimension without a gap, before and after.
+    extent = before = after = 1
     for step, dimension in sorted((s, d) for d, (n, s) in enumerate(zip(size, stride, strict=True)) if n > 1 and s):
         if step < extent:
             return None

@@ -1,6 +1,6 @@
-"""Tensors by their memory: what shares it, what holds it, and what was in it before a write.
+"""Tensors by their memory: mappings by storage, the bytes from before a write, and memory that outlasts a forward.
 
-Nothing is kept alive by being known: an address is not used again while a weak reference is held to what was there.
+A mapping does not keep storages alive. Its weak reference keeps a storage's address from being used again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra_ext.state.snapshot import Snapshot
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; for those without storage, equal for themselves only."""
+    """A key that is equal for tensors that share a storage. A tensor without a storage has a key of its own."""
     try:
         key: int = tensor.untyped_storage()._cdata
         return key
@@ -27,7 +27,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def weak(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """As long as it is there, no other storage has the same address."""
+    """A weak reference. While it exists, no other storage gets the same address."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
@@ -37,7 +37,7 @@ def is_gone(storage: StorageWeakRef) -> bool:
 
 @dataclass(frozen=True)
 class MemoryOf:
-    """A piece of memory, which this does not keep alive."""
+    """A storage by its key, held by a weak reference."""
 
     key: int
     reference: StorageWeakRef
@@ -47,7 +47,7 @@ _Content = TypeVar("_Content")
 
 
 class ByStorage(Generic[_Content]):
-    """A mapping from tensors' memory."""
+    """A mapping from storages of tensors. It keeps alive only tensors without a storage."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[StorageWeakRef | Tensor, _Content]] = {}
@@ -72,7 +72,7 @@ class ByStorage(Generic[_Content]):
         return (content for _, content in self._entries.values())
 
     def alive(self) -> Iterator[tuple[MemoryOf, _Content]]:
-        """Memory that is held, but for tensors without storage."""
+        """Entries whose storage is alive; tensors without a storage are left out."""
         self.purge()
         for key, (holder, content) in list(self._entries.items()):
             if isinstance(holder, StorageWeakRef):
@@ -82,7 +82,7 @@ class ByStorage(Generic[_Content]):
         self._entries[memory.key] = (memory.reference, content)
 
     def purge(self) -> None:
-        """Forgets memory that is held no more."""
+        """Drops entries whose storage has been freed."""
         gone = [
             key for key, (holder, _) in self._entries.items() if isinstance(holder, StorageWeakRef) and is_gone(holder)
         ]
@@ -91,7 +91,7 @@ class ByStorage(Generic[_Content]):
 
 
 class Undo:
-    """Memory as it was before the first write to it."""
+    """Copies of storages from before the first write to each."""
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -104,24 +104,25 @@ class Undo:
         self._saved[key] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def put_back(self) -> None:
-        """It is as before, and what it was is still known."""
+        """Restores the bytes, and keeps the copies."""
         for storage, saved in self._saved.values():
             storage.copy_(saved)
 
     def restore(self) -> None:
+        """Restores the bytes, and drops the copies."""
         self.put_back()
         self._saved.clear()
 
 
 class LastingMemory:
-    """That of all tensors which modules, or other things, hold, however deep: the next microbatch may write to it.
+    """The memory of all tensors that modules or other objects hold, at any depth. The next microbatch may write to it.
 
-    To be made when a forward has ended.
+    Make it when a forward has ended.
     """
 
     def __init__(self, *holders: Any) -> None:
         self._keys = set(map(storage_key, Snapshot(*holders).tensors))
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The tensor without a graph; a copy where its memory lasts."""
+        """The tensor without a graph; a copy if its memory is lasting."""
         return copied(tensor) if storage_key(tensor) in self._keys else tensor.detach()

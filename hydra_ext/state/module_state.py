@@ -1,4 +1,4 @@
-"""What modules hold beside parameters, at one moment: attributes, all that is reached from them, and buffers."""
+"""What modules hold beside parameters, at one moment: buffers, attributes, and all that attributes lead to."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from hydra_ext.state.numbers import version_of
 Place = tuple[int, str, str]  # the identity of an owner; ATTRIBUTE, BUFFER or CONTENT; name of attribute or buffer
 ATTRIBUTE, BUFFER, CONTENT, _OWNER = "attribute", "buffer", "content", "owner"
 
-# Forward hooks too: code that hooks itself in at the first forward marks that in an attribute.
+# Forward hooks are state: code that hooks itself in at the first forward notes that in an attribute.
 _HOOKS = {name for name in OF_EVERY_MODULE if name.startswith(("_forward_hooks", "_forward_pre_hooks"))}
 _OF_TORCH = OF_EVERY_MODULE - {"training"} - _HOOKS
 
 
 class Entry(NamedTuple):
-    """What is in one place.
+    """An attribute or buffer, or the content of a container, array or source.
 
     Attributes:
-        owner: the module, object or class that has it, or the container, array or source that holds it.
-        value: of the attribute or buffer; what the owner's kind has saved of its content.
-        stamp: equal for two entries of one place if nothing was set or written to between them.
-        kind: of the content.
+        owner: Module, object or class with the attribute; or the container, array or source itself.
+        value: Value of the attribute or buffer; or the content as its kind has saved it.
+        stamp: A value that is equal for two entries of one place if nothing was set or written to between them.
+        kind: Kind of the content; None for an attribute or buffer.
     """
 
     owner: Any
@@ -69,10 +69,10 @@ class ModuleState:
         return ModuleState(roots, entries)
 
     def put(self, current: ModuleState | None = None) -> None:
-        """The modules hold this again.
+        """Makes the modules hold this state again.
 
         Args:
-            current: what they hold, where the caller knows.
+            current: Their present state, if the caller has it.
         """
         current = current or ModuleState.now(self._roots)
         for place in current.entries.keys() - self.entries.keys():
@@ -86,23 +86,25 @@ class ModuleState:
                 _set(entry.owner, *place[1:], _found(entry.value))
 
     def changed_since(self, before: ModuleState) -> list[Place]:
-        """Where something was set, written to, added or taken away."""
+        """Places where something was set, written to, added or removed."""
         places = self.entries.keys() | before.entries.keys()
         mine, other = self.entries.get, before.entries.get
         return [place for place in places if _stamp_of(mine(place)) != _stamp_of(other(place))]
 
     def take(self, place: Place, other: ModuleState) -> None:
-        """What the other has there, or has not."""
+        """Takes the other state's entry of a place. Drops the own one if the other has none."""
         if place in other.entries:
             self.entries[place] = other.entries[place]
         else:
             self.entries.pop(place, None)
 
     def copied(self, places: Collection[Place] | None = None, *, apart: Callable[[Tensor], bool]) -> ModuleState:
-        """With copies of the tensors in these places, or in all; what is one tensor in several places is one again.
+        """This state with copies of the tensors in these places, or in all of them.
+
+        A tensor in several places has one copy.
 
         Args:
-            apart: tells of a tensor that there is to be no copy of it.
+            apart: Whether a tensor is not to be copied.
         """
         copy = Copies(apart)
         return ModuleState(
@@ -115,10 +117,10 @@ class ModuleState:
 
 
 class Copies:
-    """Entries with tensors of their own.
+    """Copies entries, with their tensors.
 
     Args:
-        apart: as for :meth:`ModuleState.copied`.
+        apart: As for :meth:`ModuleState.copied`.
     """
 
     def __init__(self, apart: Callable[[Tensor], bool]) -> None:
@@ -145,14 +147,14 @@ class Copies:
 
 
 class _Computed:
-    """A tensor with a graph, which must not be kept alive for a comparison."""
+    """A tensor with a graph. It holds the numbers, but does not keep the graph alive for a mere comparison."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = weakref.ref(tensor)
         self._data = tensor.detach()
 
     def tensor(self) -> Tensor:
-        """Itself, or where it is gone one that is equal but has no way back."""
+        """The tensor itself; once it has been freed, an equal one whose backward raises."""
         tensor = self._tensor()
         if tensor is not None:
             return tensor
@@ -169,13 +171,13 @@ class _Forgotten(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         raise SplitError(
-            "a microbatch's loss depends with its graph on a tensor that another one left on a module, and the graph "
-            "is gone: detach() what is left there"
+            "a microbatch's loss depends on the graph of a tensor that another microbatch left on a module, and that "
+            "graph has been freed: detach() tensors that are left on modules"
         )
 
 
 def _note(owner: Any, kind: Kind, entries: dict[Place, Entry]) -> Iterable[Any]:
-    """Adds what it holds itself; returns what may hold something in turn."""
+    """Adds the entries of one object; returns its members, which may have entries of their own."""
     number = id(owner)
     if kind is not ATTRIBUTES and kind is not CLASS:
         saved = kind.save(owner)
@@ -235,7 +237,7 @@ def _stamp_of(entry: Entry | None) -> Any:
 
 
 def _found(value: Any) -> Any:
-    """The tensor itself where only its values were kept."""
+    """The saved value with each :class:`_Computed` replaced by its tensor."""
     if isinstance(value, tuple):
         return mapped_tuple(value, _found)
     return value.tensor() if isinstance(value, _Computed) else value

@@ -1,4 +1,4 @@
-"""The numbers of tensors, put back where they were."""
+"""The numbers of tensors: whether they have changed, copies of them, and writing them back in place."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 _SMALL = 2**20  # bytes
-_NO_VALUES = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}  # no kernel takes them
+# Types that no kernel accepts.
+_NO_VALUES = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8)}
 
 
 def has_plain_numbers(tensor: Tensor) -> bool:
-    """Whether its numbers lie in memory of its own kind, by strides, so that their bytes can be copied and compared.
+    """Whether its numbers lie in strided memory, so that their bytes can be copied and compared.
 
-    The numbers of other tensors are not looked at: whether they were written to is seen by their versions.
+    For other tensors only the version tells whether they were written to.
     """
     return (
         type(tensor) in (Tensor, nn.Parameter)
@@ -23,28 +24,30 @@ def has_plain_numbers(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to; of inference tensors that is not counted."""
+    """The tensor's version counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Whether a copy may be made each time, in place of trusting a version."""
+    """Whether it is cheap enough to be copied and compared each time, in place of trusting its version."""
     return has_plain_numbers(tensor) and tensor.nbytes <= _SMALL
 
 
 def may_have_changed(tensor: Tensor, version: int) -> bool:
-    """Since it had this version. Batch statistics are written without a new one, and so small tensors are taken to
-    have changed always."""
+    """Whether it may have changed since it had this version.
+
+    Always true for small tensors, as batch statistics are written without a new version.
+    """
     return version_of(tensor) != version or is_small(tensor)
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy of its numbers; where they are not plain, on its own device."""
+    """A copy of its numbers on the host; on its own device if the numbers are not plain."""
     return tensor.detach().to("cpu", copy=True) if has_plain_numbers(tensor) else clone(tensor)
 
 
 def clone(tensor: Tensor) -> Tensor:
-    """A copy without a graph; the tensor's own numbers where torch copies none of its kind, nor writes to them."""
+    """A copy without a graph; the tensor itself, detached, if torch can neither copy nor write to its kind."""
     try:
         return tensor.detach().clone()
     except RuntimeError:
@@ -52,7 +55,7 @@ def clone(tensor: Tensor) -> Tensor:
 
 
 def differ(one: Tensor, other: Tensor) -> bool:
-    """Whether a bit does; of tensors of one shape and type. NaN are equal to themselves.
+    """Whether two tensors of one shape and type differ in any bit. A NaN equals the same NaN.
 
     Tensors without plain numbers differ unless they are the same object.
     """
@@ -63,20 +66,20 @@ def differ(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """On the host."""
-    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg()  # which may be pending, for a view
+    """The tensor's bytes, on the host."""
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg()  # a view may have these operations pending
     return plain.contiguous().flatten().view(torch.uint8)
 
 
 def put(tensor: Tensor, numbers: Tensor) -> None:
-    """Writes them to it, unless they are there: a graph that has saved the tensor is told of each write."""
+    """Writes the numbers to the tensor, unless it has them: each write invalidates graphs that saved the tensor."""
     if differ(tensor, numbers):
         with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             _once(tensor, tensor).copy_(_once(numbers, tensor))
 
 
 def _once(tensor: Tensor, expanded: Tensor) -> Tensor:
-    """Without the repetitions that the other one has by a stride of 0: they are no memory that could be written to."""
+    """The tensor without the repetitions that ``expanded`` has by strides of 0, to which torch refuses to write."""
     if has_plain_numbers(expanded):
         for dimension, stride in enumerate(expanded.stride()):
             if stride == 0 and expanded.size(dimension) > 1:

@@ -1,8 +1,8 @@
 """The states of generators of random numbers: torch's, Python's and numpy's global ones, and the user's own.
 
-Python takes 15 microseconds to say its state, numpy 50. Whether a generator has moved is seen in less than one: the
-bytes of the object that it is are compared, and what they mean does not matter. States are read and set by the public
-functions alone, and read only where the bytes have changed since they were read last.
+Reading Python's state takes 15 microseconds, numpy's 50. Whether a generator has moved is found in less than one, by
+comparing the bytes of its object, without interpreting them. States are read and set by public functions only, and are
+read only if the bytes have changed since the last read.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ import torch
 from hydra_ext import _C
 from hydra_ext.state.foreign import for_each_class
 
-_HEADER: int = object.__basicsize__  # references and type: what every object begins with
-_TWISTER_BYTES = 2500  # of 624 words and a position
+_HEADER: int = object.__basicsize__  # bytes of the reference count and the type, with which every object begins
+_TWISTER_BYTES = 2500  # bytes of 624 words and a position
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """Those of torch that a forward on ``device`` draws from."""
+    """The generators of torch that a forward on ``device`` draws from."""
     if device.type != "cuda":
         return [torch.default_generator]
     return [torch.default_generator, torch.cuda.default_generators[device.index]]
 
 
 def is_default(generator: torch.Generator) -> bool:
-    """Whether it is one of torch's own."""
+    """Whether it is one of torch's default generators."""
     return any(generator is other for other in (torch.default_generator, *torch.cuda.default_generators))
 
 
 class RandomState:
-    """The states of generators, as they were captured last: at first when this was made.
+    """The states of generators, as of the last capture. The constructor captures them first.
 
-    numpy imports its generators late: while it has not, there is nothing of it to restore.
+    numpy imports its generators lazily. Until it does, it has no state to restore.
 
     Args:
-        device: of a computation whose generators of torch are among them; None for none of torch's.
-        host: whether Python's and numpy's global ones are.
-        own: others; what is no generator is left out.
+        device: Device of a computation, whose generators of torch are included; None for none of torch's.
+        host: Whether Python's and numpy's global generators are included.
+        own: Other generators. Objects that are not generators are ignored.
     """
 
     def __init__(self, device: torch.device | None = None, *, host: bool = True, own: Iterable[Any] = ()) -> None:
@@ -72,14 +72,14 @@ class RandomState:
             write(source, state)
 
     def now(self) -> RandomState:
-        """Of the same generators."""
+        """The present states of the same generators."""
         now = copy.copy(self)
         now.capture()
         return now
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The generators are meanwhile as they were, and afterwards where they are now."""
+        """Restores the captured states inside, and the present states afterwards."""
         now = self.now()
         self.restore()
         try:
@@ -89,15 +89,15 @@ class RandomState:
 
     @property
     def host_moved(self) -> bool:
-        """Whether Python's generator or numpy's is elsewhere than it was. Takes about a microsecond."""
+        """Whether Python's or numpy's generator has moved since the capture. Takes about a microsecond."""
         return not (_PYTHON.is_at(self._python) and _NUMPY.is_at(self._numpy))
 
     def equals_in_torch(self, other: RandomState) -> bool:
-        """Whether torch's generators were in the same states."""
+        """Whether torch's generators have the same captured states."""
         return all(map(torch.equal, self._torch, other._torch))
 
     def seed(self, seed: int) -> None:
-        """Captures what :func:`seed_generators` would leave; the generators stay where they are."""
+        """Captures the states that :func:`seed_generators` would set, without moving the generators."""
         now = self.now()
         seed_generators(seed, self._generators, host=self._has_host)
         self.capture()
@@ -105,8 +105,11 @@ class RandomState:
 
 
 def seed_generators(seed: int, generators: Iterable[torch.Generator], *, host: bool = True) -> None:
-    """As ``torch.manual_seed(seed)`` does; ``host``: and as ``random.seed(seed)``, and ``numpy.random.seed`` with the
-    lower 32 bits, which is all that it takes."""
+    """Seeds generators of torch as ``torch.manual_seed(seed)`` does.
+
+    Args:
+        host: Whether to seed Python's and numpy's global generators, too. numpy gets the lower 32 bits, its limit.
+    """
     for generator in generators:
         generator.manual_seed(seed)
     if host:
@@ -116,7 +119,7 @@ def seed_generators(seed: int, generators: Iterable[torch.Generator], *, host: b
 
 @contextmanager
 def host_randomness_kept() -> Iterator[None]:
-    """Python's and numpy's states are afterwards where they were."""
+    """Restores the states of Python's and numpy's generators afterwards."""
     before = RandomState()
     try:
         yield
@@ -125,7 +128,7 @@ def host_randomness_kept() -> Iterator[None]:
 
 
 # ---- generators of the user's own -----------------------------------------------------------------------------------
-Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # what reads a state, and what sets it
+Way = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]  # functions that read and set a state
 _WAYS: dict[type, Way] = {
     torch.Generator: (lambda it: it.get_state(), lambda it, state: it.set_state(state)),
     random.Random: (lambda it: it.getstate(), lambda it, state: it.setstate(state)),
@@ -139,16 +142,16 @@ _NUMPYS: dict[str, Way] = {
 
 @for_each_class
 def way_of(kind: type) -> Way | None:
-    """None where objects of this class are no generators, or such as have no state."""
+    """How to read and set the state of this class's objects; None if they are not generators, or have no state."""
     if issubclass(kind, random.SystemRandom):
         return None
-    module = sys.modules.get("numpy.random")  # takes long to import, and without it there are none
+    module = sys.modules.get("numpy.random")  # not imported here: that is slow, and until then no generator exists
     numpys = {} if module is None else {getattr(module, name): way for name, way in _NUMPYS.items()}
     return next((way for known, way in (_WAYS | numpys).items() if issubclass(kind, known)), None)
 
 
 def is_of_process(source: Any) -> bool:
-    """Whether it is a global one of Python's, numpy's or torch's."""
+    """Whether it is a global generator of Python, numpy or torch."""
     if isinstance(source, torch.Generator):
         return is_default(source)
     numpys = sys.modules.get("numpy.random.mtrand")
@@ -158,7 +161,7 @@ def is_of_process(source: Any) -> bool:
 # ---- one generator --------------------------------------------------------------------------------------------------
 @dataclass(eq=False)
 class _Noted:
-    """A state, and what the generator looked like when it was in it last."""
+    """A state, and the look of the generator when it was last in that state."""
 
     looks: Any
     state: Any
@@ -168,9 +171,9 @@ class _Source:
     """A generator of the process.
 
     Args:
-        look: gives something that is equal as long as the state is.
-        read: gives the state.
-        write: takes it.
+        look: Returns a value that stays equal as long as the state does.
+        read: Returns the state.
+        write: Sets the state.
     """
 
     def __init__(self, look: Callable[[], Any], read: Callable[[], Any], write: Callable[[Any], None]) -> None:
@@ -191,28 +194,28 @@ class _Source:
     def put(self, noted: _Noted) -> None:
         if noted.state is not None and not self.is_at(noted):
             self._write(noted.state)
-            noted.looks = self._look()  # what the state does not depend on may look otherwise
+            noted.looks = self._look()  # bytes that are not part of the state may differ from before
             self._last = noted
 
 
 def _bytes_of(value: object, kind: type) -> Callable[[], bytes]:
-    """What gives those that ``value`` has as an object of ``kind``, behind its header. Only read, never written."""
+    """A function that reads the bytes of ``value``, as an object of ``kind``, after its header. It never writes."""
     memory = (ctypes.c_char * (kind.__basicsize__ - _HEADER)).from_address(id(value) + _HEADER)
-    return lambda: memory.raw if value is not None else b""  # holds the object whose memory it is
+    return lambda: memory.raw if value is not None else b""  # naming `value` keeps the object alive
 
 
 _PYTHONS: Any = random.getstate.__self__  # type: ignore[attr-defined]
 
 
 def _python() -> _Source:
-    if _random.Random.__basicsize__ < _HEADER + _TWISTER_BYTES:  # its state is elsewhere
+    if _random.Random.__basicsize__ < _HEADER + _TWISTER_BYTES:  # the state is not inside the object
         return _Source(random.getstate, random.getstate, random.setstate)
     content = _bytes_of(_PYTHONS, _random.Random)
     return _Source(lambda: (content(), _PYTHONS.gauss_next), random.getstate, random.setstate)
 
 
 class _Numpy:
-    """The global generator of numpy, if it has been imported, and whatever it draws from."""
+    """numpy's global generator, if it has been imported, and the bit generator that it draws from."""
 
     def __init__(self) -> None:
         self._drawn_from: Any = None
@@ -222,7 +225,7 @@ class _Numpy:
         module = sys.modules.get("numpy.random.mtrand")
         if module is None:
             return ()
-        generator: Any = module._rand  # with the second half of a pair of normal numbers
+        generator: Any = module._rand  # it holds the second number of a pair of normal ones
         drawn_from = generator._bit_generator
         if drawn_from is not self._drawn_from:
             self._drawn_from = drawn_from

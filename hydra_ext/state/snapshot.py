@@ -1,4 +1,4 @@
-"""What things hold, however deep, at one moment, to be put back in place."""
+"""What objects hold, at any depth, at one moment, so that it can be restored in place."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from hydra_ext.state.contents import CONTAINERS, ITERATOR, LEAVES, Kind, has_cha
 
 
 class Snapshot:
-    """What modules, or other things, hold, however deep, as it is now. What tensors hold is not looked at.
+    """What modules or other objects hold, at any depth, when this is made. The numbers of tensors are not copied.
 
-    Every microbatch pays for it, so that nothing is done for the many empty containers of a module but
-    to remember them.
+    A snapshot is taken for every microbatch, so the many empty containers of a module are only listed.
 
     Args:
-        roots: the things.
-        apart: others, which are left out.
+        roots: Objects to start from.
+        apart: Objects to leave out.
 
     Attributes:
-        tensors: that were met on the way.
-        empty: containers that hold nothing.
-        entries: of all other things: a kind, the thing, and what it holds.
+        tensors: Tensors that were found.
+        empty: Containers that hold nothing.
+        entries: Kind, object and saved content of every other object.
     """
 
     def __init__(self, *roots: Any, apart: Iterable[Any] = ()) -> None:
@@ -38,7 +37,7 @@ class Snapshot:
         return self._sorted(kind.members(saved))
 
     def _sorted(self, members: Iterable[Any]) -> list[Any]:
-        """Those that may hold something."""
+        """Lists tensors and empty containers; returns the other members that may hold something."""
         rest = []
         for held in members:
             if type(held) in CONTAINERS and not held:
@@ -57,5 +56,5 @@ class Snapshot:
             kind.put(held, saved)
 
     def moved_iterators(self) -> list[Any]:
-        """Those that have gone on since: they stay where they are."""
+        """Iterators that have advanced since the snapshot. They cannot be set back."""
         return [held for kind, held, saved in self.entries if kind is ITERATOR and has_changed(kind, held, saved)]
