@@ -1,1 +1,1 @@
-"""Checkpoints that survive a crash at any moment: safetensors files and a manifest, no pickle."""
+"""Checkpoints that survive a crash at any moment: safetensors files and a manifest, without pickle."""

@@ -1,7 +1,7 @@
-"""Finds the newest checkpoint in a folder that another process may be saving into, and opens what is needed of it.
+"""Finds the newest checkpoint in a folder that another process may be saving into, and opens the files to be read.
 
-A saver removes older checkpoints. Once its files are open, a checkpoint can be read to its end all the same. If it has
-gone before that, a newer one is there, and is taken.
+A saver removes older checkpoints. A checkpoint whose files are open can still be read to its end. If it is removed
+before its files are open, a newer one exists, and is taken instead.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hydra_ext.errors import CheckpointError, CheckpointRemoved
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 10  # to open a checkpoint before it is removed
-SELF = "."  # the folder is itself a checkpoint
+ATTEMPTS = 10  # attempts to open a checkpoint before it is removed
+SELF = "."  # name of the checkpoint if the folder is itself one
 
 Everywhere = Callable[[Callable[[], str]], list[str]]
-"""Does something on every rank that talks to no other; what it gave on each."""
+"""Runs a function on every rank, and returns each rank's result. The function must not communicate."""
 
 
 def alone(work: Callable[[], str]) -> list[str]:
-    """Where there is one rank."""
+    """:data:`Everywhere` for a single rank."""
     return [work()]
 
 
@@ -44,26 +44,28 @@ def newest(
     before_holding: Callable[[], None] = lambda: None,
     rank: int = 0,
 ) -> Iterator[Reader | None]:
-    """The newest checkpoint in a folder of them, or the one that the folder is; None if there is none.
+    """Opens the newest checkpoint in a folder, or the folder itself if it is a checkpoint; None if there is none.
 
     Args:
-        hold: opens what will be read; called again if another checkpoint has to be taken.
-        strict: a damaged newest one is an error; else the newest that is whole in every byte is taken.
-        everywhere: all ranks have to call this together, and take what the first one chooses.
-        before_holding: called on all ranks, which may talk to each other then.
+        hold: Opens the files to be read. Called again if another checkpoint has to be taken.
+        strict: Whether a damaged newest checkpoint is an error. If not, the newest one that is whole in every byte is
+            taken.
+        everywhere: Runs a function on all ranks, which have to call this together. They take the first rank's choice.
+        before_holding: Called on all ranks before ``hold``; they may communicate in it.
 
     Raises:
-        CheckpointError: it is damaged, or all are; the ranks see different ones; each was removed before it was open.
+        CheckpointError: The newest checkpoint is damaged, or without ``strict`` all are. Or the ranks see different
+            checkpoints. Or each checkpoint was removed before it was open.
     """
     with ExitStack() as stack:
         yield _Search(path, files, hold, strict, everywhere, before_holding, rank).run(stack)
 
 
 class _Outcome(Enum):
-    TAKEN = "the files that are needed are open on all ranks"
+    TAKEN = "the files to be read are open on all ranks"
     DAMAGED = "the first rank has found a byte that is not as it was written"
-    DIFFERENT = "it is not the same on all ranks"
-    REMOVED = "it was removed before that"
+    DIFFERENT = "the checkpoint is not the same on all ranks"
+    REMOVED = "the checkpoint was removed before its files were open"
 
 
 class _Search:
@@ -84,8 +86,9 @@ class _Search:
         self._everywhere = everywhere
         self._before_holding = before_holding
         self._first = rank == 0
-        self._passed_by: dict[tuple[str, int], CheckpointError] = {}  # name and serial number: names are used again
-        self._unreadable: list[CheckpointError] = []  # manifests of perhaps newer ones
+        # Damaged checkpoints by name and serial number, as a name can be used again.
+        self._passed_by: dict[tuple[str, int], CheckpointError] = {}
+        self._unreadable: list[CheckpointError] = []  # faults of manifests that may be newer
 
     def run(self, stack: ExitStack) -> Reader | None:
         attempts = 0
@@ -107,7 +110,7 @@ class _Search:
         raise CheckpointRemoved(path)
 
     def _name(self) -> str:
-        """Of the newest that was not passed by; nothing if there is none."""
+        """The name of the newest checkpoint that was not passed by; empty if there is none."""
         with readable(self._path), ExitStack() as stack:
             try:
                 descriptor = stack.enter_context(closing(self._files, self._files.open_folder(self._path)))
@@ -132,7 +135,7 @@ class _Search:
 
         def identity() -> str:
             readers.append(attempt.enter_context(opened(self._path, name, self._files)))
-            if not self._strict:  # it takes long until all is read
+            if not self._strict:  # reading every byte takes long, and the checkpoint may be removed meanwhile
                 readers[0].hold(manifests.SECTIONS)
             return checksum.of(readers[0].manifest.write())
 
@@ -156,7 +159,7 @@ class _Search:
         return _Outcome.TAKEN, readers[0]
 
     def _is_whole(self, name: str, reader: Reader) -> bool:
-        if name == SELF:  # there is no other one
+        if name == SELF:  # there is no other checkpoint to take
             return True
         try:
             reader.check(manifests.SECTIONS)
@@ -169,7 +172,7 @@ class _Search:
 
 
 def _unless_removed(work: Callable[[], str]) -> str:
-    """Nothing if the checkpoint was."""
+    """The result of ``work``; empty if the checkpoint was removed."""
     try:
         return work()
     except CheckpointRemoved:
@@ -178,10 +181,11 @@ def _unless_removed(work: Callable[[], str]) -> str:
 
 @contextmanager
 def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
-    """
+    """Opens one checkpoint of a folder for reading.
+
     Raises:
-        CheckpointRemoved: there is no such checkpoint any more.
-        CheckpointError: its manifest is damaged.
+        CheckpointRemoved: The checkpoint does not exist any more.
+        CheckpointError: Its manifest is damaged.
     """
     with ExitStack() as stack:
         with readable(path):
@@ -201,6 +205,7 @@ def opened(path: Path, name: str, files: Files) -> Iterator[Reader]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
+    """Turns an ``OSError`` from inside into a :class:`CheckpointError`."""
     try:
         yield
     except OSError as error:

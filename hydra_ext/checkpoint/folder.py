@@ -1,7 +1,7 @@
-"""A folder of checkpoints: which there are, which is the newest, what may be removed.
+"""A folder of checkpoints: lists them, tells the newest, and removes them.
 
-A checkpoint is a folder ``step-00001234`` (``step-00001234-2`` if that name is taken) with a manifest. One that has
-the manifest's unfinished name instead was being written, or removed, when its process ended.
+A checkpoint is a folder ``step-00001234`` (``step-00001234-2`` if that name is taken) with a manifest. A folder that
+has the manifest under its unfinished name is being written or removed, or was when its process ended.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _STEP = re.compile(r"step-\d{8,19}(-\d{1,9})?")
 _NOT_OURS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO)  # a link, a file in a folder's place, a socket
 
 
-_LOOKS = 10  # at a folder that is saved into meanwhile, until what is seen is of one time
+_LOOKS = 10  # attempts to see one consistent state of a folder while another process saves into it
 
 
 class State(Enum):
-    """What a folder with a checkpoint's name is."""
+    """The state of a folder with a checkpoint's name."""
 
     WHOLE = "has a manifest that can be read"
-    DAMAGED = "has one that cannot"
-    UNFINISHED = "was being written, or removed, by us"
-    EMPTY = "has nothing: as one of ours for a moment before it has its mark, and after it had"
-    FOREIGN = "has no manifest, and is not ours"
+    DAMAGED = "has a manifest that cannot be read, or is no folder"
+    UNFINISHED = "has our mark: it is being written or removed, or was when its process ended"
+    EMPTY = "has no files, as one of ours for a moment before it gets its mark, and after it loses it"
+    FOREIGN = "has files, but neither a manifest nor our mark"
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Found:
     """A folder with a checkpoint's name.
 
     Attributes:
-        manifest: of a whole one.
-        error: why it is damaged.
+        manifest: Manifest of a whole checkpoint.
+        error: Reason why the checkpoint is damaged.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Folder:
     """An open folder of checkpoints. Methods raise ``OSError`` where the system does.
 
     Attributes:
-        path: as the caller gave it.
-        descriptor: of the open folder.
+        path: Path as the caller gave it.
+        descriptor: Descriptor of the open folder.
     """
 
     def __init__(self, path: Path, files: Files, descriptor: int) -> None:
@@ -69,9 +69,10 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """
+        """Locks the folder against other savers.
+
         Raises:
-            CheckpointsInUse: another saver has locked it.
+            CheckpointsInUse: Another saver has locked the folder.
         """
         if not self._files.lock(self.descriptor):
             raise CheckpointsInUse(
@@ -83,42 +84,45 @@ class Folder:
             with suppress(OSError):  # closing the folder unlocks it, too
                 self._files.unlock(self.descriptor)
 
-    # ---- what there is ----------------------------------------------------------------------------------------------
+    # ---- listing ----------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Of folders that may be checkpoints, in order."""
+        """Sorted names of the folders that may be checkpoints."""
         return sorted(name for name in self._files.names(self.descriptor) if _STEP.fullmatch(name))
 
     def scan(self) -> list[Found]:
-        """Each of them, with its manifest.
+        """All folders with a checkpoint's name, with their manifests.
 
         Raises:
-            BlockingIOError: of those that there were, one was removed meanwhile, again and again.
+            BlockingIOError: In every attempt a listed folder was removed before it was read.
         """
         for _ in range(_LOOKS):
             found = [self._look(name) for name in self.names()]
             there = [each for each in found if each is not None]
             if len(there) == len(found):
                 return there
-        raise BlockingIOError(errno.EAGAIN, "checkpoints are removed faster than they can be looked at")
+        raise BlockingIOError(errno.EAGAIN, "checkpoints are removed faster than they can be read")
 
     def scan_beside_saves(self) -> list[Found]:
-        """As :meth:`scan`, for a reader that has not locked it: with a whole one wherever there always is one."""
+        """As :meth:`scan`, for a reader that has not locked the folder.
+
+        If the folder has a whole checkpoint at every moment, the result has one.
+        """
         for _ in range(_LOOKS):
             found = self.scan()
             if not found or any(each.state is State.WHOLE for each in found):
-                break  # else what they were removed for may be there now, and was not when they were listed
+                break  # else a saver may have removed the whole ones for one that was not listed yet
         return found
 
     def is_in_use(self) -> bool:
-        """Whether another saver has locked it."""
+        """Whether another saver has locked the folder."""
         try:
             return self._files.is_locked(self.descriptor)
-        except OSError:  # where nothing can be locked, nothing can be saved
+        except OSError:  # on a file system without locks no save can run
             return False
 
     def _look(self, name: str) -> Found | None:
-        """None if it has gone meanwhile."""
+        """The state of one folder; None if it was removed meanwhile."""
         path = self.path / name
         try:
             step = self._files.open_folder_in(name, inside=self.descriptor)
@@ -127,11 +131,11 @@ class Folder:
         except OSError as error:
             if error.errno not in _NOT_OURS:
                 raise
-            no_folder = CheckpointError(f"{path} is a link or a file, and no folder", file=path)
+            no_folder = CheckpointError(f"{path} is a link or a file, not a folder", file=path)
             return Found(name, State.DAMAGED, error=no_folder)
         with closing(self._files, step):
             try:
-                there = self._files.names(step)  # before the manifest, which may have its name a moment later
+                there = self._files.names(step)  # read first: a saver may rename the manifest in between
                 manifest = read_manifest(self._files, step, path)
             except CheckpointError as error:
                 return Found(name, State.DAMAGED, error=error)
@@ -141,7 +145,7 @@ class Folder:
             return Found(name, State.UNFINISHED)
         if there:
             return Found(name, State.FOREIGN)
-        return Found(name, State.EMPTY) if name in self.names() else None  # a folder that is no more lists nothing
+        return Found(name, State.EMPTY) if name in self.names() else None  # a removed folder looks empty, too
 
     def free_name(self, step: int, taken: Sequence[str]) -> str:
         name = f"step-{step:08}"
@@ -154,7 +158,10 @@ class Folder:
     # ---- removing ---------------------------------------------------------------------------------------------------
 
     def discard(self, name: str) -> None:
-        """Removes what is ours of a checkpoint, which is none as soon as that begins; what is not ours stays."""
+        """Removes our files of a checkpoint, and the folder if it is empty then. Other files stay.
+
+        The first step makes it unfinished, so a removal that is interrupted leaves no damaged checkpoint.
+        """
         files = self._files
         with closing(files, files.open_folder_in(name, inside=self.descriptor)) as step:
             there = files.names(step)
@@ -165,18 +172,18 @@ class Folder:
                 for file in there:
                     if manifests.TENSOR_FILE.fullmatch(file) or file in manifests.TEXT_FILES:
                         files.remove(file, inside=step)
-                files.sync(step)  # the mark goes last: without it the rest would not be known as ours
+                files.sync(step)  # the mark goes last: without it the other files could not be recognized as ours
                 files.remove(manifests.UNFINISHED, inside=step)
         try:
             files.remove_folder(name, inside=self.descriptor)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            logger.info("%s holds what is not ours: it stays", self.path / name)
+            logger.info("%s holds files that are not a checkpoint's: the folder stays", self.path / name)
 
 
 def newest_first(found: Sequence[Found]) -> list[Found]:
-    """Those with a manifest."""
+    """The whole checkpoints, newest first."""
     whole = [each for each in found if each.manifest is not None]
     return sorted(whole, key=lambda each: (_serial(each), each.name), reverse=True)
 
@@ -186,17 +193,17 @@ def _serial(found: Found) -> int:
 
 
 def perhaps_newer(found: Sequence[Found]) -> list[Found]:
-    """Damaged ones of which no manifest says that they are older than it."""
+    """Damaged checkpoints that the newest manifest does not list as older than itself."""
     newest = next(iter(newest_first(found)), None)
     known = () if newest is None or newest.manifest is None else newest.manifest.older
     return [each for each in found if each.error is not None and each.name not in known]
 
 
 def read_manifest(files: Files, step: int, path: Path) -> Manifest | None:
-    """Of an open checkpoint; None if it has none.
+    """The manifest of an open checkpoint; None if it has none.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: The manifest is damaged.
     """
     file = path / manifests.NAME
     try:
@@ -206,11 +213,14 @@ def read_manifest(files: Files, step: int, path: Path) -> Manifest | None:
     except OSError as error:
         if error.errno not in _NOT_OURS:
             raise
-        raise CheckpointError(f"{file} is a link, and no file", file=file) from error
+        raise CheckpointError(f"{file} is a link or a socket, not a file", file=file) from error
     with closing(files, descriptor):
         status = files.status(descriptor)
         if not is_regular(status) or status.st_size > manifests.LONGEST:
-            raise CheckpointError(f"{file} is no file of a manifest's size", file=file)
+            raise CheckpointError(
+                f"{file} cannot be a manifest: it is not a regular file, or longer than {manifests.LONGEST} bytes",
+                file=file,
+            )
         data = bytearray(status.st_size)
         count = read_all(files, descriptor, memoryview(data), 0)
     try:

@@ -1,4 +1,4 @@
-"""The state of what a caller has beside model and optimizer: a schedule of learning rates, a ``GradScaler``."""
+"""The state of the caller's helpers beside model and optimizer: a schedule of learning rates, a ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -13,51 +13,55 @@ from hydra_ext.errors import UnsupportedState
 
 
 class Stateful(Protocol):
-    """A schedule of ``torch.optim.lr_scheduler``, a ``GradScaler``, or what has such methods."""
+    """A schedule of ``torch.optim.lr_scheduler``, a ``GradScaler``, or another object with these methods."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> object: ...
 
 
 def capture(helper: Stateful | None, name: str, encoder: Encoder) -> dict[str, Any] | None:
-    """As JSON has it; None for one that is not there.
+    """A helper's state as JSON; None for no helper.
 
     Raises:
-        UnsupportedState: something of it cannot be given back, or it is no dict.
+        UnsupportedState: The state cannot be restored from JSON, or is not a dict.
     """
     if helper is None:
         return None
     state = helper.state_dict()
     if not isinstance(state, dict):
-        raise UnsupportedState(f"{name}=: state_dict() of {kind(helper)} gives a {type(state).__name__}, and no dict")
+        raise UnsupportedState(
+            f"{name}=: state_dict() of {kind(helper)} gives a {type(state).__name__}, not a dict: let it return a dict"
+        )
     return {"class": kind(helper), "state": encoder.encode(state, name)}
 
 
 def check(saved: Any, name: str, fetch: Callable[[str], Tensor]) -> None:
-    """
+    """Checks that a value is what :func:`capture` returns.
+
     Args:
-        fetch: gives any tensor for a tensor's name; KeyError where there is none.
+        fetch: Returns any tensor for a saved tensor's name; raises KeyError if there is no such tensor.
 
     Raises:
-        BadValue: this is not what :func:`capture` gives.
+        BadValue: The value is something else.
     """
     known = saved is None or (isinstance(saved, dict) and isinstance(saved.get("class"), str))
     if not known or (saved and not isinstance(decode(saved.get("state"), fetch, name), dict)):
-        raise BadValue(f"the state of the {name} is no table")
+        raise BadValue(f"the state of the {name} is not a table")
 
 
 def differences(helper: Stateful | None, name: str, saved: Any) -> list[str]:
-    """Between one and what :func:`check` has found to be the state of one."""
+    """Differences between a helper and a saved state that :func:`check` has passed."""
     before, now = saved and saved["class"], helper and kind(helper)
     return [] if before == now else [f"{name}= was {before!r:.200}, and is {now!r}"]
 
 
 def restore(helper: Stateful | None, saved: Any, fetch: Callable[[str], Tensor]) -> None:
-    """
+    """Loads a saved state into a helper.
+
     Args:
-        fetch: reads a tensor.
+        fetch: Reads a saved tensor by its name.
     """
     if helper is not None:
         state = decode(saved["state"], fetch)
-        if state:  # that of a scaler that is switched off is empty
+        if state:  # the state of a disabled scaler is empty, and an enabled one refuses it
             helper.load_state_dict(state)

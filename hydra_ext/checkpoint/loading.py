@@ -1,4 +1,4 @@
-"""Finds a checkpoint, makes sure of every byte of it, and only then gives it to a model."""
+"""Finds a checkpoint, checks every byte to be loaded, and only then writes to a model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hydra_ext.errors import CheckpointError, CheckpointMismatch, UnsupportedSta
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 20  # differences in a message; the error has all of them
+_SHOWN = 20  # differences in a message; the error's attribute has all of them
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
-        step: optimizer steps made when it was saved.
-        extra: what the caller had added to it.
-        path: the checkpoint's own folder.
+        step: Number of optimizer steps when it was saved.
+        extra: The value that the caller had saved with ``extra=``.
+        path: The checkpoint's own folder.
     """
 
     step: int
@@ -40,17 +40,18 @@ class Loaded:
 
 
 def load_model(folder: str | os.PathLike[str], model: nn.Module) -> Loaded:
-    """Gives a model the parameters and buffers of a checkpoint, and nothing else: neither optimizer nor randomness.
+    """Loads a checkpoint's parameters and buffers into a model. Optimizers and random states stay as they are.
 
     Args:
-        folder: of checkpoints, of which the newest is taken, or one checkpoint. Another process may be saving there.
-        model: has the tensors that were saved, under their names, and no others; on any device.
+        folder: Folder of checkpoints, whose newest is taken, or a single checkpoint. Another process may be saving
+            there.
+        model: Model with exactly the tensors that were saved, under the same names, on any device.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or was removed meanwhile; nothing was changed. Should a file
-            change between its being looked at and its being read, the model is partly loaded, and the message says so.
-        CheckpointMismatch: it is of another model.
-        UnsupportedState: the model has tensors that no checkpoint can hold, or that have no memory.
+        CheckpointError: There is no checkpoint, it is damaged, or it was removed meanwhile. Nothing was changed. If a
+            file changes between its check and its read, the model is partly loaded, and the message says so.
+        CheckpointMismatch: The checkpoint is of another model.
+        UnsupportedState: The model has tensors that no checkpoint can hold, or that have no memory.
     """
     path = Path(folder)
     with newest(path, Files(), lambda reader: reader.hold(("model",))) as reader:
@@ -69,35 +70,36 @@ def _refuse_without_memory(tensors: Sequence[Named]) -> None:
     name = next((named.name for named in tensors if named.tensor.is_meta), None)
     if name is not None:
         raise UnsupportedState(
-            f"{name!r} is on meta, where nothing can be loaded to: build the model with "
+            f"{name!r} is on meta, so there is no memory to load into: build the model with "
             "hydra_ext.materialize(build, weights=...) of the checkpoint's own folder, or call run.load() inside "
             "hydra_ext.offload"
         )
 
 
-# ---- what to do with it ---------------------------------------------------------------------------------------------
+# ---- steps of a load ------------------------------------------------------------------------------------------------
 
 
 def expect_none(reader: Reader, differences: Sequence[str]) -> None:
     """
     Raises:
-        CheckpointMismatch: there are differences.
+        CheckpointMismatch: There are differences.
     """
     if not differences:
         return
     shown = [*differences[:_SHOWN], *([f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else [])]
     raise CheckpointMismatch(
-        f"{reader.path} is of something else: " + "; ".join(shown) + ". Build what was saved; nothing was changed",
+        f"{reader.path} does not fit what it is loaded into: " + "; ".join(shown) + ". Build what was saved; nothing "
+        "was changed",
         file=reader.path,
         differences=tuple(differences),
     )
 
 
 def put_model(reader: Reader, tensors: Sequence[Named], *, put: Callable[[Tensor], None] = lambda _: None) -> None:
-    """One tensor after another, in the order of their bytes.
+    """Loads a model's tensors one after another, in the order of their bytes in the files.
 
     Args:
-        put: called with each before it is written to.
+        put: Called with each tensor before it is written to.
     """
     records = reader.manifest.tensors.get("model", {})
     for named in sorted(tensors, key=lambda named: (records[named.name].file, records[named.name].span.begin)):
@@ -107,13 +109,13 @@ def put_model(reader: Reader, tensors: Sequence[Named], *, put: Callable[[Tensor
 
 @contextmanager
 def half_done() -> Iterator[None]:
-    """What fails inside has changed something."""
+    """Adds to errors from inside that the model is partly loaded."""
     try:
         yield
     except CheckpointError as error:
         raise CheckpointError(
-            f"{error}. It was whole a moment ago: what is loaded now is partly new and partly old. Load again before "
-            "you go on",
+            f"{error}. The file was whole a moment ago, so the loaded state is partly new and partly old: load again "
+            "before you go on",
             file=error.file,
             tensor=error.tensor,
         ) from error

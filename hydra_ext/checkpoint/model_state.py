@@ -1,4 +1,4 @@
-"""A model's tensors by their names, each once, and what else is kept of it."""
+"""A model's tensors by their names, each once, and its configuration files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hydra_ext.errors import UnsupportedState
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter or buffer, and all its names; the first is its own."""
+    """A parameter or buffer with all its names. It is saved under the first one."""
 
     names: tuple[str, ...]
     tensor: Tensor
@@ -32,7 +32,7 @@ def named_tensors(model: nn.Module) -> list[Named]:
     """Parameters and persistent buffers, in the order of ``state_dict()``.
 
     Raises:
-        UnsupportedState: ``state_dict()`` has something else in it, or has not all of them.
+        UnsupportedState: ``state_dict()`` has other entries, or lacks a parameter.
     """
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
@@ -40,21 +40,24 @@ def named_tensors(model: nn.Module) -> list[Named]:
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in parameters and id(value) not in buffers:
             raise UnsupportedState(
-                f"'{name}' in the model's state_dict() is no parameter and no buffer but a {type(value).__name__}, "
-                "which could not be given back: register it as a buffer"
+                f"'{name}' in the model's state_dict() is neither a parameter nor a buffer, but a "
+                f"{type(value).__name__}, which could not be restored: register it as a buffer"
             )
         found.setdefault(id(value), ([], value))[0].append(name)
     for key, name in parameters.items():
         if key not in found:
-            raise UnsupportedState(f"the model's state_dict() leaves out the parameter '{name}', which would be lost")
+            raise UnsupportedState(
+                f"the model's state_dict() leaves out the parameter '{name}', which would be lost: let state_dict() "
+                "return every parameter"
+            )
     return [Named(tuple(names), tensor) for names, tensor in found.values()]
 
 
 def entries(tensors: Sequence[Named], blocks: Sequence[Sequence[Tensor]]) -> list[list[Entry]]:
-    """For the writer: the tensors of each block together, and every other one by itself.
+    """Groups for the writer: the tensors of each block together, and every other tensor by itself.
 
     Raises:
-        UnsupportedState: no file can hold one of them.
+        UnsupportedState: No file can hold one of the tensors.
     """
     block_of = {id(tensor): number for number, block in enumerate(blocks) for tensor in block}
     groups: dict[int, list[Entry]] = {}
@@ -70,13 +73,13 @@ def ties(tensors: Sequence[Named]) -> tuple[tuple[str, ...], ...]:
 
 
 def differences(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
-    """Between a model and what was saved: all of them, a line each."""
+    """All differences between a model and a checkpoint, a line each."""
     names = {named.name for named in tensors}
     return [*differences_of_some(tensors, manifest), *differences_of_names(names, ties(tensors), manifest)]
 
 
 def differences_of_some(tensors: Sequence[Named], manifest: Manifest) -> list[str]:
-    """Between some of a model's tensors and what was saved of them."""
+    """Differences between some of a model's tensors and the saved ones, in existence, shape and type."""
     stored = manifest.tensors.get("model", {})
     own = {named.name: named for named in tensors}
     lines = [f"the checkpoint has no tensor {name!r}, which the model has" for name in own if name not in stored]
@@ -94,10 +97,11 @@ def differences_of_some(tensors: Sequence[Named], manifest: Manifest) -> list[st
 
 
 def differences_of_names(names: Set[str], tied: Sequence[tuple[str, ...]], manifest: Manifest) -> list[str]:
-    """Between what was saved and a model with these tensors: what the model has not, and what is one tensor.
+    """Differences in names: saved tensors that the model lacks, and names that stand for one tensor on one side only.
 
     Args:
-        tied: see :class:`Manifest`.
+        names: Names of the model's tensors.
+        tied: Groups of names that stand for one tensor in the model; see ``ties`` of :class:`Manifest`.
     """
     stored = manifest.tensors.get("model", {})
     lines = [f"the model has no tensor {name!r:.200}, which the checkpoint has" for name in stored if name not in names]
@@ -113,12 +117,12 @@ def _tied(names: tuple[str, ...]) -> str:
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """The value's bits become the tensor's, in place."""
+    """Copies the value's bits into the tensor."""
     tensor.copy_(value)
 
 
 def texts(model: nn.Module) -> dict[str, bytes]:
-    """The files that Hugging Face's ``from_pretrained`` wants beside the tensors, of a model with such a config."""
+    """The files that Hugging Face's ``from_pretrained`` reads beside the tensors; none for a model without a config."""
     found: dict[str, bytes] = {}
     config: Any = getattr(model, "config", None)
     generation: Any = getattr(model, "generation_config", None)

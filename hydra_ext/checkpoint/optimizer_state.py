@@ -1,6 +1,6 @@
-"""An optimizer's state by its parameters' names, with the types it has.
+"""An optimizer's state by its parameters' names, in its own types.
 
-It is put back directly: ``Optimizer.load_state_dict`` would cast fp32 state of bf16 parameters to bf16.
+It is restored directly: ``Optimizer.load_state_dict`` would cast the fp32 state of bf16 parameters to bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What is to be saved of an optimizer.
+    """An optimizer's state in the form in which it is saved.
 
     Attributes:
-        content: in JSON; stands for tensors by their names.
-        groups: the tensors of each parameter's state, and of the options of the parameters' groups.
+        content: State as JSON, with names in place of tensors.
+        groups: Tensors of each parameter's state, and tensors in the options of each parameter group.
     """
 
     content: dict[str, Any]
@@ -43,14 +43,15 @@ def capture(
     only: Container[str] | None = None,
     owner: str = "",
 ) -> OptimizerState:
-    """
+    """The state of an optimizer, to be saved.
+
     Args:
-        names: of the model's parameters, by ``id``.
-        only: the parameters whose state is wanted.
-        owner: before the names of what is no parameter's, where several optimizers are in one checkpoint.
+        names: Names of the model's parameters, by ``id``.
+        only: Names of the parameters whose state is saved; None for all.
+        owner: Prefix for the names of tensors in options, if a checkpoint holds several optimizers.
 
     Raises:
-        UnsupportedState: something of its state cannot be given back.
+        UnsupportedState: A part of the state could not be restored.
     """
     _refuse_strangers(optimizer)
     groups: list[list[Entry]] = []
@@ -72,28 +73,29 @@ def capture(
     for parameter, entries in optimizer.state.items():
         if not isinstance(parameter, Tensor) or id(parameter) not in stepped:
             raise UnsupportedState(
-                f"{kind(optimizer)} keeps state of {repr(parameter)[:60]}, which is none of its parameters: a "
-                "checkpoint holds state by parameter"
+                f"{kind(optimizer)} keeps state of {repr(parameter)[:60]}, which is not one of its parameters: a "
+                "checkpoint holds only state of parameters. Keep the value in a parameter's state"
             )
         name = names[id(parameter)]
-        if entries and (only is None or name in only):  # looking for it makes an empty one
+        if entries and (only is None or name in only):  # a mere lookup in `state` creates an empty entry
             state[name] = encoded(entries, name)
     return OptimizerState({"class": kind(optimizer), "groups": param_groups, "state": state}, groups)
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizers whose state is not all in ``state`` and ``param_groups``."""
-    own = isinstance(optimizer, (HostOptimizer, DelayedOptimizer))  # theirs convert the state of others
+    """Refuses optimizers that may have state outside ``state`` and ``param_groups``."""
+    own = isinstance(optimizer, (HostOptimizer, DelayedOptimizer))  # their methods convert other optimizers' state
     for method in () if own else ("state_dict", "load_state_dict"):
         if getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method):
             raise UnsupportedState(
-                f"{kind(optimizer)} has a {method}() of its own, which says that its state is not by parameter alone: "
-                "no checkpoint can hold it. Save it yourself, and the model with an optimizer of torch.optim"
+                f"{kind(optimizer)} has a {method}() of its own, so it may have state beside its parameters', which no "
+                "checkpoint can hold: use an optimizer of torch.optim or hydra_ext.optim, or save both yourself"
             )
     more = optimizer.state_dict().keys() - {"state", "param_groups"}
     if more:
         raise UnsupportedState(
-            f"a hook puts {sorted(more)} into the state_dict() of {kind(optimizer)}: it would be lost"
+            f"a hook puts {sorted(more)} into the state_dict() of {kind(optimizer)}, which would be lost: remove the "
+            "hook"
         )
 
 
@@ -101,20 +103,20 @@ def _name(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Mapping[in
     name = names.get(id(parameter))
     if name is None:
         raise UnsupportedState(
-            f"{kind(optimizer)} has a parameter of shape {list(parameter.shape)} that the model has not: put it into "
-            "a module of the model's"
+            f"{kind(optimizer)} has a parameter of shape {list(parameter.shape)} that the model does not have: put it "
+            "into a module of the model"
         )
     return name
 
 
-# ---- back again -----------------------------------------------------------------------------------------------------
+# ---- restoring ------------------------------------------------------------------------------------------------------
 
 
 def differences(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Any) -> list[str]:
-    """Between an optimizer and what was saved, a line each.
+    """Differences between an optimizer and a saved one, a line each.
 
     Args:
-        saved: what :func:`check` has found to be one.
+        saved: Content that :func:`check` has passed.
     """
     lines = []
     if saved["class"] != kind(optimizer):
@@ -133,8 +135,8 @@ def differences(optimizer: torch.optim.Optimizer, names: Mapping[int, str], save
     return lines
 
 
-# Options of torch's optimizers that only a bool, or None, can be: a tensor would be noticed by the optimizer's next
-# step, or by its load_state_dict(), when weights have been put already.
+# Options of torch's optimizers that must be a bool or None. A tensor would fail only in the optimizer's next step, or
+# in its load_state_dict(), after the weights have been loaded.
 _SWITCHES = {
     "amsgrad",
     "capturable",
@@ -148,28 +150,31 @@ _SWITCHES = {
 
 
 def check(content: Any, fetch: Callable[[str], Tensor]) -> None:
-    """
+    """Checks that a value is the ``content`` of what :func:`capture` returns.
+
     Args:
-        fetch: gives any tensor for a tensor's name; KeyError where there is none.
+        fetch: Returns any tensor for a saved tensor's name; raises KeyError if there is no such tensor.
 
     Raises:
-        BadValue: this is not what :func:`capture` gives.
+        BadValue: The value is something else.
     """
     if not isinstance(content, dict) or not isinstance(content.get("class"), str):
-        raise BadValue("the optimizer's state is no table with its class")
+        raise BadValue("the optimizer's state is not a table with the optimizer's class")
     groups, state = content.get("groups"), content.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
         raise BadValue("the optimizer's state has no groups")
     for group in groups:
         options = decode(group.get("options"), fetch) if isinstance(group, dict) else None
         if not isinstance(options, dict) or not _are_names(group.get("params")) or "params" in options:
-            raise BadValue("a group of the optimizer's has no parameters or no options")
+            raise BadValue("a parameter group of the optimizer has no parameters or no options")
         for name in sorted(_SWITCHES & options.keys()):
             if not isinstance(options[name], (bool, type(None))):
-                raise BadValue(f"{name}= of a group of the optimizer's is a {type(options[name]).__name__}")
+                raise BadValue(
+                    f"{name}= of a parameter group of the optimizer is a {type(options[name]).__name__}, not a bool"
+                )
     members = {name for group in groups for name in group["params"]}
     if not state.keys() <= members or not all(isinstance(decode(state[name], fetch, name), dict) for name in state):
-        raise BadValue("the optimizer's state is not of its parameters")
+        raise BadValue("the optimizer has state of a parameter that is in none of its groups, or that is not a table")
 
 
 def _are_names(value: Any) -> bool:
@@ -184,11 +189,11 @@ def restore(
     *,
     put: Callable[[Tensor], None] = lambda _: None,
 ) -> None:
-    """Its state, and its groups' options, become what was saved. Weights have to be there already.
+    """Replaces an optimizer's state, and its groups' options, by the saved ones. The weights must be loaded before.
 
     Args:
-        fetch: reads a tensor.
-        put: called with each parameter before its state is read.
+        fetch: Reads a saved tensor by its name.
+        put: Called with each parameter before its state is read.
     """
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         group.update(decode(saved["options"], fetch))
@@ -205,13 +210,13 @@ def restore(
 
 
 def _where_it_was(key: Any, value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """Where torch.optim keeps it: with the parameter, but for a count that is read on the host."""
+    """Moves a tensor to the device where torch.optim keeps it: the parameter's, or the host for a count of steps."""
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     return value.to(parameter.device) if isinstance(value, Tensor) and not on_host else value
 
 
 def _laid_as(value: Any, parameter: Tensor) -> Any:
-    """A tensor of the parameter's shape lies in memory as the parameter does, as it did when it was made."""
+    """Gives a tensor of the parameter's shape the parameter's layout, which optimizers give their state, too."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)

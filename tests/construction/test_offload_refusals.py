@@ -254,7 +254,7 @@ def test_nothing_is_loaded_to_meta(tmp_path: Path) -> None:
         FAMILY.loss(plain, FAMILY.batches(1, 1)[0])
         observed.run.save(tmp_path)
     model = materialized(Counted(FAMILY))
-    with pytest.raises(errors.UnsupportedState, match=r"is on meta, where nothing can be loaded to"):
+    with pytest.raises(errors.UnsupportedState, match=r"is on meta, so there is no memory to load into"):
         hydra_ext.load_model(tmp_path, model)
 
 
