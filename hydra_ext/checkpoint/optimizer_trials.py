@@ -1,6 +1,6 @@
-"""What an optimizer's class makes of options: whether it takes them, and which state a step with them keeps.
+"""Tries options with an optimizer's class: whether it accepts them, and which state a step with them keeps.
 
-Found out with a parameter of at most four numbers.
+A trial uses a parameter of at most four numbers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hydra_ext.optim import SGD, masters
 from hydra_ext.optim.delayed import DelayedOptimizer
 from hydra_ext.optim.host_optimizer import HostOptimizer
 
-_HOW = {"capturable", "differentiable", "foreach", "fused"}  # a step is made; they change no state's type
-_SOME = 0.5  # a rate, a momentum and a decay for every optimizer
-_AWAKE = ("momentum", "correction")  # at zero, a step keeps less than it did before or will later
-_LATER: tuple[tuple[type, frozenset[str]], ...] = (  # what is made when a step first misses it
+_HOW = {"capturable", "differentiable", "foreach", "fused"}  # options for the way a step runs, not for its state
+_SOME = 0.5  # valid as a rate, a momentum and a decay of every optimizer
+_AWAKE = ("momentum", "correction")  # options that at zero disable state, which earlier steps may have made
+_LATER: tuple[tuple[type, frozenset[str]], ...] = (  # state that a step makes if it is missing
     (torch.optim.SGD, frozenset({"momentum_buffer"})),
     (SGD, frozenset({"momentum_buffer", "step"})),
     (HostOptimizer, frozenset({masters.LOWER, masters.FULL})),
@@ -32,11 +32,11 @@ _LATER: tuple[tuple[type, frozenset[str]], ...] = (  # what is made when a step 
 
 @dataclass(frozen=True)
 class Kept:
-    """The state of a parameter.
+    """The state that a step keeps of a parameter.
 
     Attributes:
-        needed: what a step cannot do without.
-        known: values of the types that a step keeps, by name, and of those that it keeps with other options.
+        needed: Names of the state that a step requires.
+        known: Sample values by name, for the state that a step keeps, and that it would keep with other options.
     """
 
     needed: frozenset[str]
@@ -44,7 +44,7 @@ class Kept:
 
 
 class Trials:
-    """Of one optimizer's class; each is made once, as groups often have the same options."""
+    """Trials with the class of one optimizer. Each trial runs once, as groups often have the same options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -53,7 +53,7 @@ class Trials:
         self.later = frozenset[str]().union(*(names for cls, names in _LATER if isinstance(optimizer, cls)))
 
     def refusal(self, options: Mapping[str, Any]) -> str:
-        """Why a constructor refuses options; nothing if it takes them."""
+        """The reason why a constructor refuses options; empty if it accepts them."""
         given = self._given(options)
         key = repr(given)
         if key not in self._refusals:
@@ -61,7 +61,7 @@ class Trials:
         return self._refusals[key]
 
     def kept(self, options: Mapping[str, Any], dtype: torch.dtype, dimensions: int) -> Kept | None:
-        """By a step of a parameter; None where such a step cannot be made."""
+        """The state that a step keeps of a parameter of this type; None if no such step can be made."""
         given = {name: value for name, value in self._given(options).items() if name not in _HOW}
         key = repr(given), dtype, dimensions
         if key not in self._kept:
@@ -74,7 +74,10 @@ class Trials:
         return self._kept[key]
 
     def _given(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """To a constructor. The size of a rate changes nothing here, and steps take rates that no constructor does."""
+        """The arguments for a constructor.
+
+        The rate is replaced: steps accept rates that no constructor does, and its value does not matter here.
+        """
         taken = inspect.signature(type(self._optimizer)).parameters
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
         given = {
@@ -100,17 +103,17 @@ class Trials:
             made = self._made(given, dtype, dimensions)
             parameter = made.param_groups[0]["params"][0]
             parameter.grad = torch.ones_like(parameter)
-            type(made).step.__wrapped__(made)  # type: ignore[attr-defined]  # past the hooks of all optimizers
-        except Exception:  # noqa: BLE001 - such as one that wants a closure: there is nothing to compare with then
+            type(made).step.__wrapped__(made)  # type: ignore[attr-defined]  # without the hooks of all optimizers
+        except Exception:  # noqa: BLE001 - such as a step that needs a closure: no comparison is possible then
             return None
         return dict(made.state[parameter])
 
 
 def shape(dimensions: int) -> tuple[int, ...]:
-    """Of few numbers, and unlike that of what is kept by row or by column."""
+    """A shape of few numbers that differs from the shapes of state by row or by column."""
     return (1,) * (dimensions - 2) + (2,) * min(dimensions, 2)
 
 
 def _numbers(value: Tensor) -> Tensor:
-    """In place of one on meta, which has none."""
+    """A tensor with numbers, in place of one on meta."""
     return torch.full(value.shape, _SOME, dtype=value.dtype, device="cpu")

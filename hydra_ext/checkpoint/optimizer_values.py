@@ -1,7 +1,8 @@
-"""Whether an optimizer's step can go on from what was saved: its options, and the tensors of its state.
+"""Checks whether an optimizer's step can continue from saved options and state.
 
-Checksums only say that a checkpoint is what was written. Options are compared with those that the optimizer has, and
-given to a constructor of its class; state with that of a parameter of a few numbers, after a step of such an optimizer.
+Checksums only tell that a checkpoint has the bytes that were written. Options are compared with the optimizer's own,
+and tried with a constructor of its class. State is compared with the state that a trial step keeps of a small
+parameter.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from hydra_ext.checkpoint.optimizer_trials import Kept, Trials, shape
 from hydra_ext.optim import masters
 from hydra_ext.optim.host_optimizer import HostOptimizer
 
-_KNOWN = ("torch.optim.", "hydra_ext.optim.")  # whose constructors have no other effects
+_KNOWN = ("torch.optim.", "hydra_ext.optim.")  # modules of classes whose constructors have no side effects
 _MOST_STEPS = 2.0**53
 
 
 def check(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], content: Any, fetch: Callable[[str], Tensor]
 ) -> None:
-    """
+    """Checks the options and the state of all groups.
+
+    Optimizers from outside torch.optim and hydra_ext.optim are not checked.
+
     Args:
-        content: which has the groups and parameters that ``optimizer`` has.
-        fetch: gives a tensor on meta, of the type and shape of the one with this name.
+        content: Saved content with the same groups and parameters as ``optimizer``.
+        fetch: Returns a tensor on meta, of the type and shape of the saved tensor with this name.
 
     Raises:
-        BadValue: the next step would fail, or compute something else.
+        BadValue: The next step would fail, or compute something else.
     """
     trials = Trials(optimizer)
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
@@ -49,11 +53,11 @@ def check_group(
     fetch: Callable[[str], Tensor],
     trials: Trials,
 ) -> None:
-    """As :func:`check`, of one group.
+    """As :func:`check`, for one group.
 
     Args:
-        state: of its parameters, and perhaps of others, by name.
-        trials: of the optimizer, for all its groups.
+        state: Saved state by parameter name. It may have parameters of other groups, too.
+        trials: Trials of the optimizer, shared by all its groups.
     """
     if not f"{type(optimizer).__module__}.".startswith(_KNOWN):
         return
@@ -71,30 +75,31 @@ def _check_options(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: dict[str, Any], trials: Trials
 ) -> None:
     taken = inspect.signature(type(optimizer)).parameters
-    for key in optimizer.defaults.keys() & group.keys():  # a group that was loaded has no rules that are not ours
+    for key in optimizer.defaults.keys() & group.keys():  # a loaded group lacks torch's rules that hydra_ext has not
         usual = taken[key].default if key in taken else group[key]
         if key in options and not _alike(options[key], group[key], usual):
             raise BadValue(
-                f"{key}={options[key]!r:.100} of a group of the optimizer's is not of the kind {group[key]!r}"
+                f"{key}={options[key]!r:.100} of a parameter group of the optimizer is not of the kind of "
+                f"{group[key]!r}"
             )
         if key not in options and isinstance(group[key], (int, float)) and not isinstance(group[key], bool):
-            raise BadValue(f"a group of the optimizer's has no {key}=")
+            raise BadValue(f"a parameter group of the optimizer has no {key}=")
     why = trials.refusal(options)
-    # A schedule may lead to options that fit a step, and no constructor, such as Nesterov's rule without a momentum.
+    # A schedule may set options that a step accepts and no constructor does, such as nesterov= without a momentum.
     if why and not all(_is_possible(optimizer, {key: value}, trials) for key, value in options.items()):
-        raise BadValue(f"{type(optimizer).__name__} cannot have the options of a group: {why}")
+        raise BadValue(f"{type(optimizer).__name__} refuses the options of a parameter group: {why}")
 
 
 def _is_possible(optimizer: torch.optim.Optimizer, options: dict[str, Any], trials: Trials) -> bool:
-    """Whether such options can be beside those of the optimizer, or beside those of its class."""
+    """Whether a constructor accepts these options together with the optimizer's defaults, or with its class's."""
     return not trials.refusal(optimizer.defaults | options) or not trials.refusal(options)
 
 
 def _alike(value: Any, current: Any, usual: Any) -> bool:
-    """Whether a value is of a kind that may stand in the place of the current one.
+    """Whether a value is of a kind that may replace the current value of an option.
 
     Args:
-        usual: what is there unless something else is given.
+        usual: Default of the option.
     """
     if value is None and usual is None:
         return True
@@ -114,7 +119,7 @@ def _alike(value: Any, current: Any, usual: Any) -> bool:
 
 
 def _is_float(value: Any) -> bool:
-    """Or an integer that can be one."""
+    """Whether the value is a float other than NaN, or an integer in the range of floats."""
     if isinstance(value, int):
         return abs(value) <= sys.float_info.max
     return isinstance(value, float) and not math.isnan(value)
@@ -128,10 +133,10 @@ def _check_state(
     optimizer: torch.optim.Optimizer,
     later: frozenset[str],
 ) -> None:
-    exact = isinstance(optimizer, HostOptimizer)  # torch's take the types that they find
+    exact = isinstance(optimizer, HostOptimizer)  # torch's optimizers accept state of other types
     needed = kept.needed
     if isinstance(optimizer, HostOptimizer) and "step" in entries:
-        needed |= set(optimizer._MOMENTS)  # which are made with it
+        needed |= set(optimizer._MOMENTS)  # the step that makes the count makes the moments, too
     missing = sorted(needed - entries.keys())
     if missing:
         raise BadValue(f"the optimizer's state of {name!r} lacks {missing}")
@@ -139,7 +144,7 @@ def _check_state(
         expected = kept.known.get(key)
         if key not in kept.known:
             if exact and key in (masters.LOWER, masters.FULL):
-                raise BadValue(f"the optimizer's state of {name!r} has a {key!r}, which its parameter has no use for")
+                raise BadValue(f"the optimizer's state of {name!r} has a {key!r}, which this parameter does not use")
         elif isinstance(expected, Tensor) and not (value is None and key in later and not exact):
             expected_shape = _shape_for(parameter, expected)
             if (
@@ -148,12 +153,12 @@ def _check_state(
                 or expected_shape not in (None, value.shape)
             ):
                 raise BadValue(
-                    f"{key!r} of the optimizer's state of {name!r} is {_described(value)}, and was to be a tensor of "
+                    f"{key!r} of the optimizer's state of {name!r} is {_described(value)}, not a tensor of "
                     f"{expected.dtype}, {list(expected_shape or ())}"
                 )
         elif isinstance(expected, (int, float)) and not _is_count(value):
             raise BadValue(
-                f"{key!r} of the optimizer's state of {name!r} is {_described(value)}, and no number of steps"
+                f"{key!r} of the optimizer's state of {name!r} is {_described(value)}, not a number of steps"
             )
 
 
@@ -164,13 +169,13 @@ def _fits(value: Tensor, expected: Tensor, exact: bool) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    if isinstance(value, Tensor):  # as other optimizers of the same rule keep it
+    if isinstance(value, Tensor):  # other optimizers of the same rule keep the count in a tensor
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) and abs(value) < _MOST_STEPS
 
 
 def _shape_for(parameter: Tensor, expected: Tensor) -> torch.Size | None:
-    """Of what belongs to a parameter, from that of one of a few numbers; None if it is not known."""
+    """The shape of a parameter's state, from the shape of the small parameter's state; None if it is unknown."""
     if expected.shape == shape(parameter.dim()):
         return parameter.shape
     return expected.shape if expected.numel() == 1 else None

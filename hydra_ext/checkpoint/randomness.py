@@ -13,7 +13,7 @@ import torch
 
 from hydra_ext.errors import UnsupportedState
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # words in the state of a Mersenne twister
 _KNOWN = "MT19937"
 
 
@@ -22,7 +22,7 @@ class BadRandomness(ValueError):
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """As JSON has it. ``device``: where the forward runs.
+    """The random states as JSON. ``device`` is where the forward runs.
 
     Raises:
         UnsupportedState: numpy's global generator was replaced by one of another kind.
@@ -31,7 +31,7 @@ def capture(device: torch.device) -> dict[str, Any]:
     legacy: Any = numpy.random.get_state(legacy=False)
     if legacy["bit_generator"] != _KNOWN:
         raise UnsupportedState(
-            f"numpy's global generator was replaced by a {legacy['bit_generator']}: its state cannot be saved; use "
+            f"numpy's global generator was replaced by a {legacy['bit_generator']}, whose state cannot be saved: use "
             "numpy.random.default_rng() for generators of your own"
         )
     return {
@@ -53,7 +53,7 @@ def _hex(words: Any) -> str:
 
 @dataclass(frozen=True)
 class Randomness:
-    """States that were found to be some, to be put back by :meth:`restore`."""
+    """Random states that have been checked, for :meth:`restore`."""
 
     torch_state: torch.Tensor
     cuda_state: torch.Tensor | None
@@ -62,9 +62,10 @@ class Randomness:
 
     @staticmethod
     def of(content: Any) -> Randomness:
-        """
+        """Checks and decodes saved states.
+
         Raises:
-            BadRandomness: this is not what :func:`capture` gives.
+            BadRandomness: The value is not what :func:`capture` returns.
         """
         try:
             python, legacy = content["python"], content["numpy"]
@@ -80,7 +81,7 @@ class Randomness:
                     "gauss": float(legacy["gauss"]),
                 },
             )
-            # Generators of no consequence: each says what is wrong with a state.
+            # Each library checks a state when it sets it; these generators are used for nothing else.
             torch.Generator().set_state(known.torch_state)
             random.Random().setstate(known.python_state)
             numpy.random.RandomState().set_state(known.numpy_state)
@@ -89,7 +90,7 @@ class Randomness:
         return known
 
     def restore(self, device: torch.device) -> bool:
-        """Whether the device's was among them, where the device has one."""
+        """Restores the states. Returns False if the device has a generator and its state was not saved."""
         torch.set_rng_state(self.torch_state)
         random.setstate(self.python_state)
         numpy.random.set_state(self.numpy_state)
@@ -111,5 +112,5 @@ def _words(content: Mapping[str, Any]) -> tuple[int, ...]:
 def _position(content: Mapping[str, Any]) -> int:
     position = content["position"]
     if type(position) is not int or not 0 <= position <= _WORDS:
-        raise ValueError(f"{position!r:.40} is no place among {_WORDS} words")
+        raise ValueError(f"{position!r:.40} is not a position among {_WORDS} words")
     return position

@@ -1,7 +1,7 @@
-"""What a checkpoint holds for one process, and the order in which it takes it: a run, or a rank of a pipeline.
+"""The part of a checkpoint that one process loads, a run or a rank of a pipeline, and the order of loading it.
 
-These differ in the tensors that they hold, in their optimizers, and in the older weights that a pipeline's next steps
-use. The rest is the same, and is here.
+Runs and ranks differ in their tensors, in their optimizers, and in the older weights that a pipeline's next steps use.
+All that they have in common is here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from hydra_ext.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 Helpers = Mapping[str, Sequence[Stateful | None]]
-"""The caller's schedules and scalers, by the names "schedule" and "scaler"; None for one that is not there."""
+"""The caller's schedules and scalers, by the names "schedule" and "scaler"; None for a missing one."""
 
 
 @contextmanager
 def decoded(reader: Reader) -> Iterator[None]:
-    """
+    """Turns errors of decoding into errors of the checkpoint.
+
     Raises:
-        CheckpointError: from inside, where a value or a random state is none.
+        CheckpointError: A value or a random state inside cannot be decoded.
     """
     try:
         yield
@@ -41,17 +42,18 @@ def decoded(reader: Reader) -> Iterator[None]:
 
 
 class SavedState:
-    """A checkpoint that a process compares with what it has, and takes.
+    """A checkpoint that a process compares with its own state, and then loads.
 
     Args:
-        tensors: of the model, those that this process holds.
+        tensors: Tensors of the model that this process holds.
 
     Attributes:
-        content: what the checkpoint holds besides tensors.
-        wanted: names of those tensors of the training that this process will read, as far as they are found yet.
+        content: The checkpoint's JSON content, beside tensors.
+        wanted: Names of the tensors in the section "training" that this process will read. It grows with each name
+            that is decoded.
 
     Raises:
-        BadValue: something cannot be decoded.
+        BadValue: A value cannot be decoded.
     """
 
     def __init__(self, reader: Reader, tensors: Sequence[Named], helpers: Helpers) -> None:
@@ -65,7 +67,7 @@ class SavedState:
         self._buffers: list[tuple[Tensor, str]] = []
         self._check_values()
 
-    # ---- looking at it ----------------------------------------------------------------------------------------------
+    # ---- checking ---------------------------------------------------------------------------------------------------
 
     def _check_values(self) -> None:
         content = self.content
@@ -75,35 +77,40 @@ class SavedState:
             helper_state.check(content.get(name), name, self.stand_in)
         for name in ("ranks", "buffers"):
             if not isinstance(content.get(name), list) or not content[name]:
-                raise BadValue(f"{name} is no list of what each rank had")
+                raise BadValue(f"{name} is not a list of every rank's state")
 
     def _stand_in(self, section: str, name: str) -> Tensor:
-        self._reader.manifest.tensors[section][name]  # KeyError where there is none
+        self._reader.manifest.tensors[section][name]  # raises KeyError for an unknown tensor
         return torch.empty(0, device="cpu")
 
     def stand_in(self, name: str) -> Tensor:
-        """For a tensor of the training, which will be read; for :func:`decode`.
+        """A stand-in for a tensor of the section "training", for :func:`decode`. Notes that the tensor will be read.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: There is no tensor of this name.
         """
         self.wanted.add(name)
         return self._stand_in("training", name)
 
     def stored(self, reference: Any, like: Tensor, what: str, place: str | None = None) -> str:
-        """The name of the tensor of the training that a reference stands for.
+        """The name of the tensor in the section "training" that a reference stands for.
+
+        Args:
+            like: Tensor of the expected shape.
+            what: Name of the value in messages.
+            place: Place of the value when it was encoded; see :func:`decode`.
 
         Raises:
-            BadValue: it is no tensor of that shape.
+            BadValue: The reference is not to a tensor of that shape.
         """
         if isinstance(decode(reference, self.stand_in, place), Tensor):
             name = str(reference["name"])
             if self._reader.manifest.tensors["training"][name].span.shape == tuple(like.shape):
                 return name
-        raise BadValue(f"{what} is no tensor of its shape")
+        raise BadValue(f"{what} is not a tensor of shape {list(like.shape)}")
 
     def helper_differences(self) -> list[str]:
-        """Between the caller's schedules and scalers and those that were saved, a line each."""
+        """Differences between the caller's schedules and scalers and the saved ones, a line each."""
         return [
             line
             for name, helpers in self._helpers.items()
@@ -112,26 +119,26 @@ class SavedState:
         ]
 
     def choose(self, *, rank: int, replica: int) -> None:
-        """Finds what is this process's of what each had: random states, and buffers unlike the first replica's.
+        """Selects this process's random states, and its replica's buffers that differ from the first replica's.
 
         Raises:
-            BadValue, BadRandomness: it is not what was saved.
+            BadValue, BadRandomness: A value is not one that a save writes.
         """
         self._rank = rank
         ranks, buffers = self.content["ranks"], self.content["buffers"]
         self._random = Randomness.of(ranks[rank]) if rank < len(ranks) else None
         found = buffers[replica] if replica < len(buffers) else {}
         if not isinstance(found, dict):
-            raise BadValue(f"the buffers of replica {replica} are no table")
+            raise BadValue(f"the buffers of replica {replica} are not a table")
         unknown = found.keys() - self._reader.manifest.tensors.get("model", {}).keys()
         if unknown:
-            raise BadValue(f"replica {replica} has a buffer {min(unknown)!r:.200} that the model has not")
+            raise BadValue(f"replica {replica} has a buffer {min(unknown)!r:.200} that the saved model does not have")
         for named in self._tensors:
             if named.name in found:
                 what = f"the buffer {named.name!r:.200} of replica {replica}"
                 self._buffers.append((named.tensor, self.stored(found[named.name], named.tensor, what)))
 
-    # ---- taking it --------------------------------------------------------------------------------------------------
+    # ---- loading ----------------------------------------------------------------------------------------------------
 
     def put(
         self,
@@ -141,16 +148,18 @@ class SavedState:
         *,
         put: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
-        """Weights before the optimizers, whose state adds to them; random states last.
+        """Loads the checkpoint: helpers, weights, optimizers, random states.
+
+        Weights come before the optimizers, whose state may extend them (masters).
 
         Args:
-            put_optimizers: puts back the optimizers, and what else follows the weights.
-            parameters: lose their gradients.
-            device: where the forward runs.
-            put: called with each tensor of the model before it is written to.
+            put_optimizers: Loads the optimizers, and any other state that has to follow the weights.
+            parameters: Parameters whose gradients are dropped.
+            device: Device where the forward runs.
+            put: Called with each tensor of the model before it is written to.
 
         Raises:
-            CheckpointError: a file has changed since it was looked at; the training is partly loaded.
+            CheckpointError: A file has changed since it was checked. The training is partly loaded.
         """
         with loading.half_done():
             for name, helpers in self._helpers.items():
@@ -165,15 +174,15 @@ class SavedState:
         self._put_randomness(device)
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the training."""
+        """Reads a tensor of the section "training"."""
         return self._reader.read("training", name)
 
     def _put_randomness(self, device: torch.device) -> None:
         if self._random is None:
             logger.warning(
-                "%s has no random states of rank %d, as fewer ranks were there: it keeps its own",
+                "%s has no random states of rank %d, as fewer ranks saved it: the rank keeps its own",
                 self._reader.path,
                 self._rank,
             )
         elif not self._random.restore(device):
-            logger.warning("%s has no random state of a GPU: that of this one stays", self._reader.path)
+            logger.warning("%s has no random state of a GPU: this GPU keeps its own", self._reader.path)

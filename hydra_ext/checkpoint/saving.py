@@ -1,7 +1,7 @@
-"""Saves a checkpoint so that a crash at any moment leaves the one before, or this one, whole.
+"""Saves a checkpoint so that a crash at any moment leaves the previous checkpoint or the new one whole.
 
-What killed saves have left is removed first. Every file is written and made safe, then their names, then the manifest,
-whose rename makes it a checkpoint. Only then are older ones removed.
+A save first removes the remains of killed saves. It writes and syncs every file, then the folder, then the manifest.
+Renaming the manifest makes the folder a checkpoint. Older checkpoints are removed after that.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Contents:
-    """What is to be saved, from wherever it comes.
+    """The contents of a new checkpoint.
 
     Attributes:
-        step: optimizer steps made.
-        sections: groups of tensors, by section of the manifest; a group is not spread over files.
-        ties: see :class:`Manifest`.
-        content: see :class:`Manifest`.
-        texts: files beside the tensors, by name.
+        step: Number of optimizer steps.
+        sections: Groups of tensors, by section of the manifest. A group is not spread over files.
+        ties: Groups of names that stand for one tensor; see :class:`Manifest`.
+        content: Everything else, as JSON; see :class:`Manifest`.
+        texts: Files beside the tensors, by name.
     """
 
     step: int
@@ -46,16 +46,16 @@ class Contents:
 
 
 def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
-    """Returns the new checkpoint's folder when it will survive whatever comes.
+    """Saves a checkpoint. Returns its folder once it will survive a crash or a loss of power.
 
     Args:
-        path: the folder of checkpoints; made if it is not there.
-        keep: so many of the newest stay, this one included.
+        path: Folder of checkpoints; created if it does not exist.
+        keep: Number of the newest checkpoints that stay, the new one included.
 
     Raises:
-        SaveFailed: it could not be written; what was there before is as it was.
-        CheckpointsInUse: another process is saving there.
-        UnsupportedState: two tensors have one name. Nothing was written.
+        SaveFailed: The checkpoint could not be written. Earlier checkpoints are unchanged.
+        CheckpointsInUse: Another process is saving into the folder.
+        UnsupportedState: Two tensors have one name. Nothing was written.
     """
     shards = [shard for section, groups in contents.sections.items() for shard in writer.plan(section, groups)]
     needed = writer.needed_bytes(shards, contents.texts.values())
@@ -68,12 +68,12 @@ def save(path: Path, contents: Contents, *, keep: int, files: Files) -> Path:
 
 
 class Draft:
-    """A checkpoint's folder, before it is one.
+    """The folder of a checkpoint that is being written.
 
     Attributes:
-        name: of the folder.
-        path: of the folder.
-        descriptor: of the open folder.
+        name: Name of the folder.
+        path: Path of the folder.
+        descriptor: Descriptor of the open folder.
     """
 
     def __init__(self, folder: Folder, files: Files, name: str, descriptor: int, mark: int, taken: _Taken) -> None:
@@ -86,7 +86,12 @@ class Draft:
         self._open = True
 
     def commit(self, share: Share, contents: Contents) -> None:
-        """Makes it one: what is in the files is safe already. Of ``contents`` the sections are not looked at."""
+        """Makes the folder a checkpoint. The tensors' files must be safe on the disk before.
+
+        Args:
+            share: Records of these files and their tensors.
+            contents: The contents without ``sections``, which is not used.
+        """
         texts = dict(contents.texts)
         model = share.tensors.get("model", {})
         if len({record.file for record in model.values()}) > 1:
@@ -120,10 +125,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What was in the folder of checkpoints: names that cannot be had, those that a scan cannot look into included."""
+    """Names in the folder of checkpoints that are taken, unreadable ones included, and the new serial number."""
 
     names: tuple[str, ...]
-    serial: int  # the next one
+    serial: int  # of the new checkpoint
 
 
 @contextmanager
@@ -136,25 +141,26 @@ def unfinished(
     files: Files,
     is_left_alone: Callable[[], bool] = lambda: True,
 ) -> Iterator[Draft]:
-    """A new checkpoint's folder, in which files are to be written inside; then older checkpoints are removed.
+    """A new checkpoint's folder, to be filled and committed inside. Afterwards older checkpoints are removed.
 
     Args:
-        needed_bytes: that it will take.
-        is_left_alone: asked if it is not committed: whether no rank writes into it any more, so that it can be removed.
-            Else the next save does that.
+        needed_bytes: Bytes that the checkpoint will take.
+        is_left_alone: Called if the body raises. Tells whether no rank writes into the folder any more, so that it can
+            be removed. If not, the next save removes it.
 
     Raises:
-        SaveFailed: from here or from inside, where that raises ``OSError``; what was there before is as it was.
-        CheckpointsInUse: another process is saving there.
+        SaveFailed: The checkpoint could not be written; an ``OSError`` from inside becomes this error, too. Earlier
+            checkpoints are unchanged.
+        CheckpointsInUse: Another process is saving into the folder.
     """
     try:
         _make_folders(path, files)
         with closing(files, files.open_folder(path)) as descriptor:
             folder = Folder(path, files, descriptor)
             if manifests.NAME in files.names(descriptor):
-                raise SaveFailed(  # a search in there would find that one, and no other
-                    f"no checkpoint could be saved in {path}: with its {manifests.NAME} it is a checkpoint itself. "
-                    "Give the folder that checkpoints are to lie in",
+                raise SaveFailed(  # a load would take this folder for the checkpoint, and find no other
+                    f"no checkpoint could be saved in {path}: it has a {manifests.NAME}, so it is a checkpoint itself. "
+                    "Give a folder that holds checkpoints",
                     path=path,
                 )
             with folder.locked():
@@ -170,12 +176,12 @@ def unfinished(
 
 def failed(path: Path, error: OSError) -> SaveFailed:
     return SaveFailed(
-        f"no checkpoint could be saved in {path}: {error}. Those that were there before are as they were", path=path
+        f"no checkpoint could be saved in {path}: {error}. Earlier checkpoints there are unchanged", path=path
     )
 
 
 def _make_folders(path: Path, files: Files) -> None:
-    """Those that are missing, each safe in the one around it."""
+    """Creates the folders that are missing, and syncs the parent of each."""
     made = True
     try:
         files.make_folder(path)
@@ -191,9 +197,9 @@ def _make_folders(path: Path, files: Files) -> None:
     except PermissionError:
         if made:
             raise
-        return  # another process has made it
+        return  # another process has created the folder, and its parent is not readable
     with closing(files, parent):
-        files.sync(parent)  # also if it was there: its maker may have been killed before this
+        files.sync(parent)  # for an old folder, too: its creator may have been killed before its sync
 
 
 def _expect_room(folder: Folder, files: Files, needed: int) -> None:
@@ -218,7 +224,7 @@ def _marked(
     files.make_folder_in(name, inside=folder.descriptor)
     try:
         with closing(files, files.open_folder_in(name, inside=folder.descriptor)) as descriptor:
-            # The mark comes first: whatever lies beside it from now on is ours.
+            # The mark comes first: any file beside it from now on is ours.
             mark = files.create(manifests.UNFINISHED, inside=descriptor)
             draft = Draft(folder, files, name, descriptor, mark, _Taken(tuple(names), serial))
             try:
@@ -227,7 +233,7 @@ def _marked(
                 yield draft
             finally:
                 draft.close()
-    except BaseException:  # re-raised: what fails here is collected by the next save
+    except BaseException:  # re-raised; the next save removes the folder if this fails
         if is_left_alone():
             with contextlib.suppress(OSError):
                 folder.discard(name)
@@ -235,19 +241,19 @@ def _marked(
 
 
 def _readable(manifest: Manifest, path: Path) -> bytes:
-    """What is to be written: whatever it says, a reader will take it."""
+    """The bytes of the manifest, after a check that a reader will accept them."""
     text = manifest.write()
     try:
         manifests.parse(text)
     except BadManifest as error:
         raise SaveFailed(
-            f"no checkpoint could be saved in {path}: no reader would take it: {error}", path=path
+            f"no checkpoint could be saved in {path}, as its manifest could not be read again: {error}", path=path
         ) from error
     return text
 
 
 def _discard(folder: Folder, names: Sequence[str]) -> None:
-    """What killed saves have left, or older checkpoints. What cannot be removed now is tried again next time."""
+    """Removes remains of killed saves, or older checkpoints. The next save tries again where this fails."""
     for name in names:
         try:
             folder.discard(name)

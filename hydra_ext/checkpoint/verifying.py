@@ -1,4 +1,4 @@
-"""Looks at every byte of every checkpoint in a folder, and changes nothing."""
+"""Reads and checks every byte of every checkpoint in a folder, and changes nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ _PERHAPS_UNDER_WAY = (State.UNFINISHED, State.EMPTY)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one checkpoint.
+    """The findings about one checkpoint.
 
     Attributes:
-        path: its folder.
-        state: "whole"; "damaged"; "under way", which a save is writing or removing now;
-            "unfinished", which a killed save leaves and the next one removes; or "foreign", a folder of such a name
-            that holds no checkpoint of ours.
-        newest: it is what a load takes.
-        step, serial, nbytes: as its manifest says; None without.
-        faults: file, tensor or None, and what is wrong with it.
+        path: The checkpoint's folder.
+        state: "whole" or "damaged". "under way" if a save is writing or removing it now. "unfinished" if a killed save
+            left it, which the next save removes. "foreign" for a folder of such a name without a checkpoint of ours.
+        newest: Whether a load takes this checkpoint.
+        step, serial, nbytes: Values from the manifest; None if it cannot be read.
+        faults: Faults as file, tensor or None, and message.
     """
 
     path: Path
@@ -50,12 +49,16 @@ class Verdict:
 
 
 def verify(path: Path) -> list[Verdict]:
-    """Of each checkpoint in a folder, oldest first; or of the one that the folder is.
+    """Checks each checkpoint in a folder, or the folder itself if it is a checkpoint.
 
-    Another process may be saving there: what is removed before its turn comes is left out.
+    Another process may be saving there. Checkpoints that are removed before they are read are left out.
+
+    Returns:
+        Verdicts on checkpoints that are not whole, by name; then on those with a readable manifest, oldest first.
 
     Raises:
-        CheckpointError: there is no such folder; its checkpoint was removed; so many files cannot be open at once.
+        CheckpointError: There is no such folder, the newest checkpoint was removed in every attempt, or the process
+            may not open so many files at once.
     """
     files = Files()
     for _ in range(choosing.ATTEMPTS):
@@ -68,7 +71,7 @@ def verify(path: Path) -> list[Verdict]:
             found, in_use = _scanned(Folder(path, files, descriptor))
         whole = newest_first(found)
         taken = whole[0] if whole and not perhaps_newer(found) else None
-        # The newest comes first: it is the last to be removed.
+        # The newest is read first: it is the last that a saver removes.
         read = [_read(path, each.name, files, newest=each is taken) for each in whole]
         if not read or read[0] is not None:
             others = [_others(path, each, in_use) for each in found if each.state is not State.WHOLE]
@@ -77,7 +80,7 @@ def verify(path: Path) -> list[Verdict]:
 
 
 def _scanned(folder: Folder) -> tuple[list[Found], bool]:
-    """What there is, and whether a saver has locked it, where that matters for it."""
+    """The folder's checkpoints, and whether a saver has locked it, if that decides the state of one of them."""
     found = folder.scan_beside_saves()
     for _ in range(choosing.ATTEMPTS):
         if not any(each.state in _PERHAPS_UNDER_WAY for each in found):
@@ -86,7 +89,7 @@ def _scanned(folder: Folder) -> tuple[list[Found], bool]:
             return found, True
         before = [(each.name, each.state) for each in found]
         found = folder.scan_beside_saves()
-        if before == [(each.name, each.state) for each in found]:  # so nothing was saved meanwhile
+        if before == [(each.name, each.state) for each in found]:  # no save ran between the two scans
             return found, False
     return found, True
 
@@ -100,7 +103,7 @@ def _others(path: Path, found: Found, in_use: bool) -> Verdict:
 
 
 def _read(path: Path, name: str, files: Files, *, newest: bool) -> Verdict | None:
-    """None if it was removed before its files were open."""
+    """The verdict on one checkpoint; None if it was removed before its files were open."""
     try:
         with choosing.opened(path, name, files) as reader:
             reader.hold(manifests.SECTIONS)

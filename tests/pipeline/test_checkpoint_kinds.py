@@ -60,7 +60,7 @@ def test_it_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
         else:
             *known, new = run_ranks(load_and_save, TIED, tied, again, folder=again.parent, size=size)
             assert known == [[], []]
-            assert new == [f"{tied} has no random states of rank 2, as fewer ranks were there: it keeps its own"]
+            assert new == [f"{tied} has no random states of rank 2, as fewer ranks saved it: the rank keeps its own"]
         assert same(tensors_in(again / name), tensors_in(tied))
         assert contents(again / name) == contents(tied)
     replicas = manifest_of(tmp_path / "saved" / "1" / name)["content"]["buffers"]
