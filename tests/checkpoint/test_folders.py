@@ -53,7 +53,7 @@ def test_what_no_reader_would_take_is_not_saved(
         with pytest.raises(SaveFailed, match="is longer than"):
             run.save(tmp_path, extra="more")
     damaged.top(serial=2**63 - 1)(first)
-    with pytest.raises(SaveFailed, match="serial is no number"):
+    with pytest.raises(SaveFailed, match="serial is not a count"):
         run.save(tmp_path)
     assert list(tmp_path.iterdir()) == [first]
 

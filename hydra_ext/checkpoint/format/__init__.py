@@ -1,1 +1,1 @@
-"""The files of a checkpoint: manifest, safetensors, checksums, and the strict readers and writers of them."""
+"""The files of a checkpoint: manifest, safetensors and checksums, with strict readers and writers."""

@@ -1,4 +1,4 @@
-"""The checksum that checkpoints carry. Nothing else knows which one it is."""
+"""The checksum of checkpoints. No other module depends on the choice of algorithm."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import zlib
 
 NAME = "crc32"
 EMPTY = "00000000"
-"""Of no bytes."""
+"""The checksum of no bytes."""
 
 _FORM = re.compile(r"[0-9a-f]{8}")
 
 
 def follow(before: str, data: bytes | memoryview) -> str:
-    """Of what ``before`` is of, and the data after it."""
+    """The checksum of the bytes whose checksum is ``before``, followed by ``data``."""
     return f"{zlib.crc32(data, int(before, 16)):08x}"
 
 

@@ -1,6 +1,7 @@
-"""Every operation on files that a checkpoint needs, one method each: tests put another class in their place.
+"""The file operations that checkpoints need, one method each, so that tests can replace the class.
 
-Names are looked up in folders that are open, never through paths, and links are not followed.
+Names are looked up in open folders, never through paths, and links are not followed. The caller's own path is the one
+exception.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Files:
-    """The system's. Every method raises what the system call raises: ``OSError``."""
+    """The operations of the system. Methods raise the system call's ``OSError``."""
 
     def open_folder(self, path: Path) -> int:
-        """The caller's own path: links are followed."""
+        """Opens a folder by the caller's own path. Links are followed."""
         return os.open(path, _FOLDER)
 
     def open_folder_in(self, name: str, *, inside: int) -> int:
@@ -37,13 +38,15 @@ class Files:
         return os.listdir(folder)
 
     def create(self, name: str, *, inside: int) -> int:
-        """For writing; there must be none of the name."""
+        """Creates a file for writing. No file of the name may exist."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(name, flags, 0o666, dir_fd=inside)
 
     def open(self, name: str, *, inside: int) -> int:
-        """For reading. Opening a pipe without a writer does not wait. If this process has
-        too many files open, its limit is raised to the one that the system sets for it."""
+        """Opens a file for reading. Opening a pipe without a writer does not wait.
+
+        If the process has too many files open, its soft limit is raised to the hard limit.
+        """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             return os.open(name, flags, dir_fd=inside)
@@ -56,15 +59,15 @@ class Files:
         return os.fstat(file)
 
     def write(self, file: int, data: memoryview) -> int:
-        """How many bytes were: perhaps not all."""
+        """Writes bytes, perhaps not all. Returns how many."""
         return os.write(file, data)
 
     def read(self, file: int, into: memoryview, offset: int) -> int:
-        """How many bytes were: perhaps not all; none at the end."""
+        """Reads bytes, perhaps not all that fit. Returns how many; 0 at the end of the file."""
         return os.preadv(file, [into], offset)
 
     def sync(self, file: int) -> None:
-        """Returns when a file's bytes, or a folder's names, will survive a loss of power."""
+        """Returns once a file's bytes, or a folder's names, will survive a loss of power."""
         os.fsync(file)
 
     def close(self, file: int) -> None:
@@ -80,32 +83,35 @@ class Files:
         os.rmdir(name, dir_fd=inside)
 
     def free_bytes(self, folder: int) -> int:
-        """That this user may fill."""
+        """Free bytes of the file system that this user may fill."""
         figures = os.fstatvfs(folder)
         return figures.f_bavail * figures.f_frsize
 
     def lock(self, folder: int) -> bool:
-        """Until :meth:`unlock`, or the process's end; False where another saver holds it."""
+        """Locks a folder until :meth:`unlock` or the end of the process. Returns False if another saver has locked it.
+
+        A shared lock by :meth:`is_locked` in another process ends at once, and is waited for.
+        """
         while not _locked(folder, fcntl.LOCK_EX):
             if not _locked(folder, fcntl.LOCK_SH):
                 return False
-            self.unlock(folder)  # another process asks :meth:`is_locked`: that ends at once
+            self.unlock(folder)
         return True
 
     def is_locked(self, folder: int) -> bool:
-        """Whether a saver holds it."""
+        """Whether a saver has locked a folder."""
         if not _locked(folder, fcntl.LOCK_SH):
             return True
         self.unlock(folder)
         return False
 
     def unlock(self, folder: int) -> None:
-        """For children that were forked meanwhile, too."""
+        """Unlocks a folder, even if children that were forked meanwhile have it open, too."""
         fcntl.flock(folder, fcntl.LOCK_UN)
 
 
 def _raise_limit() -> bool:
-    """Of open files; whether that was possible."""
+    """Raises the soft limit of open files to the hard limit. Returns False if it was there already."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -122,7 +128,7 @@ def _locked(folder: int, how: int) -> bool:
 
 @contextmanager
 def closing(files: Files, descriptor: int) -> Iterator[int]:
-    """Closes what was open for reading, or a folder: nothing is lost if that fails."""
+    """Closes a folder or a file that was open for reading. An error in closing is ignored, as it loses no bytes."""
     try:
         yield descriptor
     finally:
@@ -139,7 +145,7 @@ def write_all(files: Files, file: int, data: memoryview) -> None:
 
 
 def read_all(files: Files, file: int, into: memoryview, offset: int) -> int:
-    """Reads until it is full, or the file ends; how many bytes were read."""
+    """Reads until ``into`` is full or the file ends. Returns the number of bytes read."""
     total = 0
     while total < len(into):
         count = files.read(file, into[total:], offset + total)

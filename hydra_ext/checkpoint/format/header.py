@@ -1,7 +1,7 @@
 """The header of a safetensors file: https://huggingface.co/docs/safetensors. Eight bytes of its length, then JSON.
 
-Made from names, types and shapes that are known ahead. There is only one header for the same tensors, so that what
-a file says of itself is not read: it is compared with what it has to say.
+The header follows from the tensors' names, types and shapes, which the manifest has. Equal tensors have equal headers.
+So a file's header is not parsed, but compared with the expected one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from hydra_ext.checkpoint.format import strict_json
 
-LONGEST = 100_000_000  # bytes; what safetensors itself reads
-_MOST_DIMENSIONS = 64  # of a tensor of torch's
+LONGEST = 100_000_000  # bytes; the limit of safetensors itself
+_MOST_DIMENSIONS = 64  # torch's limit for a tensor
 _LENGTH = struct.Struct("<Q")
 _METADATA = {"format": "pt"}  # without it, some loaders refuse the file
 
-DTYPES = {  # as safetensors names them
+DTYPES = {  # by their names in safetensors
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -43,7 +43,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class BadSpan(ValueError):
-    """The message says why."""
+    """A span is invalid; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Span:
     """Where one tensor lies in its file.
 
     Attributes:
-        dtype: as safetensors names it.
-        begin, end: bytes from the file's beginning.
+        dtype: Name of the type in safetensors.
+        begin, end: Positions in bytes from the beginning of the file.
     """
 
     dtype: str
@@ -63,12 +63,12 @@ class Span:
     def __post_init__(self) -> None:
         """
         Raises:
-            BadSpan: the bytes are not as many as the shape takes.
+            BadSpan: The type or shape is invalid, or the span has another number of bytes than the shape takes.
         """
         if self.dtype not in DTYPES:
             raise BadSpan(f"there is no type {self.dtype!r:.40}")
         if len(self.shape) > _MOST_DIMENSIONS or not all(is_count(size) for size in self.shape):
-            raise BadSpan(f"{repr(self.shape)[:80]} is no shape")
+            raise BadSpan(f"{repr(self.shape)[:80]} is not a shape")
         if math.prod(size for size in self.shape if size) >= 2**63:
             raise BadSpan(f"no tensor has the shape {list(self.shape)}")
         needed = DTYPES[self.dtype].itemsize * math.prod(self.shape)
@@ -87,7 +87,7 @@ def is_count(value: object) -> bool:
 
 
 def make(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, Span]]:
-    """The header of a file that holds these tensors one after another, and where they lie then."""
+    """The header of a file that holds these tensors one after another, and the span of each."""
     entries: dict[str, Any] = {"__metadata__": _METADATA}
     offset = 0
     for name, (dtype, shape) in tensors.items():

@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and where, with checksums of everything, its own included.
+"""The manifest: the contents of a checkpoint and their places, with checksums of everything, its own included.
 
-One line of JSON, ``{"crc32":"...","checkpoint":{...}}``, the checksum being that of the inner object's bytes. What of
-it can be told from the files themselves is said again, so that a reader can compare.
+It is one line of JSON, ``{"crc32":"...","checkpoint":{...}}``. The checksum is that of the inner object's bytes. Facts
+that the files show themselves, such as their sizes, are repeated, so that a reader can compare.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hydra_ext.checkpoint.format.header import BadSpan, Span, is_count
 
 NAME = "manifest.json"
 UNFINISHED = "manifest.json.unfinished"
-"""Its name until it is whole. A folder that holds this one was made by us, and is no checkpoint."""
+"""The manifest's name until it is whole. It marks a folder as ours, and as not yet, or no longer, a checkpoint."""
 
 SECTIONS = ("model", "optimizer", "training")
 VERSION = 1
@@ -30,15 +30,15 @@ _END = b"}\n"
 
 
 class BadManifest(ValueError):
-    """The message says why."""
+    """A manifest is damaged or not ours; the message says why."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the checkpoint's.
+    """A file of the checkpoint.
 
     Attributes:
-        checksum: of a text; None where the tensors in it have their own.
+        checksum: Checksum of a text; None for a file of tensors, which have checksums of their own.
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: in which file, where in it, and its bytes' checksum."""
+    """A tensor: its file, its place in the file, and the checksum of its bytes."""
 
     file: str
     span: Span
@@ -56,14 +56,16 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """The contents of a manifest.
+
     Attributes:
-        serial: counts the checkpoints of one folder: the newest has the highest.
-        step: optimizer steps made until then.
-        older: names of the folders that were beside it when it was made.
-        tensors: by section and name.
-        ties: groups of names that stand for one tensor, which is there under the first of them.
-        content: everything else, as JSON has it.
+        serial: Number of the checkpoint in its folder. The newest has the highest.
+        step: Number of optimizer steps when it was saved.
+        older: Names of the checkpoints' folders that existed when it was made.
+        files: Files by name.
+        tensors: Tensors by section and name.
+        ties: Groups of names that stand for one tensor, which is stored under the first of them.
+        content: Everything else, as JSON.
     """
 
     serial: int
@@ -76,7 +78,7 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files but the manifest."""
+        """Bytes of all files except the manifest."""
         return sum(record.nbytes for record in self.files.values())
 
     def write(self) -> bytes:
@@ -99,11 +101,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several writers has written: as much of a manifest.
+    """One writer's part of a manifest, where several ranks write.
 
     Attributes:
-        files: of tensors.
-        tensors: in them, by section and name.
+        files: Files of tensors.
+        tensors: Tensors in them, by section and name.
     """
 
     files: Mapping[str, FileRecord]
@@ -139,15 +141,16 @@ def _written(record: TensorRecord) -> dict[str, Any]:
 
 
 def parse(data: bytes | bytearray) -> Manifest:
-    """
+    """Decodes a manifest.
+
     Raises:
-        BadManifest: it is no manifest of ours, or not as it was written.
+        BadManifest: The bytes are not a manifest of ours, or not those that were written.
     """
     if len(data) > LONGEST:
         raise BadManifest(f"it is longer than {LONGEST} bytes")
     start = _START.match(data)
     if start is None or not data.endswith(_END):
-        raise BadManifest("it is cut off, or no manifest of a checkpoint")
+        raise BadManifest("it is cut off, or not the manifest of a checkpoint")
     inner = memoryview(data)[start.end() : len(data) - len(_END)]
     if checksum.of(inner) != start[1].decode():
         raise BadManifest("its bytes are not those that were written: the checksum differs")
@@ -158,8 +161,10 @@ def parse(data: bytes | bytearray) -> Manifest:
 
 
 def is_foreign(data: bytes | bytearray) -> bool:
-    """Whether this is something else of the same name, as other programs write it. Ours hardly becomes that by damage:
-    cut off it is no JSON any more, and where one key is altered the other is not.
+    """Whether this is another program's file of the same name.
+
+    Damage hardly turns a manifest of ours into one: if it is cut off, it is not JSON any more. If one of its two keys
+    is altered, the other one remains.
     """
     try:
         body = strict_json.read(data)
@@ -175,14 +180,14 @@ def _manifest(body: Any) -> Manifest:
     files = {name: _file(name, entry) for name, entry in _table(body.get("files"), "files").items()}
     sections = _table(body.get("tensors"), "tensors")
     if not sections.keys() <= set(SECTIONS):
-        raise BadManifest("tensors has sections that are not known")
+        raise BadManifest("tensors has unknown sections")
     tensors = {
         section: {name: _tensor(section, name, entry, files) for name, entry in _table(entries, section).items()}
         for section, entries in sections.items()
     }
     ties = tuple(_names(names, "ties") for names in _list(body.get("ties"), "ties"))
     if any(len(names) < 2 or names[0] not in tensors.get("model", {}) for names in ties):
-        raise BadManifest("ties names a tensor that is not there")
+        raise BadManifest("ties has a group of fewer than two names, or of a tensor that does not exist")
     return Manifest(
         serial=_count(body.get("serial"), "serial"),
         step=_count(body.get("step"), "step"),
@@ -199,7 +204,7 @@ def _file(name: str, entry: Any) -> FileRecord:
     summed = entry.get(checksum.NAME)
     known = summed is None if TENSOR_FILE.fullmatch(name) else name in TEXT_FILES and checksum.is_one(summed)
     if not known:
-        raise BadManifest(f"files names {name!r:.80}, which is no file of a checkpoint")
+        raise BadManifest(f"files names {name!r:.80}, which is not a file of a checkpoint")
     return FileRecord(_count(entry.get("bytes"), name), summed)
 
 
@@ -208,9 +213,9 @@ def _tensor(section: str, name: str, entry: Any, files: Mapping[str, FileRecord]
     file, ends, shape = entry.get("file"), entry.get("bytes"), entry.get("shape")
     held = isinstance(file, str) and file in files and TENSOR_FILE.fullmatch(file)
     if not held or held[1] != section:
-        raise BadManifest(f"the tensor {name!r:.200} is said to be in {file!r:.80}")
+        raise BadManifest(f"the tensor {name!r:.200} is in {file!r:.80}, which is not a file of its section")
     if not (isinstance(ends, list) and len(ends) == 2 and isinstance(shape, list)):
-        raise BadManifest(f"where the tensor {name!r:.200} lies is not said")
+        raise BadManifest(f"the tensor {name!r:.200} has no span of bytes or no shape")
     summed = entry.get(checksum.NAME)
     if not checksum.is_one(summed) or not isinstance(entry.get("dtype"), str):
         raise BadManifest(f"the tensor {name!r:.200} has no checksum or no type")
@@ -222,24 +227,24 @@ def _tensor(section: str, name: str, entry: Any, files: Mapping[str, FileRecord]
 
 def _table(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadManifest(f"{what} is no table")
+        raise BadManifest(f"{what} is not a table")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, list):
-        raise BadManifest(f"{what} is no list")
+        raise BadManifest(f"{what} is not a list")
     return value
 
 
 def _names(value: Any, what: str) -> tuple[str, ...]:
     names = _list(value, what)
     if not all(isinstance(name, str) for name in names):
-        raise BadManifest(f"{what} has what are no names")
+        raise BadManifest(f"{what} has an entry that is not a name")
     return tuple(names)
 
 
 def _count(value: Any, what: str) -> int:
     if not is_count(value):
-        raise BadManifest(f"{what} is no number of anything")
+        raise BadManifest(f"{what} is not a count")
     return int(value)

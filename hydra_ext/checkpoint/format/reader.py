@@ -1,7 +1,7 @@
-"""Reads a checkpoint, of which nothing is believed before it has been looked at.
+"""Reads a checkpoint, and trusts nothing in it before it has been checked.
 
-No file is mapped, no link followed, no memory taken that the files do not fill. A file that was opened stays open: it
-can be read to its end whatever a saver removes meanwhile.
+No file is mapped, no link is followed, and no more memory is taken than the files fill. Opened files stay open, so they
+can be read to their ends even if a saver removes them meanwhile.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hydra_ext.checkpoint.format.manifest import Manifest, TensorRecord
 from hydra_ext.checkpoint.format.tensors import bytes_of, empty
 from hydra_ext.errors import CheckpointError, CheckpointRemoved, CheckpointUnavailable, TooManyFiles
 
-_PIECE = 4 * 2**20  # bytes that are read at once to be summed
+_PIECE = 4 * 2**20  # bytes that are read at once for a checksum
 
 
 class Reader:
     """One open checkpoint.
 
     Attributes:
-        path: of its folder.
-        manifest: what it says it holds.
+        path: Path of its folder.
+        manifest: The checkpoint's manifest.
     """
 
     def __init__(self, path: Path, manifest: Manifest, files: Files, folder: int) -> None:
@@ -41,17 +41,17 @@ class Reader:
         self._open: dict[str, int] = {}  # by name
 
     def close(self) -> None:
-        """Of what was opened; the folder stays."""
+        """Closes the files that were opened. The folder stays open."""
         while self._open:
             with suppress(OSError):
                 self._files.close(self._open.popitem()[1])
 
     def hold(self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None) -> None:
-        """Opens all files that :meth:`check` and then :meth:`read` will want. What is damaged of them is left to these.
+        """Opens all files that :meth:`check` and then :meth:`read` will use. Damage is reported by those methods.
 
         Raises:
-            CheckpointRemoved: the checkpoint is no more.
-            TooManyFiles: this process, or the machine, may not have so many files open.
+            CheckpointRemoved: The checkpoint was removed.
+            TooManyFiles: This process, or the machine, may not have so many files open.
         """
         texts = [name for name, record in self.manifest.files.items() if record.checksum is not None]
         for name in [*texts, *(name for name, _, _ in self._wanted(sections, only))]:
@@ -62,16 +62,17 @@ class Reader:
             except CheckpointError:
                 continue
 
-    # ---- looking at it ----------------------------------------------------------------------------------------------
+    # ---- checking ---------------------------------------------------------------------------------------------------
 
     def check(self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None) -> None:
         """Reads every byte of these sections, and all texts.
 
         Args:
-            only: of each section the tensors that are to be read, and with them the headers of their files.
+            only: Names of the tensors to check, by section; the headers of their files are checked, too. None checks
+                all tensors.
 
         Raises:
-            CheckpointError: something is not as it was written.
+            CheckpointError: A byte is not as it was written.
         """
         for error in self.faults(sections, only):
             raise error
@@ -79,10 +80,10 @@ class Reader:
     def faults(
         self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None = None
     ) -> Iterator[CheckpointError]:
-        """All that is not as it was written; see :meth:`check`.
+        """Yields every fault that :meth:`check` looks for.
 
         Raises:
-            CheckpointUnavailable: it was not held, and cannot be opened.
+            CheckpointUnavailable: A file that was not held cannot be opened.
         """
         for name, record in self.manifest.files.items():
             if record.checksum is not None:
@@ -93,7 +94,7 @@ class Reader:
     def _wanted(
         self, sections: tuple[str, ...], only: Mapping[str, Collection[str]] | None
     ) -> Iterator[tuple[str, dict[str, TensorRecord], dict[str, TensorRecord]]]:
-        """Files of tensors with all that they hold, and with what is wanted of it."""
+        """Yields files of tensors, each with all its tensors, and with those that are wanted."""
         for name, tensors in self._by_file(sections).items():
             section = _section_of(name)
             wanted = tensors if only is None else {each: tensors[each] for each in tensors if each in only[section]}
@@ -101,7 +102,7 @@ class Reader:
                 yield name, tensors, wanted
 
     def _by_file(self, sections: tuple[str, ...]) -> dict[str, dict[str, TensorRecord]]:
-        """Tensors in the order of their bytes."""
+        """Tensors by file, in the order of their bytes."""
         files: dict[str, dict[str, TensorRecord]] = {
             name: {}
             for name, record in self.manifest.files.items()
@@ -142,10 +143,10 @@ class Reader:
         expected, spans = header.make(described)
         for tensor, record in tensors.items():
             if spans[tensor] != record.span:
-                raise self._damaged(name, tensor, "it does not begin where what is before it ends")
+                raise self._damaged(name, tensor, "it does not begin where the tensor or header before it ends")
         end = max((span.end for span in spans.values()), default=len(expected))
         if end != self.manifest.files[name].nbytes:
-            raise self._damaged(name, None, f"its tensors end at byte {end}, and the file does not")
+            raise self._damaged(name, None, f"its tensors end at byte {end}, but the file does not")
         found = bytearray(len(expected))
         self._fill(file, name, None, memoryview(found), 0)
         if found != expected:
@@ -162,17 +163,17 @@ class Reader:
         return summed
 
     def described(self, section: str, name: str) -> Tensor:
-        """A tensor on meta, of the type and shape that one has; KeyError where there is none."""
+        """A tensor on meta, of a saved tensor's type and shape. Raises KeyError if there is no such tensor."""
         span = self.manifest.tensors[section][name].span
         return torch.empty(span.shape, dtype=DTYPES[span.dtype], device="meta")
 
-    # ---- reading it -------------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, section: str, name: str) -> Tensor:
-        """A tensor, in new memory on the host.
+        """Reads a tensor into new memory on the host.
 
         Raises:
-            CheckpointError: it is not as it was written.
+            CheckpointError: Its bytes are not as they were written.
         """
         record = self.manifest.tensors[section][name]
         file = self._file(record.file)
@@ -184,7 +185,7 @@ class Reader:
         return tensor
 
     def _file(self, name: str) -> int:
-        """Open from now on, and of the size that it was written with."""
+        """The descriptor of a file, which is opened if it is not open, and stays open. Checks the file's size."""
         path = self.path / name
         if name not in self._open:
             try:
@@ -208,7 +209,7 @@ class Reader:
         return CheckpointError(f"{path} cannot be opened: {error.strerror}", file=path)
 
     def _is_removed(self) -> bool:
-        """A removal takes the manifest's name from the checkpoint first, and never gives it back."""
+        """Whether the checkpoint was removed. A removal first renames the manifest, and never renames it back."""
         try:
             return manifests.NAME not in self._files.names(self._folder)
         except OSError:
@@ -218,9 +219,9 @@ class Reader:
         try:
             status = self._files.status(file)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be looked at: {error.strerror}", file=path) from error
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}", file=path) from error
         if not is_regular(status):
-            raise CheckpointError(f"{path} is no ordinary file", file=path)
+            raise CheckpointError(f"{path} is not a regular file", file=path)
         return status.st_size
 
     def _fill(self, file: int, name: str, tensor: str | None, into: memoryview, begin: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensors as they come and go: by name, one after another, from whatever has them."""
+"""Tensors to be written, by name and one after another, and the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hydra_ext.errors import UnsupportedState
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written.
+    """A tensor to be written.
 
     Attributes:
-        name: its own, unique in its section.
-        fetch: gives it when its turn has come; nothing is kept of it afterwards.
+        name: Name of the tensor, unique in its section.
+        fetch: Returns the tensor when it is to be written. The writer keeps no reference afterwards.
     """
 
     name: str
@@ -29,13 +29,14 @@ class Entry:
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> Entry:
-        """
+        """The entry of a tensor that exists already.
+
         Raises:
-            UnsupportedState: no file can hold it.
+            UnsupportedState: No file can hold the tensor.
         """
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             kind = f"{tensor.layout}" if tensor.layout != torch.strided else f"{tensor.dtype} on {tensor.device}"
-            raise UnsupportedState(f"'{name}' is {kind}: a checkpoint holds dense tensors that have their bytes")
+            raise UnsupportedState(f"'{name}' is {kind}: a checkpoint holds dense, unquantised tensors with memory")
         if tensor.dtype not in CODES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
             raise UnsupportedState(f"'{name}' is {tensor.dtype}: a checkpoint holds {known}")
@@ -47,7 +48,7 @@ class Entry:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Of the elements in their order: the tensor's own memory where they lie so on the host, else that of a copy."""
+    """Bytes of the elements in order: the tensor's own memory if it is contiguous on the host, else a copy's."""
     if tensor.numel() == 0:
         return memoryview(b"")
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -56,5 +57,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def empty(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """To be filled through :func:`bytes_of`."""
+    """A new host tensor, to be filled through :func:`bytes_of`."""
     return torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,6 +1,7 @@
-"""Python values as JSON and back, with the bits and types they had: options, counters, tensors inside them.
+"""Encodes Python values as JSON, and decodes them with the same bits and types: options, counters, tensors in them.
 
-What JSON has not is a table with the key ``"$"``, which says what it stands for. Nothing is called or imported by name.
+A value that JSON lacks becomes a table with the key ``"$"``, which names its kind. Decoding calls and imports nothing
+by name.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ _FLOATS = ("inf", "-inf", "nan")
 
 
 class BadValue(ValueError):
-    """The message says why."""
+    """A saved value cannot be decoded or used; the message says why."""
 
 
 class Encoder:
     """Turns values into JSON.
 
     Attributes:
-        entries: the tensors that were met, each by the name of its place.
+        entries: Tensors that were found, each named by its place.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
     def encode(self, value: object, place: str) -> Any:
-        """
+        """The value as JSON.
+
         Args:
-            place: the value's own name, by which messages and tensors inside it are called.
+            place: Name of the value in messages, and prefix for the names of tensors inside it.
 
         Raises:
-            UnsupportedState: it is, or holds, what no checkpoint can hold.
+            UnsupportedState: The value is, or contains, an object that no checkpoint can hold.
         """
         return self._encode(value, place, 0)
 
@@ -51,7 +53,7 @@ class Encoder:
             raise UnsupportedState(f"'{place}' is nested too deeply")
         if isinstance(value, Tensor):
             if type(value) not in (Tensor, torch.nn.Parameter):
-                raise UnsupportedState(f"'{place}' is a {type(value).__name__}: make it an ordinary tensor")
+                raise UnsupportedState(f"'{place}' is a {type(value).__name__}: make it a plain torch.Tensor")
             self.entries.append(Entry.of(place, value))
             return {_TAG: "tensor", "name": place}
         if isinstance(value, torch.dtype):
@@ -61,7 +63,9 @@ class Encoder:
         if isinstance(value, (list, tuple)):
             items = [self._encode(each, f"{place}/{i}", depth + 1) for i, each in enumerate(value)]
             if type(value) not in (list, tuple):
-                raise UnsupportedState(f"'{place}' is a {type(value).__name__}, of which a checkpoint knows nothing")
+                raise UnsupportedState(
+                    f"'{place}' is a {type(value).__name__}, which no checkpoint can hold: make it a list or a tuple"
+                )
             return items if type(value) is list else {_TAG: "tuple", "items": items}
         if type(value) in (dict, Counter):
             return self._table(value, place, depth)  # type: ignore[arg-type]
@@ -83,14 +87,15 @@ class Encoder:
 
 
 def decode(value: Any, fetch: Callable[[str], Tensor], place: str | None = None) -> Any:
-    """What :class:`Encoder` was given.
+    """The value that :class:`Encoder` has encoded.
 
     Args:
-        fetch: gives a tensor by its name; KeyError where there is none.
-        place: what the encoder was given with it; None where that is not known.
+        fetch: Returns a tensor by its name; raises KeyError if there is no such tensor.
+        place: Place that was given to the encoder; tensors must have the names that follow from it. None checks no
+            names.
 
     Raises:
-        BadValue: this is nothing that an encoder makes.
+        BadValue: The value is not one that an encoder writes.
     """
     return _Decoder(fetch).decode(value, place, 0)
 
@@ -120,7 +125,7 @@ class _Decoder:
         if kind in ("dict", "counter") and isinstance(items, list):
             pairs = self._pairs(items, place, depth)
             return pairs if kind == "dict" else Counter(pairs)
-        raise BadValue(f"{repr(value)[:80]} stands for nothing that is known")
+        raise BadValue(f"{repr(value)[:80]} is not an encoded value of a known kind")
 
     def _tensor(self, name: str, place: str | None) -> Tensor:
         if place is not None and name != place:
@@ -141,8 +146,8 @@ class _Decoder:
                 found[own] = self.decode(each, _inside(place, own), depth + 1)
         except BadValue:
             raise
-        except (TypeError, ValueError) as error:  # not in pairs, or a key that cannot be one
-            raise BadValue(f"{repr(items)[:80]} is no table") from error
+        except (TypeError, ValueError) as error:  # the items are not pairs, or a key is not hashable
+            raise BadValue(f"{repr(items)[:80]} is not a list of keys and values") from error
         return found
 
 

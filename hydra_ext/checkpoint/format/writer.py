@@ -1,4 +1,4 @@
-"""Writes tensors into the files of one checkpoint, one after another. Nothing is held but the one under way."""
+"""Writes tensors into the files of one checkpoint, one after another. It holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hydra_ext.checkpoint.format.tensors import Entry, bytes_of
 from hydra_ext.errors import UnsupportedState
 
 SHARD_BYTES = 2 * 2**30
-_PIECE = 16 * 2**20  # bytes that are summed and then written, so that they are read from memory once
-_MANIFEST_BYTES = 4096  # room for it and what files and folders take themselves, beside what tensors add
-_ENTRY_BYTES = 600  # of a tensor in the header, in the index and in the manifest
+_PIECE = 16 * 2**20  # bytes that are summed and then written at once, so that memory is read only once
+_MANIFEST_BYTES = 4096  # room for the manifest and the file system's own data, without the tensors' entries
+_ENTRY_BYTES = 600  # bytes of one tensor's entries in the header, the index and the manifest
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that is to be written: its entries in the order of their bytes."""
+    """A file to be written, with its entries in the order of their bytes."""
 
     section: str
     file: str
@@ -28,10 +28,10 @@ class Shard:
 
 
 def plan(section: str, groups: Iterable[Sequence[Entry]]) -> list[Shard]:
-    """The files of a section. A group is in one file; files of several groups have at most ``SHARD_BYTES``.
+    """The files of a section. A group is in one file. Files of several groups have at most ``SHARD_BYTES``.
 
     Raises:
-        UnsupportedState: two tensors have one name, or so many are in a file that no header can say so.
+        UnsupportedState: Two tensors have one name, or a file has too many tensors for one header.
     """
     filled: list[list[Entry]] = []
     size = 0
@@ -44,13 +44,18 @@ def plan(section: str, groups: Iterable[Sequence[Entry]]) -> list[Shard]:
         size += added
     filled = [entries for entries in filled if entries]
     _refuse_doubles(section, filled)
-    # Elements lie at multiples of their size when larger ones come first, and some readers need that.
+    # Some readers need each element at a multiple of its size. So tensors of larger elements come first.
     ordered = [sorted(entries, key=lambda entry: -entry.dtype.itemsize) for entries in filled]
     return numbered([Shard(section, "", tuple(entries)) for entries in ordered], 0, len(ordered))
 
 
 def numbered(shards: Sequence[Shard], before: int, count: int) -> list[Shard]:
-    """Those of a section, with their files' names: ``before`` of ``count`` files come before them."""
+    """Shards of one section with their files' names.
+
+    Args:
+        before: Number of the section's files that come before them.
+        count: Number of all files of the section.
+    """
 
     def file(section: str, number: int) -> str:
         return f"{section}.safetensors" if count == 1 else f"{section}-{number:05}-of-{count:05}.safetensors"
@@ -59,19 +64,24 @@ def numbered(shards: Sequence[Shard], before: int, count: int) -> list[Shard]:
 
 
 def _refuse_doubles(section: str, filled: Sequence[Sequence[Entry]]) -> None:
-    seen = {"__metadata__"}  # safetensors' own
+    seen = {"__metadata__"}  # a name that safetensors reserves
     for entries in filled:
         for entry in entries:
             if entry.name in seen:
-                raise UnsupportedState(f"'{entry.name}' cannot name a tensor of the {section}: the name is taken")
+                raise UnsupportedState(
+                    f"'{entry.name}' cannot name a tensor of the {section}, as the name is taken: rename it"
+                )
             seen.add(entry.name)
         length = sum(len(entry.name.encode()) + _ENTRY_BYTES // 3 for entry in entries)
         if length > header.LONGEST:
-            raise UnsupportedState(f"{len(entries)} tensors are too many for one file of the {section}")
+            raise UnsupportedState(
+                f"{len(entries)} tensors are too many for one file of the {section}, whose header may have at most "
+                f"{header.LONGEST} bytes"
+            )
 
 
 def needed_bytes(shards: Iterable[Shard], texts: Iterable[bytes]) -> int:
-    """What a checkpoint takes of a disk, and a little more."""
+    """Upper estimate of the bytes that a checkpoint takes on the disk."""
     tensors = sum(
         entry.nbytes + 3 * len(entry.name.encode()) + _ENTRY_BYTES for shard in shards for entry in shard.entries
     )
@@ -79,18 +89,18 @@ def needed_bytes(shards: Iterable[Shard], texts: Iterable[bytes]) -> int:
 
 
 def index(records: Mapping[str, TensorRecord]) -> bytes:
-    """Which tensor is in which file, as Hugging Face's loaders read it."""
+    """The index of tensors by file, in the form that Hugging Face's loaders read."""
     total = sum(record.span.nbytes for record in records.values())
     names = {name: record.file for name, record in records.items()}
     return strict_json.write({"metadata": {"total_size": total}, "weight_map": names}) + b"\n"
 
 
 class Writer:
-    """Writes into one folder, which has no such files yet.
+    """Writes new files into one folder.
 
     Attributes:
-        files: what was written.
-        tensors: by section and name.
+        files: Records of the files that were written.
+        tensors: Records of their tensors, by section and name.
     """
 
     def __init__(self, files: Files, folder: int) -> None:
@@ -100,10 +110,10 @@ class Writer:
         self.tensors: dict[str, dict[str, TensorRecord]] = {}
 
     def write_shard(self, shard: Shard) -> None:
-        """Returns when every byte of it is safe.
+        """Writes a file of tensors. Returns once every byte of it is safe on the disk.
 
         Raises:
-            UnsupportedState: a tensor is no longer what its entry says.
+            UnsupportedState: A tensor has another type or shape than its entry.
         """
         start, spans = header.make({entry.name: (entry.dtype, entry.shape) for entry in shard.entries})
         records = self.tensors.setdefault(shard.section, {})
@@ -125,7 +135,7 @@ class Writer:
         if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
             raise UnsupportedState(
                 f"'{entry.name}' was {entry.dtype} of shape {list(entry.shape)}, and is {tensor.dtype} of shape "
-                f"{list(tensor.shape)} now: it may not change while it is saved"
+                f"{list(tensor.shape)} now: do not change tensors while they are saved"
             )
         data = bytes_of(tensor)
         summed = checksum.EMPTY
@@ -143,7 +153,7 @@ class Writer:
 
 @contextmanager
 def written(files: Files, name: str, folder: int) -> Iterator[int]:
-    """A new file, to be written inside; afterwards its bytes are safe."""
+    """A new file, to be written inside. Afterwards its bytes are safe on the disk."""
     file = files.create(name, inside=folder)
     try:
         yield file
