@@ -79,13 +79,16 @@ class _Found:
 class CallState:
     """The state that a module's forward reads besides parameters and arguments, captured by the constructor.
 
-    The state is everything that can be reached from the attributes of the module and of its submodules, at any depth:
+    The state is everything that the attributes of the module and of its submodules lead to, at any depth. It includes
     numbers, containers, objects and data of their classes, arrays, tensors, iterators, and generators of random
     numbers. A second call sees the same state as the first call, and leaves no trace in it. It gets copies of tensors
     and iterators, so graphs that have saved the originals keep their numbers. All other state is restored afterwards.
 
-    The second call sees some objects in their current state: hooks, functions, large tensors that are not buffers, and
-    tensors of attributes and containers that no call of the module has replaced.
+    The second call sees some objects in their current state:
+
+    - hooks and functions;
+    - large tensors that are not buffers;
+    - tensors of attributes and containers that no call of the module has replaced.
 
     Attributes:
         trusted: Buffers that are not copied, with their versions.

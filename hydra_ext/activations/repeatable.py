@@ -1,8 +1,8 @@
 """Calls of modules that can be repeated with the state that the first call began with.
 
-Restored for the second call are the module's buffers and attributes, the containers among the arguments (such as caches
-that a block appends to), and the random states of the process. State that a module keeps elsewhere is unknown. So the
-tensors that a repetition saves are compared, each time, with those that the first call saved.
+A repetition finds the module's buffers and attributes as they were, and the random states of the process. Containers
+among the arguments, such as caches that a block appends to, are as before, too. State that a module keeps elsewhere is
+unknown. So the tensors that a repetition saves are compared, each time, with those that the first call saved.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ class Deviation(UnsupportedModel):
 class RepeatableCall:
     """``call(args, kwargs)``. It has to be called with ``tensors``, which the caller keeps for repetitions.
 
-    A repetition begins with the random states of Python, numpy and the arguments' generators that the call began with,
-    and afterwards resets them to their states before the repetition. The caller restores torch's states, as a
-    checkpoint does.
+    A repetition begins with the call's random states of Python, numpy and the arguments' generators. Afterwards they
+    are reset to their states before the repetition. The caller restores torch's states, as a checkpoint does.
 
-    The tensors that a repetition saves for backward are compared with those that the call saved, before any of them is
-    used: dtype, layout and every number at its place. The gradients of a checkpoint depend on nothing else of a
+    The tensors that a repetition saves for backward are compared with the call's before any of them is used. Compared
+    are dtype, layout and every number at its place. The gradients of a checkpoint depend on nothing else of a
     repetition. With ``in_full`` the outputs are compared, too, and so a repetition runs to its end.
 
-    Tensors that cannot be compared (sparse, nested, quantised, of a class of their own, byte rows with notes of
-    libraries) are kept from the first call.
+    Tensors that cannot be compared are kept from the first call. These are sparse, nested and quantised tensors,
+    tensors of a class of their own, and rows of bytes, which may be a library's notes.
 
     Args:
         module: Module whose call it is.

@@ -128,7 +128,7 @@ class _Taken:
     """Names in the folder of checkpoints that are taken, unreadable ones included, and the new serial number."""
 
     names: tuple[str, ...]
-    serial: int  # of the new checkpoint
+    serial: int  # the new checkpoint's number
 
 
 @contextmanager

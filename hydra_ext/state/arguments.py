@@ -86,7 +86,8 @@ def own_copy(
         noted: Called with each copied tensor and its place.
         only: Identities of the tensors to copy; tensors that share memory with them are copied, too. None copies all.
     """
-    # A rehearsal, which gives `noted`, needs storages without bytes before the first element.
+    # A rehearsal, which gives `noted`, has to see a write to all of a tensor as one to its whole storage. So no bytes
+    # may lie before the first element.
     aligned = noted is None
     copies: dict[int, Tensor] = {}
     for group in sharing(tensor for _, tensor in named_tensors(value)):

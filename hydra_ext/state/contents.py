@@ -83,7 +83,10 @@ def is_source(value: Any) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Whether it is a writable array, or a source of random numbers other than the process's global ones."""
+    """Whether it is a writable array, or a source of random numbers.
+
+    The process's global sources do not count, as every microbatch seeds them anew.
+    """
     if _kinds_of(type(value)) not in (_ARRAYS, _SOURCES):
         return False
     if isinstance(value, np.ndarray):

@@ -28,7 +28,10 @@ _OURS = Path(__file__).parents[1]  # in an editable install it is not among the 
 
 @for_each_class
 def is_foreign(kind: type) -> bool:
-    """Whether objects of the class belong to a library, such as queues, locks, loggers and handles."""
+    """Whether objects of the class are machinery of the standard library, torch, numpy or hydra_ext.
+
+    Examples are queues, locks, loggers and handles.
+    """
     package = str(kind.__module__).partition(".")[0]  # some classes set __module__ to another object than a name
     return package in _BELOW or (package not in _PLAIN_HOLDERS and is_of_library(kind))
 

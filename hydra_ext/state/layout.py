@@ -37,8 +37,8 @@ class Layout:
     def of(tensor: Tensor) -> Layout:
         """The layout of a tensor's copy.
 
-        It is the tensor's own, unless that spans more than three times the bytes of its elements, as a narrow part of
-        a large tensor does. Then each gap is closed to less than 64 bytes, which keeps the alignment. If dimensions
+        It is the tensor's own, unless that spans more than three times the bytes of its elements. A narrow part of a
+        large tensor does. Then each gap is closed to less than 64 bytes, which keeps the alignment. If dimensions
         overlap as well, the copy is contiguous.
         """
         itemsize = tensor.itemsize
