@@ -128,9 +128,9 @@ class _CheckedCall(RepeatableCall):
     def deviation(self) -> Deviation:
         self._owner.deviated = True
         return Deviation(
-            f"a {self._kind}, for which hydra_ext.Recompute() was chosen, gives something else when it is called a "
-            "second time: its forward reads or changes state that is neither a buffer nor an attribute of its modules "
-            "nor an argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
+            f"a {self._kind} with the policy hydra_ext.Recompute() gives something else when it is called a second "
+            "time: its forward reads or changes state that is neither a buffer nor an attribute of its modules nor an "
+            "argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
         )
 
 
