@@ -58,8 +58,8 @@ class KnownRehearsals(dict[Hashable, dict[str, Rehearsal]]):
     def _tell(self) -> None:
         if not self._told:
             logger.warning(
-                "more than %d kinds of microbatch have been rehearsed, and each rehearsal takes at least one forward: if a "
-                "Python number in the microbatch changes, make it a tensor",
+                "more than %d kinds of microbatch have been rehearsed, and each rehearsal takes at least one "
+                "forward: if a Python number in the microbatch changes, make it a tensor",
                 KINDS_KEPT,
             )
         self._told = True
