@@ -217,7 +217,7 @@ def test_whether_a_value_has_a_graph_is_known_where_the_value_is_not(asks: Calla
 def test_the_graph_of_a_value_that_is_not_there_is_an_error() -> None:
     model = AsksForGraph(lambda h: "Add" in h.grad_fn.name())
     stages = cut(model, text_loss, rehearsed(model, text_loss, BATCHES[0]), [4])
-    with pytest.raises(SplitError, match=r"grad_fn\.name is asked of a value of another stage"):
+    with pytest.raises(SplitError, match=r"grad_fn\.name is read of a value whose graph is on another stage"):
         stages.forward(BATCHES[0])
 
 
