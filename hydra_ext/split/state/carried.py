@@ -93,8 +93,7 @@ def refuse_carried(
         return
     for root, writers in left.items():
         reason = (
-            f"{root[1]} is carried from one microbatch to the next, but left and read by different stages; "
-            + MADE_ONCE
+            f"{root[1]} is carried from one microbatch to the next, but left and read by different stages; " + MADE_ONCE
         )
         if root in again.everywhere.roots:
             recorder.refuse(reason, after=0)
