@@ -22,8 +22,8 @@ from hydra_ext.state.snapshot import Snapshot
 def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
     """Restores what the body changed if it raises :class:`OtherWay`.
 
-    Restored are what modules and the microbatch hold, the named tensors that the rehearsal saw written, and the user's
-    own generators.
+    This covers the contents of modules and of the microbatch, the named tensors that the rehearsal saw written, and the
+    user's own generators.
     """
     held = Snapshot(model, microbatch)
     undo = Undo()

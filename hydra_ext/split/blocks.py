@@ -28,15 +28,15 @@ BlockCall = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[
 def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The blocks by their names, in the order in which the model holds them.
 
-    A block is a member of a list, or a module that holds no list. In a module that holds a list, the search goes on
-    among its children. Modules without parameters, and containers without a forward, are no blocks.
+    A block is a member of a list, or a module that holds no list. The search goes on inside all other modules, and
+    inside a member that holds lists and is too large for one block (:data:`LARGEST_SHARE`). Modules without parameters,
+    and containers without a forward, are no blocks.
 
     These modules are lists:
 
     - a ``ModuleList``;
     - a ``Sequential`` of at least two modules, all of one class;
-    - a ``Sequential`` of several classes, or a ``ModuleDict`` with a forward, if it is too large a share of the model
-      for one block (:data:`LARGEST_SHARE`).
+    - a ``Sequential`` of several classes, or a ``ModuleDict`` with a forward, if it is too large for one block.
 
     Args:
         names: Names of the modules to take as blocks. If given, nothing is searched.

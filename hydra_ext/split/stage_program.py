@@ -3,7 +3,7 @@
 A *stage program* runs one stage of the model, on one rank, for one microbatch at a time. Several microbatches may have
 run forward before the first runs backward. Each keeps its state in the :class:`StagePass` that its forward returned,
 and nowhere else. The caller moves values between ranks. It also puts the right version of the weights into the modules
-before ``forward`` and before ``backward``, since a checkpoint inside the stage reads them again in backward.
+before ``forward``, and again before ``backward``, where a checkpoint inside the stage reads them.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def event_seed(seed: int, event: int, *, after: bool = False) -> int:
     mixed = (seed ^ ((2 * event + (2 if after else 1)) * 0x9E3779B97F4A7C15)) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return (mixed ^ (mixed >> 31)) >> 2  # what manual_seed takes on every device
+    return (mixed ^ (mixed >> 31)) >> 2  # the range that manual_seed accepts on every device
 
 
 def microbatch_seed(seed: int, replica: int, batch: int, microbatch: int) -> int:
