@@ -172,7 +172,8 @@ class Event:
             values of their memory.
         inner: Calls of modules inside that have hooks. Hooks that hand out a value run even if the event is skipped.
         attributes: Tensors that it set on modules: module in the block, attribute, value.
-        parameters, buffers: Names of those whose numbers it, or the glue after it, needs.
+        parameters: Names of the parameters that it, or the glue after it, reads.
+        buffers: Names of the buffers that it, or the glue after it, reads, changes or replaces.
         writes: Parameters and buffers that it, or the glue after it, changes.
         sets: Buffers that the glue after it replaces by tensors that are equal on every stage that runs this glue.
     """
