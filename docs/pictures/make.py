@@ -2,11 +2,11 @@
 
 Names are architecture, layers, lanes and versions.
 
-``lanes`` trains a small model on the simulated device, under a budget and over a link of a chosen speed, and draws the
-trace of the shortest of six steps twice: what each lane did (lanes.png), and what the device held (budget.png). Times
-are those of the machine that it runs on. ``layers`` and ``versions`` draw tables of the code.
+``lanes`` trains a small model on the simulated device, under a budget and over a link of a chosen speed. It draws the
+trace of the shortest of six steps twice: the work of each lane (lanes.png), and the bytes on the device (budget.png).
+Times depend on the machine that it runs on. ``layers`` and ``versions`` draw tables of the code.
 
-Needs hydra_ext and matplotlib.
+It needs hydra_ext and matplotlib.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _save(figure: Any, name: str) -> None:
     pyplot.close(figure)
 
 
-# ---- the parts, and what moves between them -------------------------------------------------------------------------
+# ---- the parts, and transfers between them --------------------------------------------------------------------------
 def architecture() -> None:
     figure, axes = _canvas(10.2, 6.3, 12.4, 7.7)
     for bottom, height, name, colour in (
@@ -135,7 +135,7 @@ def architecture() -> None:
 
 # ---- the layers of csrc, as the test has them -----------------------------------------------------------------------
 def _cpp_layers() -> dict[str, tuple[str, ...]]:
-    """``CPP_LAYERS`` of tests/test_architecture.py."""
+    """Reads ``CPP_LAYERS`` from tests/test_architecture.py."""
     found: dict[str, Any] = {}
     for node in ast.parse((ROOT / "tests" / "test_architecture.py").read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -145,7 +145,7 @@ def _cpp_layers() -> dict[str, tuple[str, ...]]:
 
 
 def _direct(layers: dict[str, tuple[str, ...]]) -> dict[str, set[str]]:
-    """Without what follows from the rest."""
+    """The dependencies of each layer, without those that follow from others."""
     below = {name: set(others) for name, others in layers.items()}
     return {
         name: {one for one in below[name] if not any(one in below[other] for other in below[name])} for name in below
@@ -159,7 +159,7 @@ def layers() -> None:
         for name, others in direct.items():
             if name not in floor and others <= floor.keys():
                 floor[name] = 1 + max((floor[other] for other in others), default=-1)
-    order = sorted(direct, key=lambda name: name == "optim")  # else an arrow to it lies behind another box
+    order = sorted(direct, key=lambda name: name == "optim")  # otherwise another box would cover an arrow to it
     rows = [[name for name in order if floor[name] == level] for level in range(max(floor.values()) + 1)]
     figure, axes = _canvas(8.6, 5.4, 12.0, len(rows) * 1.2 + 0.1)
     places: dict[str, tuple[float, float]] = {}
@@ -222,7 +222,7 @@ def _trace() -> dict[str, Any]:
 
 
 def _step(events: list[dict[str, Any]]) -> tuple[float, float]:
-    """Begin and end of the shortest step that was traced, in microseconds."""
+    """The begin and end of the shortest traced step, in microseconds."""
     step = min((event for event in events if event.get("cat") == "step"), key=lambda event: event["dur"])
     return step["ts"], step["ts"] + step["dur"]
 
@@ -368,7 +368,7 @@ def versions() -> None:
 
 
 def _draw_buffers(axes: Any, schedule: Any, simulated: Any, stage: int, colours: tuple[str, ...]) -> None:
-    """A version lies in its buffer until the update that writes over it begins."""
+    """Draws the buffers of a stage: each has one version until the update that overwrites it begins."""
     begins, ends = (
         [timed for timed in simulated.actions if (timed.action.kind, timed.action.stage) == (kind, stage)]
         for kind in (ActionKind.BEGIN_UPDATE, ActionKind.UPDATE)
@@ -376,7 +376,7 @@ def _draw_buffers(axes: Any, schedule: Any, simulated: Any, stage: int, colours:
     count = schedule.versions[stage]
     made = [0.0, *(timed.end for timed in ends)]
     for version, begin in enumerate(made):
-        over = version + count - 1  # the number of the update that writes over it
+        over = version + count - 1  # the number of the update that overwrites it
         end = begins[over].start if over < len(begins) else simulated.makespan
         top = stage + 0.3 + 0.12 * (version % count)
         axes.barh(top, end - begin, left=begin, height=0.1, color=colours[version % len(colours)], align="edge")

@@ -1,4 +1,4 @@
-"""Stages of a plain module, without tracing: every rank runs the user's own forward, and skips what is not its own."""
+"""Stages of a plain module, without tracing: every rank runs the user's own forward and skips other ranks' blocks."""
 
 from hydra_ext.split.blocks import find_blocks
 from hydra_ext.split.rehearsal.record import Rehearsal

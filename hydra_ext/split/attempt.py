@@ -1,4 +1,4 @@
-"""A first stage's run that is undone where another rehearsal knows the way of this microbatch better."""
+"""Undoes the first stage's run of a microbatch that leaves the path of its rehearsal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from hydra_ext.state.snapshot import Snapshot
 
 @contextmanager
 def undone_on_another_way(model: nn.Module, lasting: Lasting, microbatch: Any) -> Iterator[None]:
-    """As before if it ends with OtherWay: modules and the microbatch, what the forward writes to, and generators."""
+    """Restores what the body changed if it raises :class:`OtherWay`.
+
+    This covers the contents of modules and of the microbatch, the named tensors that the rehearsal saw written, and the
+    user's own generators.
+    """
     held = Snapshot(model, microbatch)
     undo = Undo()
     for tensor in _written(model, lasting, microbatch):

@@ -1,7 +1,7 @@
-"""Which modules are blocks: the pieces that a stage is made of.
+"""Finds the blocks of a model: the modules that a stage is made of.
 
-What lies between the calls of blocks (residual sums, masks, the loss) is *glue*; it is never called as a module here,
-and neither are containers: what they hold directly is glue too.
+Code between the calls of blocks (residual sums, masks, the loss) is *glue*. Containers are not blocks: their own
+operations, and the parameters that they hold directly, belong to the glue.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from hydra_ext.errors import SplitError
 from hydra_ext.tracing import not_traced
 
-# A member of a list that itself holds lists is one block up to this share of the model's elements, else opened. So is a
-# chain of modules of several classes; one of several layers also up to this share of the model's layers, since it may
-# be that they compute long with few elements.
+# A list's member that itself holds lists is one block if it has at most this share of the model's elements; otherwise
+# its own members are the blocks. The same holds for a chain of modules of several classes. Such a chain must also have
+# less than this share of the model's layers (or fewer than SEVERAL_LAYERS): layers with few elements can take long.
 LARGEST_SHARE = 0.34
 SEVERAL_LAYERS = 4
 
@@ -28,15 +28,21 @@ BlockCall = Callable[[str, nn.Module, Callable[..., Any], tuple[Any, ...], dict[
 def find_blocks(model: nn.Module, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """The blocks by their names, in the order in which the model holds them.
 
-    A member of a list is a block, and so is a module that holds no list; a module that holds one is opened. Lists are
-    a ``ModuleList``, a ``Sequential`` of at least two modules of one class, and one of several classes, or a
-    ``ModuleDict`` with a forward, that is too large a share of the model (:data:`LARGEST_SHARE`).
+    A block is a member of a list, or a module that holds no list. The search goes on inside all other modules, and
+    inside a member that holds lists and is too large for one block (:data:`LARGEST_SHARE`). Modules without parameters,
+    and containers without a forward, are no blocks.
+
+    These modules are lists:
+
+    - a ``ModuleList``;
+    - a ``Sequential`` of at least two modules, all of one class;
+    - a ``Sequential`` of several classes, or a ``ModuleDict`` with a forward, if it is too large for one block.
 
     Args:
-        names: modules to take as blocks instead.
+        names: Names of the modules to take as blocks. If given, nothing is searched.
 
     Raises:
-        SplitError: a name that the model does not have, or one inside another.
+        SplitError: A name is not the name of a module, or lies inside another one.
     """
     if names is not None:
         return _chosen(model, names)
@@ -77,17 +83,17 @@ def _size(module: nn.Module) -> int:
 
 
 def _layers(module: nn.Module) -> int:
-    """Modules that have parameters themselves."""
+    """The number of modules that have parameters of their own."""
     return sum(any(True for _ in inner.parameters(recurse=False)) for inner in module.modules())
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Containers are not, but for those that a program has given a forward."""
+    """Whether the module has a forward; containers have none unless the program defines one."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether its members are the pieces: those of a ModuleList are called one by one, whatever they are."""
+    """Whether its members are blocks. Those of a ``ModuleList`` are called one by one, even if their classes differ."""
     if not any(True for _ in module.parameters()) or isinstance(module, ParametrizationList):
         return False
     if isinstance(module, nn.Sequential):
@@ -96,7 +102,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_large_chain(module: nn.Module, largest: float, most: float) -> bool:
-    """Whether it is of several pieces, called one after another, and of too many elements or layers for one block."""
+    """Whether it calls several members in turn, and has too many elements or layers for one block."""
     if not (isinstance(module, (nn.Sequential, nn.ModuleDict)) and _is_called(module)):
         return False
     several = sum(_size(child) > 0 for child in module.children()) > 1
@@ -105,9 +111,9 @@ def _is_large_chain(module: nn.Module, largest: float, most: float) -> bool:
 
 @contextmanager
 def blocks_call(blocks: Mapping[str, nn.Module], call: BlockCall) -> Iterator[None]:
-    """Within it ``call(name, block, forward, args, kwargs)`` runs where a block's ``forward`` would.
+    """Inside, ``call(name, block, forward, args, kwargs)`` runs in place of each block's ``forward``.
 
-    The block's own hooks run around it as ever, wherever the call is made.
+    The block's own hooks run around it as usual.
     """
     missing = object()
     before = {name: block.__dict__.get("forward", missing) for name, block in blocks.items()}

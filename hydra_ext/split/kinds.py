@@ -1,4 +1,4 @@
-"""The rehearsals that a stage knows: of the kinds of microbatch that it has met lately."""
+"""The rehearsals that a stage keeps, of the kinds of microbatch that it has run lately."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Hashable
 
 from hydra_ext.split.rehearsal.record import Rehearsal
 
-# A number in the microbatch that changes with every step makes each a kind of its own: that must not fill the memory.
+# A number in the microbatch that changes with every step makes each microbatch a kind of its own. The limit keeps such
+# kinds from filling the memory.
 KINDS_KEPT = 32
 
 logger = logging.getLogger(__name__)
 
 
 class KnownRehearsals(dict[Hashable, dict[str, Rehearsal]]):
-    """By kind of microbatch, and by way through the model, which values may decide.
+    """Rehearsals by the kind of microbatch, and then by the digest of the path through the model.
 
-    Of more than ``KINDS_KEPT`` kinds, or ways of one kind, those not met for longest are forgotten: they would be
-    rehearsed again.
+    Values may decide the path, so one kind may have several. At most ``KINDS_KEPT`` kinds are kept, and at most as many
+    paths of one kind. Beyond that, the kind that was not used for longest is dropped, or the path that was added
+    first. It is rehearsed again when it comes back.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -38,12 +40,12 @@ class KnownRehearsals(dict[Hashable, dict[str, Rehearsal]]):
             self._tell()
 
     def use(self, rehearsal: Rehearsal) -> None:
-        """A microbatch goes this way."""
+        """Marks the kind as the last one used: a microbatch takes this path."""
         if next(reversed(self)) != rehearsal.signature:
             self[rehearsal.signature] = self.pop(rehearsal.signature)
 
     def is_watched(self, rehearsal: Rehearsal) -> bool:
-        """Whether a microbatch that went this way has been watched to its end."""
+        """Whether a microbatch that took this path has been watched to its end."""
         return (rehearsal.signature, rehearsal.digest) in self._watched
 
     def note_watched(self, rehearsal: Rehearsal) -> None:
@@ -56,8 +58,8 @@ class KnownRehearsals(dict[Hashable, dict[str, Rehearsal]]):
     def _tell(self) -> None:
         if not self._told:
             logger.warning(
-                "more than %d kinds of microbatch have been rehearsed, each of which takes a forward and more: if a "
-                "Python number in the microbatch changes, make it a tensor",
+                "more than %d kinds of microbatch have been rehearsed, and each rehearsal takes at least one "
+                "forward: if a Python number in the microbatch changes, make it a tensor",
                 KINDS_KEPT,
             )
         self._told = True

@@ -1,4 +1,4 @@
-"""What ``fn`` returns beside the loss: tensors, in containers and in objects of the user's own classes."""
+"""Metrics that ``fn`` returns beside the loss: tensors, in containers and in objects of the user's own classes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _WITHOUT_TENSORS = (*PLAIN, bytes, Enum, np.ndarray, np.generic, type)
 
 
 def tensors_inside(value: Any) -> list[Tensor]:
-    """Also those in attributes of objects."""
+    """The tensors in it, also those in attributes of objects."""
     return [member for member in _leaves(value) if isinstance(member, Tensor)]
 
 
 def unsearched(value: Any) -> str | None:
-    """What kind of thing in it may hold tensors that :func:`tensors_inside` does not find."""
+    """The type name of a member that may hold tensors which :func:`tensors_inside` does not find; None without one."""
     return next(
         (
             type(member).__name__
@@ -35,7 +35,7 @@ def unsearched(value: Any) -> str | None:
 
 
 def without_graph(value: Any) -> Any:
-    """The same with detached tensors; an object that holds some is copied."""
+    """The same value with detached tensors. An object that holds tensors with a graph is copied, not changed."""
     if isinstance(value, Tensor):
         return value.detach()
     return tree_map(_object_without_graph, value)

@@ -1,4 +1,4 @@
-"""What kind of microbatch it is: of one kind, all take the same way through the model, unless values decide."""
+"""The kind of a microbatch. All microbatches of one kind take the same path through the model, unless values decide."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from hydra_ext.state.layout import order_of
 
 
 def signature_of(model: nn.Module, fn: Callable[[Any], Any], microbatch: Any) -> Hashable:
-    """Structure, Python numbers and tensors' shapes, dtypes and order in memory of the microbatch, which of them share
-    memory, ``fn``'s code, and the modes that a forward sees.
+    """The kind of the microbatch, as a value that can be compared and hashed.
 
-    Mappings and dataclasses count by what they hold; other objects that are neither tensors nor numbers by their type.
+    Of the microbatch it contains:
+
+    - its structure and its Python numbers;
+    - the tensors' shapes, dtypes and orders in memory;
+    - which tensors share memory, and which need a gradient.
+
+    It also contains the code of ``fn``, and the modes that a forward sees: ``training``, trainable parameters, grad
+    mode, default dtype and autocast. Mappings and dataclasses count by their members; any other object that is neither
+    a tensor nor a plain value counts by its type.
     """
     modes = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return (
@@ -41,8 +48,8 @@ def _kind(value: Any) -> Hashable:
 
 
 def _shared(microbatch: Any) -> Hashable:
-    """Of each tensor two numbers, equal for those that share memory, and for those that are one: what is written to one
-    is written to the others."""
+    """Two numbers for each tensor: the first is equal for tensors that share memory, the second for one tensor in
+    several places. A write to one tensor of a group is a write to the others, too."""
     tensors = [tensor for _, tensor in named_tensors(microbatch)]
     one: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
@@ -66,7 +73,7 @@ def _leaf(leaf: Any) -> Hashable:
 
 
 def _code(fn: Callable[[Any], Any]) -> Hashable:
-    """The same for a function that is defined anew in every step."""
+    """The code of the function, which stays the same if the program defines the function anew in every step."""
     while isinstance(fn, partial):
         fn = fn.func
     function = getattr(fn, "__func__", fn)

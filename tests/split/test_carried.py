@@ -49,7 +49,7 @@ class RemembersAtOnce(Remembers):
 def test_another_way_in_the_second_microbatch_is_refused() -> None:
     found = reasons(Remembers())
     assert set(found) == {1, 2, 3, 4, 5}
-    assert all("another way in the second microbatch" in reason for reason in found.values())
+    assert all("another path in the second microbatch" in reason for reason in found.values())
 
 
 def test_what_one_microbatch_leaves_for_the_next_stays_in_one_stage() -> None:

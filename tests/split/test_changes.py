@@ -204,7 +204,7 @@ def test_ranks_that_rehearsed_differently_find_out() -> None:
     model.way = "old value"
     other = cut(model, text_loss, rehearsed(model, text_loss, batch), [3])
     leaving = one.programs[0].forward(bound(text_loss, one.models[0]), batch, None, seed=7, divisor=1).leaving
-    with pytest.raises(SplitError, match="do not take the same way"):
+    with pytest.raises(SplitError, match="do not take the same path"):
         other.programs[1].forward(bound(text_loss, other.models[1]), batch, leaving, seed=7, divisor=1)
 
 

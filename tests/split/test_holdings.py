@@ -281,7 +281,7 @@ ITERATORS: dict[str, Callable[[], Iterator[int]]] = {
 @pytest.mark.parametrize("name", ITERATORS)
 def test_an_iterator_that_a_rehearsal_would_use_up_is_refused(name: str) -> None:
     model = counts_in(ITERATORS[name](), next)
-    with pytest.raises(SplitError, match="microbatch, holds, which a forward that does not count cannot put back"):
+    with pytest.raises(SplitError, match="microbatch, holds, and a rehearsal cannot move it back"):
         rehearsed(model, text_loss, BATCHES[0])
 
 

@@ -129,7 +129,7 @@ def test_tensors_that_share_memory_are_another_kind_than_those_that_do_not() -> 
 def test_a_gradient_is_not_lost_where_stages_of_one_rank_share_what_is_written_to() -> None:
     rehearsal = SimpleNamespace(lasting=Lasting(frozenset({("input", "['y']")})))
     x = torch.ones(4, requires_grad=True)
-    with pytest.raises(SplitError, match=r"memory of the microbatch's \['x'\], of which a gradient is wanted"):
+    with pytest.raises(SplitError, match=r"memory of the microbatch's \['x'\], which requires a gradient"):
         _with_own_written({"x": x, "y": x.detach()[1:]}, rehearsal)  # type: ignore[arg-type]
     y = torch.zeros(3)
     made = _with_own_written({"x": x, "y": y, "z": y[1:]}, rehearsal)  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ class ThroughParts(Stack):
 def test_a_cut_between_two_outputs_in_one_memory_and_a_write_to_one_is_refused() -> None:
     found = reasons(ThroughParts())
     assert set(found) == {2}
-    assert "lie in one memory" in found[2]
+    assert "is written to after the cut, where each value has a copy" in found[2]
 
 
 class Checkpointed(Stack):

@@ -323,5 +323,5 @@ def test_a_part_that_is_missing_is_named() -> None:
     rehearsal = rehearsed(model, text_loss, BATCH)
     keep_own_part(model, rehearsal, [(0, 2)])
     stage = SplitStage(model, rehearsal, 0, 4)
-    with pytest.raises(SplitError, match=r"is needed for the events .* and is not there"):
+    with pytest.raises(SplitError, match=r"is needed for the events .* and is absent"):
         stage.forward(bound(text_loss, model), BATCH, None, seed=1, divisor=1)

@@ -74,7 +74,7 @@ def seeded() -> None:
 # ---- buffers that are replaced, not written to -----------------------------------------------------------------------
 def test_a_buffer_that_the_glue_replaces_is_written() -> None:
     assert possible_cuts(AssignsAtTheEnd()) == [5]  # the glue after the last layer is no longer before the cut
-    assert "mean is used on both sides, and written" in why(AssignsAtTheEnd(), 3)
+    assert "mean is used on both sides of the cut, and written" in why(AssignsAtTheEnd(), 3)
 
 
 def test_the_stage_that_replaces_a_buffer_has_the_right_one() -> None:
@@ -90,7 +90,7 @@ def test_a_buffer_that_a_block_replaces_is_read_in_its_stage_only(at_the_end: bo
     model = ReadsLoads()
     model.at_the_end = at_the_end
     assert possible_cuts(model) == cuts
-    assert "load is used on both sides, and written" in why(model, 2)
+    assert "load is used on both sides of the cut, and written" in why(model, 2)
 
 
 @pytest.mark.parametrize(("after", "cuts"), [(0, [1, 2, 3, 4, 5]), (2, [1, 2, 3, 4, 5]), (3, [1, 2, 4, 5])])
@@ -217,7 +217,7 @@ def test_whether_a_value_has_a_graph_is_known_where_the_value_is_not(asks: Calla
 def test_the_graph_of_a_value_that_is_not_there_is_an_error() -> None:
     model = AsksForGraph(lambda h: "Add" in h.grad_fn.name())
     stages = cut(model, text_loss, rehearsed(model, text_loss, BATCHES[0]), [4])
-    with pytest.raises(SplitError, match=r"grad_fn\.name is asked of a value of another stage"):
+    with pytest.raises(SplitError, match=r"grad_fn\.name is read of a value whose graph is on another stage"):
         stages.forward(BATCHES[0])
 
 
@@ -245,7 +245,7 @@ def test_metrics_in_objects_have_the_values_and_no_graph(boundary: int) -> None:
 
 def test_metrics_that_cannot_be_searched_are_refused() -> None:
     fn = measured(lambda norm, _count: torch.distributions.Normal(norm, 1.0))
-    assert "fn returns a Normal, in which tensors may be" in why(Measures(), 3, fn)
+    assert "fn returns a Normal, which may hide tensors" in why(Measures(), 3, fn)
 
 
 def test_a_metric_of_which_the_rehearsal_knew_nothing_is_missed() -> None:

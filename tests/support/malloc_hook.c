@@ -1,9 +1,9 @@
-/* Counts memory from outside: preloaded, it sees every block that the process asks the C library or the kernel for.
+/* A preloaded library that counts the memory that the process requests from the C library or the kernel.
  *
- * Blocks are counted while the region is open (hook_begin, hook_end) and counted down wherever they are freed. Four
- * kinds, told apart by how they were asked for: plain heap blocks and mappings from SMALLEST bytes on, and aligned
- * blocks of any size, below and from PAGE_ALIGNMENT on. glibc's own names are used beneath, so that nothing has to be
- * looked up while the process starts.
+ * Blocks are counted if they are allocated while the region is open (hook_begin, hook_end), until they are freed at any
+ * time. There are four kinds, by the call that requested them: plain heap blocks and mappings of at least SMALLEST
+ * bytes, and aligned blocks of any size with an alignment below PAGE_ALIGNMENT, or from PAGE_ALIGNMENT on. glibc's own
+ * functions are called beneath, so that no symbol has to be looked up while the process starts.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -70,7 +70,7 @@ static void add(void *pointer, size_t bytes, int kind) {
   unlock();
 }
 
-/* Takes the block out and moves those after it up, so that no search ends too early. */
+/* Removes the block, and moves later ones into the hole, so that no search ends too early. */
 static void drop(void *pointer) {
   if (pointer == NULL) {
     return;
@@ -125,7 +125,7 @@ void *calloc(size_t items, size_t bytes) {
 }
 
 void *realloc(void *old, size_t bytes) {
-  drop(old); /* one that fails keeps its block, uncounted from here on */
+  drop(old); /* if it fails, the old block stays, but is no longer counted */
   void *pointer = __libc_realloc(old, bytes);
   add(pointer, bytes, HEAP);
   return pointer;
@@ -167,6 +167,6 @@ void *mmap64(void *address, size_t bytes, int protection, int flags, int file, o
 }
 
 int munmap(void *address, size_t bytes) {
-  drop(address); /* what is unmapped in part is counted down whole */
+  drop(address); /* a partial unmapping counts as one of the whole */
   return (int)syscall(SYS_munmap, address, bytes);
 }

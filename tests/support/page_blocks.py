@@ -323,7 +323,7 @@ def _on_this_rank(page: Page, folder: Path) -> None:
     run(page, folder, rank=int(os.environ["RANK"]))
     if dist.is_initialized():
         dist.destroy_process_group()
-    # Past the interpreter's end, where gloo's threads may abort a process, whatever it has done.
+    # Skips the interpreter's shutdown, in which gloo's threads may abort a process that has succeeded.
     sys.stdout.flush()
     os._exit(0)
 

@@ -39,7 +39,7 @@ def mlp(width: int = 64, depth: int = 4) -> nn.Sequential:
 
 
 def conv_net() -> nn.Sequential:
-    """Feature maps of eight channels, then one number an image."""
+    """Makes a network with feature maps of eight channels that returns one number for each image."""
     torch.manual_seed(0)
     maps = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*maps, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 1))

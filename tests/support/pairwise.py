@@ -16,7 +16,7 @@ def covering_rows(
     """Returns rows with one value of each factor, which contain every allowed combination of ``strength`` values.
 
     Greedy and deterministic: each row starts from the first combination not yet covered, and every other factor takes
-    the value that covers most of what is left.
+    the value that covers most of the remaining combinations.
 
     Args:
         factors: The values that each factor can take.

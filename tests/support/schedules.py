@@ -19,14 +19,14 @@ Shape = tuple[str, int, int, int]
 
 
 def square_shapes(depths: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
-    """Shapes with one stage for each rank."""
+    """Returns shapes with one stage for each rank."""
     kinds = [("pipedream", d, d, 1) for d in depths]
     kinds += [(kind, d, d, m) for kind in ("gpipe", "1f1b", "2bw") for d in depths for m in microbatches]
     return [shape for shape in kinds if possible(shape)]
 
 
 def wrapped_shapes(ranks: Sequence[int], chunks: Sequence[int], microbatches: Sequence[int]) -> list[Shape]:
-    """Shapes with several stages for each rank."""
+    """Returns shapes with several stages for each rank."""
     kinds = ("gpipe", "2bw", "interleaved")
     shapes = [(kind, v * r, r, m) for kind in kinds for r in ranks for v in chunks for m in microbatches]
     return [shape for shape in shapes if possible(shape)]

@@ -126,7 +126,7 @@ def _endings(root: Path, packages: Packages, work: Path) -> dict[str, dict[str, 
         trial = Trial(package, [word], root=root, folder=work, limit=600.0)
         if "hangs" in kind:
             here = root / "tests" / "here"
-            while not here.exists():  # that it hangs can only be seen once it does
+            while not here.exists():  # a test can only be seen to hang once it has begun
                 assert trial.ending() is None
             here.unlink()
             trial._deadline = 0.0

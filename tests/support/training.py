@@ -1,4 +1,4 @@
-"""One training loop for plain and offloaded models, with the choices that the parity matrix is made of."""
+"""One training loop for plain and offloaded models, with the options that the parity matrix combines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One forward that is watched: its events, the values between them, and what every cut would carry."""
+"""The rehearsal: one watched forward that finds its events, the values between them, and what every cut would carry."""

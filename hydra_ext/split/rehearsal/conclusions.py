@@ -1,4 +1,4 @@
-"""From the notes of a rehearsal to what it says about every cut."""
+"""Concludes from a rehearsal's notes what every cut would carry, and which cuts are impossible."""
 
 from __future__ import annotations
 
@@ -90,20 +90,21 @@ def _torn_graphs(live: Sequence[Value]) -> list[str]:
     if not torn:
         return []
     return [
-        f"the graph of {', '.join(torn)} is made round the call and not in it: by a reentrant checkpoint (use "
-        "checkpoint(..., use_reentrant=False)), or by a torch.autograd.Function that calls blocks or works between "
+        f"the graph of {', '.join(torn)} is made around the call, not inside it: by a reentrant checkpoint (use "
+        "checkpoint(..., use_reentrant=False)), or by a torch.autograd.Function that calls blocks or runs between "
         "them (apply it in a block, or cut after the next block)"
     ]
 
 
 def _torn_memory(recorder: Recorder, live: Sequence[Value], step: int) -> list[str]:
-    """Values that are views of one memory arrive as tensors of their own; so nothing may be written to it then."""
+    """Values that share memory arrive as separate tensors, so the memory may not be written to after the cut."""
     note_of = recorder.values.note_of
     sharing: dict[int, list[Value]] = defaultdict(list)
     for value in live:
         sharing[id(note_of[value.key])].append(value)
     return [
-        f"{' and '.join(str(value.key) for value in values)} lie in one memory, which is written to after the cut"
+        f"the memory of {' and '.join(str(value.key) for value in values)} is written to after the cut, where each "
+        "value has a copy of its own: write to a clone() instead"
         for values in sharing.values()
         if (len(values) > 1 or note_of[values[0].key].foreign) and _written_from(recorder, values[0].key, step)
     ]
@@ -116,9 +117,9 @@ def _torn_frames(recorder: Recorder, step: int) -> list[str]:
 
 
 def _torn_state(events: Sequence[Event], number: int, everywhere: frozenset[str]) -> list[str]:
-    """Every stage has buffers of its own, and only the one whose event writes to them has the right ones."""
+    """Every stage has its own buffers, and only the stage whose event writes to a buffer has the right numbers."""
     written = frozenset().union(*(event.writes for event in events))
     before = frozenset().union(*(event.buffers | event.parameters for event in events[:number]))
     after = frozenset().union(*(event.buffers | event.parameters for event in events[number:]))
     torn = sorted(written & ((before & after) | everywhere))
-    return [f"{', '.join(torn)} is used on both sides, and written"] if torn else []
+    return [f"{', '.join(torn)} is used on both sides of the cut, and written by one of them"] if torn else []

@@ -1,4 +1,4 @@
-"""Events of a rehearsal: what a block's call got, made, wrote and left behind."""
+"""Events of a rehearsal: what a block's call was given, returned, wrote to and left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hydra_ext.state.memory import storage_key
 
 @dataclass
 class EventDraft:
-    """As :class:`~hydra_ext.split.rehearsal.record.Event`, while it is being made."""
+    """An :class:`~hydra_ext.split.rehearsal.record.Event` under construction."""
 
     index: int
     name: str
@@ -49,7 +49,7 @@ class EventDraft:
 
 
 class EventRecorder:
-    """Tells the recorder of a block's call, before and after."""
+    """Records each call of a block, before and after its forward."""
 
     def __init__(self, recorder: Recorder, randomness: EventRandomness) -> None:
         self._recorder = recorder
@@ -60,7 +60,7 @@ class EventRecorder:
 
     @contextmanager
     def event(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[EventDraft]:
-        """The block's forward runs inside and puts what it returns into ``output``, which is changed at the end."""
+        """Records one event. The body runs the block's forward and sets ``output``, which is replaced at the end."""
         recorder = self._recorder
         arguments = [*tensors_in((args, kwargs))]
         event = EventDraft(len(self.events), name, recorder.cuts.next_step(), len(recorder.calls))
@@ -88,7 +88,7 @@ class EventRecorder:
         recorder.running = None
 
     def after(self, event: Running, operation: Operation, results: list[Tensor]) -> None:
-        """An operation of this event has run."""
+        """Records an operation that has run in this event."""
         usage = self._recorder.usages[event.index]
         event.reads_values |= operation.name in VALUE_OPERATIONS
         given = {storage_key(tensor) for tensor in operation.tensors}
@@ -121,17 +121,17 @@ class EventRecorder:
             self._values.use(read)
 
     def _first_writes(self, event: Running) -> tuple[tuple[int, Key], ...]:
-        """Memory that depends on events since the event which ends now has written to it."""
+        """The arguments whose memory depends on events only since this event wrote to it, and their new values."""
         found = self._values.make_written(Key("event", event.index, "argument"), event.arguments, set(event.written))
         known = {storage_key(event.arguments[position]) for position, _ in found}
         for memory in set(event.written) - known:
             note = self._notes.at(memory)
             if note is not None:
-                note.event = event.index  # what is read there cannot be followed
+                note.event = event.index  # later reads of it cannot be followed
         return found
 
     def _refuse_backward_hooks(self, event: EventDraft, block: nn.Module) -> None:
-        """They are calls round the block, from before its forward, which a stage that skips it would make otherwise."""
+        """Backward hooks are set up around the block's forward: a stage that skips the block would run them wrongly."""
         if block._backward_hooks or block._backward_pre_hooks or _global_backward_hooks or _global_backward_pre_hooks:
             self._recorder.refuse(
                 f"block {event.name} has backward hooks, which would run wrongly where the block is skipped: register "
@@ -164,7 +164,11 @@ class EventRecorder:
         return Made(self._values.make(Key("event", event.index, place), leaf))
 
     def _note_attributes(self, event: EventDraft, block: nn.Module, numbers: dict[tuple[str, str], float]) -> None:
-        """Tensors set on modules can be set again where the event is skipped; numbers cannot be told from constants."""
+        """Notes the tensors that the event set on modules: a stage that skips the event sets them itself.
+
+        It could not do so for numbers, which look like constants. So a number that may depend on a tensor's elements
+        rules out later cuts.
+        """
         recorder = self._recorder
         for place, number in _numbers(block).items():
             if recorder.running is not None and recorder.running.reads_values and numbers.get(place) != number:
@@ -183,7 +187,7 @@ class EventRecorder:
                             event.attributes.append((name, attribute, leaf.key))
 
     def _note_output(self, event: EventDraft, running: Running) -> Any:
-        """Notes the output's leaves, and takes them out of the block's graph, which need not be kept then."""
+        """Notes the output's leaves, and detaches them from the block's graph so that the graph can be freed."""
         recorder = self._recorder
         leaves, tree = tree_flatten(event.output)
         found: list[Leaf] = []
@@ -195,7 +199,7 @@ class EventRecorder:
                 continue
             if not isinstance(leaf, (Tensor, *PLAIN)):
                 recorder.refuse(
-                    f"block {event.name} returns a {type(leaf).__name__}, which cannot be made again where the block "
+                    f"block {event.name} returns a {type(leaf).__name__}, which cannot be rebuilt where the block "
                     "is skipped: return tensors in tuples, lists or dicts, or cut before it",
                     after=event.step,
                 )

@@ -23,7 +23,7 @@ from hydra_ext.state.memory import storage_key
 
 
 class GlueRecorder:
-    """Tells the recorder of the calls between events."""
+    """Records the calls between events."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -34,7 +34,7 @@ class GlueRecorder:
         self._views: list[tuple[int, int]] = []  # calls that return views, and their steps
 
     def call(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes the call and takes its number."""
+        """Makes the call and records it under the next number."""
         self._cuts.next_step()
         arguments = [*tensors_in((args, kwargs))]
         sources = [tensor for tensor in arguments if self._values.depends_on_events(tensor)]
@@ -62,18 +62,22 @@ class GlueRecorder:
         return iter(result) if name == "__iter__" else result
 
     def _refuse_between(self, name: str, arguments: list[Tensor]) -> None:
-        """No cut between what made a tensor and what asks for its gradient: each stage has its own part of that."""
+        """Refuses cuts between the call that made a tensor and the call that asks for its gradient.
+
+        Each stage would have only a part of that gradient.
+        """
         for tensor in arguments:
             key = self._values.key_of(tensor)
             self._cuts.refuse(
-                f"{name} is called for the gradient of a tensor of shape {tuple(tensor.shape)}, of which each stage "
-                "has a part: call it in the block that makes the tensor, or where no block is called between the two",
+                f"{name} is called for the gradient of a tensor of shape {tuple(tensor.shape)}, and each stage would "
+                "have only a part of that gradient: call it in the block that makes the tensor, or before the next "
+                "block",
                 after=self._values.known[key].made if key is not None else 0,
                 until=self._cuts.step if key is not None else None,
             )
 
     def _note_state_written(self, number: int, result: Any, arguments: list[Tensor]) -> None:
-        """Only the stage that has the state, and what it is made from, needs to make the call."""
+        """Notes the call's result, so that stages whose part begins later can skip the call: they lack the state."""
         leaves, tree = tree_flatten(result)
         if all(_is_one_of(leaf, arguments) if isinstance(leaf, Tensor) else isinstance(leaf, PLAIN) for leaf in leaves):
             found = tuple(self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves))
@@ -101,7 +105,7 @@ class GlueRecorder:
         memory = {storage_key(tensor) for tensor in arguments}
         is_view = bool(made) and not context.writes and all(storage_key(tensor) in memory for tensor in made)
         if made and not is_view and not context.tainted:
-            return result  # new zeros like something: every stage makes them
+            return result  # like a value in shape only (zeros_like): every stage makes it
         if is_view:
             self._views.append((number, self._cuts.step))
         shared = {storage_key(tensor) for tensor in made} & memory
@@ -115,7 +119,7 @@ class GlueRecorder:
         found = [self._leaf(number, place, leaf, arguments) for place, leaf in enumerate(leaves)]
         self._recorder.calls[number] = GlueCall(name, Structure(tuple(found), tree), written)
         if context.tainted and any(isinstance(leaf, Constant) and not isinstance(leaf.value, PLAIN) for leaf in found):
-            self._cuts.refuse(f"{name} returns an object that is no tensor, made from what an event made")
+            self._cuts.refuse(f"{name} returns an object other than a tensor, made from a result of a block")
         return tree_unflatten(leaves, tree)
 
     def after(self, operation: Operation, results: list[Tensor]) -> None:
@@ -136,9 +140,9 @@ class GlueRecorder:
         if tainted and self._context is None:
             for tensor in context.read.values():
                 self._values.use(tensor)
-            self._cuts.refuse(f"{operation.name} works on what an event made, inside a compiled function")
+            self._cuts.refuse(f"{operation.name} reads a result of a block in a compiled function between blocks")
         if tainted and operation.shape_depends_on_values:
-            self._cuts.refuse(f"the shape of what {operation.name} makes depends on values that an event made")
+            self._cuts.refuse(f"the shape of the result of {operation.name} depends on numbers that a block computed")
         for tensor in operation.writes:
             note = self._notes.get(tensor) or self._notes.put(tensor, Note(foreign=True))
             self._recorder.note_write(note)
@@ -146,30 +150,30 @@ class GlueRecorder:
             if tainted and not note.tainted and storage_key(tensor) not in context.made:
                 context.written.add(storage_key(tensor))
             elif not tainted and note.state:
-                context.state = True  # what it is made from has to be there, whether an event reads it or not
+                context.state = True  # its sources must be present, whether an event reads it or not
                 needed = self._recorder.usages[-1].roots if self._recorder.usages else self._recorder.everywhere.roots
                 needed |= roots
                 self._recorder.everywhere.writes |= note.state
             elif not tainted:
                 note.roots |= roots
             note.tainted |= tainted
-            if self._recorder.usages:  # before the first event every stage comes here
+            if self._recorder.usages:  # every stage runs the glue before the first event
                 self._recorder.usages[-1].writes |= note.state
         given = set() if operation.is_fresh else {storage_key(tensor) for tensor in operation.tensors}
         for tensor in results:
-            # A view of unknown memory (a table of the program's, a weight on the device) makes nothing.
+            # A view of unknown memory (a table of the program's, a weight on the device) is no new memory.
             if self._notes.get(tensor) is None and storage_key(tensor) not in given:
                 context.made.add(storage_key(tensor))
                 made_from = frozenset() if tainted else frozenset(roots)
                 self._notes.put(tensor, Note(tainted=tainted, roots=made_from, made=self._cuts.step))
 
     def finish(self, result: Any) -> None:
-        """The forward has ended: ``fn`` returned this."""
+        """Records the end of the forward, in which ``fn`` returned ``result``."""
         self._cuts.step += 1
         strange = unsearched(result)
         if strange is not None:
             self._cuts.refuse(
-                f"fn returns a {strange}, in which tensors may be: return tensors in tuples, lists or dicts", after=0
+                f"fn returns a {strange}, which may hide tensors: return tensors in tuples, lists or dicts", after=0
             )
         for tensor in tensors_inside(result):
             if self._values.depends_on_events(tensor):
@@ -200,15 +204,16 @@ def _is_one_of(tensor: Tensor, others: list[Tensor]) -> bool:
 
 
 def settle_views(calls: list[GlueCall], found: Values, views: list[tuple[int, int]]) -> None:
-    """A view of memory that is written to later is made by every stage; what uses it uses the memory's own values.
+    """Decides which views are values, and which are made again by every stage.
 
-    That would be right for all views. But gradients of the memory would be added up in another order than in the whole
-    model, which rounds otherwise; so a view that can be a value is one.
+    If its memory is written to later, every stage makes the view itself, and a use of the view counts as a use of the
+    memory's other values. This would be correct for all views. But the memory's gradients would be summed in another
+    order than in the whole model, with other rounding. So every other view stays a value.
 
     Args:
-        calls: of the rehearsal; those that make views are changed.
-        found: values of the rehearsal; likewise.
-        views: numbers of the calls that return views, and their steps.
+        calls: Glue calls of the rehearsal; those that make such views are replaced.
+        found: Values of the rehearsal; those of such views, and of their memory, are replaced.
+        views: Numbers of the calls that return views, and their steps.
     """
     values, note_of = found.known, found.note_of
     settled = [

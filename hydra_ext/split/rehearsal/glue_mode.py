@@ -1,7 +1,8 @@
-"""A mode that sees the calls of glue, and that the program does not find out about.
+"""A function mode that sees the calls of glue and stays hidden from the program.
 
-``torch.overrides.has_torch_function`` is true under any mode. Modules of torch that lie open in glue ask it whether
-they may take a faster way, which gives other numbers: ``nn.TransformerEncoder`` does with a padding mask.
+``torch.overrides.has_torch_function`` is true under any function mode. Some modules of torch take a fast path, with
+other numbers, only if it is false: ``nn.TransformerEncoder`` does with a padding mask. When such a module runs as
+glue, it must decide as it would without this mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 class GlueMode(TorchFunctionMode):
-    """See the head of the file."""
+    """See the module's docstring."""
 
     def __enter__(self) -> GlueMode:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -32,10 +33,10 @@ class GlueMode(TorchFunctionMode):
 
     @contextmanager
     def in_block(self, *, seen: bool) -> Iterator[None]:
-        """A block runs inside, where torch answers by itself: compilers know its function.
+        """Around a block: ``has_torch_function`` is torch's own function again, which compilers know.
 
         Args:
-            seen: whether calls go on coming here; that they do not needs that we are the innermost mode.
+            seen: Whether this mode goes on seeing calls. If not, it is removed, provided that it is the innermost mode.
         """
         _set_answer(_has_torch_function)
         try:
@@ -54,7 +55,7 @@ class GlueMode(TorchFunctionMode):
 
 @contextmanager
 def away(mode: TorchFunctionMode) -> Iterator[None]:
-    """The mode sees nothing inside, and no call costs anything, if it is the innermost one."""
+    """Removes the mode for the body if it is the innermost one: it sees no calls then, and costs nothing."""
     depth = torch._C._len_torch_function_stack()
     innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is mode
     if innermost:
@@ -67,7 +68,7 @@ def away(mode: TorchFunctionMode) -> Iterator[None]:
 
 
 def called(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the call gives; of an absent parameter, whether it is trained where it is."""
+    """The result of the call. An absent parameter's ``requires_grad`` is that of the parameter it stands for."""
     if name == "__get__ requires_grad" and isinstance(args[0], Absent):
         return args[0].trainable
     return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a rehearsal knows about tensors, by their memory, so that it holds for views too."""
+"""What a rehearsal knows about tensors. It is kept by memory, so that it applies to views, too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Root = tuple[str, str]  # "parameter", "buffer" or "input", and its name
 
 @dataclass
 class Note:
-    """About one piece of memory.
+    """A note about one piece of memory.
 
     Attributes:
-        event: that made it, until the event has handed it out; None for what no event made or wrote.
-        tainted: it depends on what an event computed.
-        roots: the parameters, buffers and inputs that it was made from, or is.
-        values: that lie in it.
-        writes: steps at which it was changed in place.
-        foreign: it was there before.
-        made: step at which it was first seen.
+        event: Number of the event that made it or wrote to it, until the event hands it out; None otherwise.
+        tainted: Whether it depends on a result of an event.
+        roots: Parameters, buffers and inputs that it was made from, or that lie in it.
+        values: Values that lie in it.
+        writes: Steps at which it was changed in place.
+        foreign: Whether it existed before; otherwise a recorded operation made it.
+        made: Step at which it was first seen.
     """
 
     event: int | None = None
@@ -33,5 +33,5 @@ class Note:
 
     @property
     def state(self) -> set[Root]:
-        """The parameter or buffer that this memory is, not what it was computed from."""
+        """The parameters and buffers that lie in this memory, without those that it was computed from."""
         return {root for root in self.roots if root[0] != "input"} if self.foreign else set()

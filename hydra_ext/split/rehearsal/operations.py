@@ -1,4 +1,4 @@
-"""One operation of torch as a dispatch mode sees it, and what the modes tell a rehearsal."""
+"""Operations of torch as a dispatch mode sees them, and the names of calls as a function mode sees them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch._ops import OpOverload
 
 from hydra_ext.state.arguments import tensors_in
 
-# They look at a tensor's shape only.
+# These operations read only a tensor's shape.
 _SHAPE_ONLY = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")} | {
     f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")
 }
-# What tells Python about a tensor's elements: functions that show no operation doing so, and operations.
+# Ways in which Python learns a tensor's elements: functions in which a dispatch mode sees no operation that reads them,
+# and operations.
 VALUE_READS = {"tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 VALUE_COPIES = {"tensor", "as_tensor", "asarray", "scalar_tensor"}  # torch.tensor([t]) reads t
 VALUE_OPERATIONS = {"_local_scalar_dense", "equal", "is_nonzero"}
 # Attributes of a tensor that are tensors.
 _TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag", "grad"}
-# Attributes that tell of a tensor's graph, which a stand-in has not got.
+# Attributes that describe a tensor's graph, which a stand-in lacks.
 _OF_GRAPH = {"requires_grad", "is_leaf", "grad_fn"}
 GRAPH_NODE = "__get__ grad_fn"
 # Calls whose effect is on the tensor's whole gradient.
@@ -35,12 +36,12 @@ _STATISTICS = ("running_mean", "running_var")  # written by operations whose sch
 class Operation:
     """
     Attributes:
-        tensors: all it was given.
-        reads: those whose elements it looks at.
-        writes: those it changes in place.
-        is_fresh: it hands out memory that has just been filled: torch.tensor() does.
-        random: it draws random numbers.
-        shape_depends_on_values: that of its result does.
+        tensors: All tensors among its arguments.
+        reads: Arguments whose elements it reads.
+        writes: Arguments that it changes in place.
+        is_fresh: Whether it returns memory that has just been filled, as in ``torch.tensor()``.
+        random: Whether it draws random numbers.
+        shape_depends_on_values: Whether the shape of its result depends on elements.
     """
 
     name: str
@@ -74,7 +75,7 @@ class Operation:
 
 
 def call_name(function: Callable[..., Any]) -> str | None:
-    """Of a glue call; None for what has no number: reading a shape or a device."""
+    """The name of a glue call; None for a call that gets no number, such as reading a shape or a device."""
     name = getattr(function, "__name__", None) or str(function)
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "")
@@ -88,7 +89,7 @@ _frames_seen = 0
 
 
 def checkpoint_frame() -> int | None:
-    """A number for the non-reentrant checkpoint that the program is inside; None outside of any."""
+    """The number of the non-reentrant checkpoint that the program is inside; None outside of any."""
     global _frames_seen
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":

@@ -1,6 +1,6 @@
-"""What a rehearsal found: the events of one kind of microbatch, and what each cut between them would carry.
+"""The result of a rehearsal: the events of one kind of microbatch, and what each cut between them would carry.
 
-A *boundary* b lies before event b; a stage is the events from one boundary to another, with the glue after each.
+*Boundary* b lies before event b. A stage is the events from one boundary to another, with the glue after each event.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hydra_ext.split.state.lasting import Lasting
 
 @dataclass(frozen=True, order=True)
 class Key:
-    """Names a value: by the event or the glue call that made it, and where in its result it is."""
+    """The name of a value: the event or the glue call that made it, and its place in the result."""
 
     kind: str
     index: int
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def is_inner(self) -> bool:
-        """It was seen by a hook in the midst of its event."""
+        """Whether a hook saw it while its event was still running."""
         return self.place.startswith("inner")
 
     def __str__(self) -> str:
@@ -38,14 +38,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Constant:
-    """A leaf that is no tensor."""
+    """A leaf other than a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A leaf that is the n-th tensor among the arguments, itself."""
+    """A leaf that is the n-th tensor among the arguments, the same object."""
 
     index: int
 
@@ -59,7 +59,7 @@ class Made:
 
 @dataclass(frozen=True)
 class View:
-    """A leaf that lies in the memory of an argument; calls that return it are made by every stage."""
+    """A leaf that lies in the memory of an argument. Every stage makes the calls that return one."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -71,7 +71,7 @@ PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, to
 
 @dataclass(frozen=True)
 class Structure:
-    """What a call returned."""
+    """The result of a call: its leaves, and the tree that they form."""
 
     leaves: tuple[Leaf, ...]
     tree: TreeSpec
@@ -82,7 +82,7 @@ class Structure:
         value: Callable[[Key], Tensor],
         view: Callable[[torch.Size, torch.dtype], Tensor] | None = None,
     ) -> Any:
-        """The same with these tensors; a value that occurs twice is one tensor."""
+        """A result of this structure with the given tensors; a value that occurs twice is one tensor."""
         made: dict[Key, Tensor] = {}
         leaves: list[Any] = []
         for leaf in self.leaves:
@@ -103,7 +103,7 @@ class Structure:
 
 
 def program_of(hook: Any) -> Hashable:
-    """The same for hooks that are one function with other variables."""
+    """The code of the hook, which is the same for hooks that differ only in the variables they close over."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     program: Hashable = getattr(getattr(hook, "__func__", hook), "__code__", type(hook).__call__)
@@ -118,15 +118,15 @@ def _leaf_text(leaf: Leaf) -> str:
 
 @dataclass(frozen=True)
 class Value:
-    """A piece of memory that depends on what an event computed, as the tensor that was there first.
+    """Memory that depends on a result of an event, described by the tensor that an event or a glue call made.
 
-    It keeps its name when it is written to: what crosses is what it holds where the stage ends.
+    It keeps its key when it is written to: the next stage gets its content at the end of the stage.
 
     Attributes:
-        made: step of the forward at which it was made. Calls of blocks and of glue are numbered as steps.
-        last_use: the last step that read it; ``made`` where nothing did.
-        everywhere: Python code has read it (an ``if``), which every later stage runs too.
-        attached_later: its graph was given to it after the call that made it had returned.
+        made: Step of the forward at which it was made. Each call of a block or of glue is one step.
+        last_use: Last step that read it; ``made`` if none did.
+        everywhere: Whether Python code has read it (an ``if``): every later stage runs that code, too.
+        attached_later: Whether it got its graph after the call that made it had returned.
     """
 
     key: Key
@@ -148,10 +148,10 @@ class Value:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A module inside a block that has hooks, which see its output.
+    """A call of a module inside a block whose hooks see its output.
 
     Attributes:
-        hooks: what their programs are; hooks made in a loop have one.
+        hooks: The code of each hook, by :func:`program_of`.
     """
 
     module: str
@@ -164,17 +164,18 @@ class Event:
     """One call of a block, and the glue up to the next.
 
     Attributes:
-        name: of the block.
-        step: at which it was called.
-        calls_before: glue calls before it.
-        structure: what it returned.
-        written: arguments whose memory depends on events from here on, because it wrote to them: their numbers, and
-            the values that their memory is.
-        inner: calls inside whose hooks must see an output also where the event is skipped.
-        attributes: tensors it set on modules: module in the block, attribute, value.
-        parameters, buffers: whose values it, or the glue after it, needs.
-        writes: parameters and buffers that it changes.
-        sets: buffers that the glue after it replaces by what every stage that comes there computes alike.
+        name: Name of the block.
+        step: Step at which it was called.
+        calls_before: Number of glue calls before it.
+        structure: Result of the call.
+        written: Arguments that it wrote to, and whose memory depends on events from then on: their numbers, and the
+            values of their memory.
+        inner: Calls of modules inside that have hooks. Hooks that hand out a value run even if the event is skipped.
+        attributes: Tensors that it set on modules: module in the block, attribute, value.
+        parameters: Names of the parameters that it, or the glue after it, reads.
+        buffers: Names of the buffers that it, or the glue after it, reads, changes or replaces.
+        writes: Parameters and buffers that it, or the glue after it, changes.
+        sets: Buffers that the glue after it replaces by tensors that are equal on every stage that runs this glue.
     """
 
     name: str
@@ -199,11 +200,12 @@ class GlueCall:
     """One call of a function of torch outside blocks.
 
     Attributes:
-        structure: what it returned; None where nothing in it comes from an event, or it reads a value.
-        written: as for an event.
-        is_view: what it returned lies in the memory of its arguments, and so it must for every stage, because that
+        structure: Result of the call; None if every stage makes the call. A stage whose part begins later skips
+            calls that have one.
+        written: As for an event.
+        reads_value: Whether Python learns a tensor's elements from it.
+        is_view: Whether every stage makes the call because its result lies in the memory of the arguments, and that
             memory is written to afterwards.
-        reads_value: whether Python learns from it what a tensor holds.
     """
 
     name: str
@@ -221,10 +223,11 @@ class Boundary:
     """A place between two events.
 
     Attributes:
-        values: that would cross.
-        copied: those of them that are sent as copies: their memory is that of a parameter, of an input, or of something
-            else that was there before. No other is written to while it is needed, or else the whole model would fail.
-        reasons: why no cut can be made here; empty where one can.
+        values: Values that would cross.
+        copied: Values that are sent as copies, because their memory is that of a parameter, of an input, or of another
+            tensor that existed before. No other value is written to while it is needed: that would fail in the whole
+            model, too.
+        reasons: Reasons why no cut can be made here; empty if one can.
     """
 
     values: tuple[Key, ...] = ()
@@ -234,17 +237,20 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One kind of microbatch, from the first event to the loss.
+    """The forward of one kind of microbatch, from the first event to the loss.
 
     Attributes:
-        boundaries: one more than there are events; those at both ends carry nothing.
-        everywhere: names of the parameters that every stage needs: Python code reads their values.
-        blocks: names of all blocks, called or not.
-        signature: of the kind of microbatch; for this process only.
-        lasting: what outlives the forward; likewise.
-        rewritten: names of the buffers, attributes of modules, and parameters, that glue writes to with what depends
-            on no event: every stage that comes by does so again.
-        training: whether each module of the model trains after the forward.
+        events: Calls of blocks, in order.
+        calls: Glue calls, in order.
+        values: All values, by key.
+        boundaries: Boundaries, one more than there are events; those at both ends carry nothing.
+        everywhere: Names of the parameters that every stage needs, because Python code reads their elements.
+        blocks: Names of all blocks, called or not.
+        signature: Kind of the microbatch; valid in this process only.
+        lasting: Changes that outlive the forward; valid in this process only.
+        rewritten: Names of buffers, attributes of modules and parameters that glue writes to, with numbers that depend
+            on no event. Every stage that runs this glue writes them again.
+        training: ``training`` of each module of the model after the forward.
     """
 
     events: tuple[Event, ...]
@@ -265,7 +271,7 @@ class Rehearsal:
 
     @cached_property
     def way(self) -> tuple[str, ...]:
-        """The names of all glue calls and blocks, in the order in which they were called."""
+        """The path of the forward: the names of all glue calls and blocks, in the order of the calls."""
         steps: list[str] = []
         done = 0
         for event in self.events:
@@ -276,14 +282,14 @@ class Rehearsal:
 
     @property
     def crossing_bytes(self) -> list[int]:
-        """At each boundary, one more than there are events."""
+        """Bytes that cross at each boundary; one number more than there are events."""
         return [sum(self.values[key].nbytes for key in boundary.values) for boundary in self.boundaries]
 
     @cached_property
     def handing_out(self) -> frozenset[Hashable]:
-        """The hooks inside blocks by which a value comes out that is used there.
+        """Code of the hooks inside blocks that hand out a value which is used outside.
 
-        All others only look, as those that log what they see; they run where the block does.
+        All other hooks only look at an output, for logging, say. They run only on the stage that runs the block.
         """
         used = {key for key, value in self.values.items() if value.everywhere or value.last_use > value.made}
         calls = [call for event in self.events for call in event.inner]
@@ -296,7 +302,7 @@ class Rehearsal:
 
     @cached_property
     def digest(self) -> str:
-        """The same on ranks that found the same."""
+        """A hash of the events, calls and crossings; ranks compare it to see that their rehearsals agree."""
         text = hashlib.sha256()
         for event in self.events:
             text.update(event.text().encode())

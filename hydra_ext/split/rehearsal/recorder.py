@@ -1,7 +1,7 @@
-"""The notes of a rehearsal: of every operation, glue call and event, which values are used where.
+"""The notes of a rehearsal: which values each operation, glue call and event uses.
 
 Inside an event only operations are seen. Outside, every call of a function of torch is a numbered *glue call*; the
-operations it consists of say what it reads and writes.
+operations that it consists of show what it reads and writes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from hydra_ext.state.memory import ByStorage, Undo
 
 
 class Recorder:
-    """What the recorders of events and of glue note in common.
+    """The notes that the recorders of events and of glue share.
 
     Attributes:
-        usages: of the events, each with the glue after it.
-        everywhere: what every stage uses, and rewrites in its glue with what depends on no event.
-        event_steps: at which events begin.
-        running: the event that runs now; None in glue.
-        placing: an argument of the model's call is on its way to the device, or home.
+        usages: Usage of each event, with the glue after it.
+        everywhere: Usage of every stage. Its ``writes`` are made in glue, with numbers that depend on no event.
+        event_steps: Steps at which the events begin.
+        running: Event that runs now; None in glue.
+        placing: Whether an argument of the model's call is being moved to the device or to the host. Operations are
+            not noted meanwhile.
     """
 
     def __init__(self) -> None:
@@ -44,13 +45,13 @@ class Recorder:
         self.placing = False
 
     def note_root(self, tensor: Tensor, root: Root) -> None:
-        """The tensor is there before the forward."""
+        """Notes a tensor that exists before the forward, and its name."""
         note = self.notes.get(tensor) or self.notes.put(tensor, Note(foreign=True))
         note.roots |= {root}
         self.writes.name(tensor, root)
 
     def stands_for(self, absent: Tensor, present: Tensor) -> None:
-        """What is read of ``present`` counts as read of ``absent``."""
+        """From now on a read of ``present`` counts as a read of ``absent``."""
         note = self.notes.get(absent)
         self.notes.put(present, Note(roots=note.roots if note is not None else frozenset(), foreign=True))
 
@@ -69,15 +70,18 @@ class Recorder:
     def note_write(self, note: Note) -> None:
         note.writes.append(self.cuts.step)
         if any(self.values.known[key].everywhere for key in note.values):
-            self.refuse("a tensor is written to after Python code has read it, which later stages would read then")
+            self.refuse("a tensor is written to after Python code has read it: later stages would read the new numbers")
 
     def is_known(self, tensor: Tensor, note: Note) -> bool:
-        """Whether what an event made and is read outside it can be followed to there; refused where it cannot."""
+        """Whether the recorder knows how the tensor left the event that made it; otherwise later cuts are refused.
+
+        Called for a tensor that is read outside its event.
+        """
         if note.event is None or note.values or self.values.is_value(tensor):
             return True
         self.refuse(
-            f"a tensor of shape {tuple(tensor.shape)} that event {note.event} made is read outside its block, and did "
-            "not come out as an output, an attribute of a module, or through a hook (a list given to the block?); "
+            f"a tensor of shape {tuple(tensor.shape)} that event {note.event} made is read outside its block, but did "
+            "not leave it as an output, as an attribute of a module, or through a hook (a list given to the block?); "
             + MADE_ONCE,
             after=self.event_steps[note.event],
         )

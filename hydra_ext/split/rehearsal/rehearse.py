@@ -1,7 +1,7 @@
 """The rehearsal: one forward of one microbatch that finds out what each cut would carry.
 
-Blocks whose parameters are not there (on the meta device, or held by another stage) are given random ones for the
-length of their call, so that a rehearsal needs the memory of the largest block and of the glue, not of the model.
+Blocks whose parameters are absent (on the meta device, or held by another stage) get random ones for the length of
+their call. So a rehearsal needs the memory of the largest block and of the glue, not of the model.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ def rehearse(
     blocks: Sequence[str] | None = None,
     device: torch.device | None = None,
 ) -> Rehearsal:
-    """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and changes nothing.
+    """Runs ``fn(microbatch)`` on copies of the microbatch's tensors, and finds what each cut would carry.
 
-    It runs once; a second time where the first has left something on modules or elsewhere, to see what reads it there.
-    Parameters, buffers, attributes of modules, random state and gradients are afterwards what they were. What else
-    ``fn`` changes (a counter of its own) it has changed.
+    ``fn`` runs once. If that run leaves state on modules or elsewhere, ``fn`` runs again to find the readers of that
+    state. Parameters, buffers, attributes of modules, random states and gradients are restored afterwards. Other
+    changes that ``fn`` makes (a counter of its own) stay.
 
     Args:
-        model: that ``fn`` calls; its parameters real, or absent but for those of the glue.
-        seed: of the microbatch, as for a stage.
-        blocks: names of the modules to take as blocks; found where not given.
-        device: where it computes; that of the first parameter which is there, where not given.
+        model: Model that ``fn`` calls. Parameters of the glue must be real; those of blocks may be absent.
+        seed: Seed of the microbatch, as for a stage.
+        blocks: Names of the modules to take as blocks; by default they are found.
+        device: Where the forward computes; by default, the device of the first parameter or buffer that is not on the
+            meta device.
 
     Raises:
-        SplitError: the forward cannot be followed at all. What only rules out some cuts is in the result.
+        SplitError: The forward cannot be followed at all. Reasons that only rule out some cuts are in the result.
     """
     found = find_blocks(model, blocks)
     device = device or device_of(model)
@@ -138,7 +139,7 @@ def _run(
         with torch._C.DisableTorchFunction():
             buffers.after_event(replaced)
             buffers.begin_glue()
-            output, event.output = event.output, None  # nothing of the forward is to be held here
+            output, event.output = event.output, None  # the draft must not keep tensors of the forward alive
             state.end_event(name, args, kwargs, output)
         return output
 
@@ -162,7 +163,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._glue = glue
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
+        # In a compiled function no call of glue is under way, so that calls made here would be recorded as glue.
         with torch._C.DisableTorchFunction():
             return self._watched(func, args, kwargs or {})
 

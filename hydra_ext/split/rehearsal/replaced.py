@@ -12,26 +12,27 @@ from hydra_ext.split.rehearsal.recorder import Recorder
 
 
 class ReplacedBuffers:
-    """Tells the recorder which part of the forward has put other tensors where buffers were.
+    """Records which part of the forward has replaced a buffer by another tensor.
 
-    What an event puts there, or what comes from one, counts as written: only its stage has it. What every stage
-    computes alike, in the glue, the stages that end before lack in the next microbatch.
+    A tensor that an event has set, or that depends on one, counts as a write: only that event's stage has it. A tensor
+    that glue computes alike on every stage is different: a stage that ends before this glue lacks it in the next
+    microbatch.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self._recorder = recorder
         self._modules = dict(model.named_modules())
         self._before: dict[str, Tensor | None] = {}
-        self._set: dict[str, int] = {}  # by glue alike in all stages: after which event, the last time
+        self._set: dict[str, int] = {}  # by glue that is alike on all stages: the last event before it
 
     def begin_glue(self) -> None:
         self._before = self._entries()
 
     def end_glue(self) -> None:
-        """The next event begins, or the forward has ended."""
+        """Called when the next event begins, or the forward has ended."""
         recorder = self._recorder
         if not recorder.usages:
-            return  # before the first event every stage comes here
+            return  # every stage runs the glue before the first event
         for name, tensor in self._changed():
             if tensor is not None and recorder.values.depends_on_events(tensor):
                 recorder.usages[-1].writes.add(("buffer", name))
@@ -44,7 +45,7 @@ class ReplacedBuffers:
 
     @contextmanager
     def during_event(self) -> Iterator[list[tuple[str, Tensor | None]]]:
-        """Around a block's forward, where its parameters are present; for :meth:`after_event`."""
+        """Around a block's forward, while its parameters are present. Yields the list for :meth:`after_event`."""
         found: list[tuple[str, Tensor | None]] = []
         self._before = self._entries()
         yield found
@@ -55,11 +56,11 @@ class ReplacedBuffers:
         for name, tensor in found:
             recorder.usages[-1].writes.add(("buffer", name))
             note = recorder.notes.get(tensor) if tensor is not None else None
-            if tensor is not None and (note is None or not note.values):  # values are followed by themselves
+            if tensor is not None and (note is None or not note.values):  # values are followed in any case
                 self._becomes(name, tensor)
 
     def refuse_carried(self) -> None:
-        """No cut between what reads a buffer and the later glue that sets it for the next microbatch."""
+        """Refuses cuts between a reader of a buffer and later glue that sets the buffer for the next microbatch."""
         recorder = self._recorder
         for name, setter in self._set.items():
             readers = [-1] if ("buffer", name) in recorder.everywhere.roots else []
@@ -67,13 +68,13 @@ class ReplacedBuffers:
             first = min(readers, default=setter)
             if first < setter:
                 recorder.refuse(
-                    f"buffer {name} is set for the next microbatch where not every stage comes that reads it",
+                    f"buffer {name} is set for the next microbatch in code that not every stage that reads it runs",
                     after=recorder.event_steps[first] if first >= 0 else 0,
                     until=recorder.event_steps[setter],
                 )
 
     def _becomes(self, name: str, tensor: Tensor) -> None:
-        """What reads the tensor from now on reads the buffer."""
+        """From now on a read of the tensor counts as a read of the buffer."""
         notes = self._recorder.notes
         note = notes.get(tensor) or notes.put(tensor, Note())
         note.roots |= {("buffer", name)}

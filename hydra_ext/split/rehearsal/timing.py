@@ -1,4 +1,4 @@
-"""How long each event takes."""
+"""Measures how long each event takes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,11 @@ def time_events(
 ) -> list[float]:
     """Median seconds of each event's forward, over ``runs`` forwards after one that does not count.
 
-    Blocks that are absent are given random parameters, which takes no part in the time. The model is unchanged
-    afterwards, and so are the generators that ``fn`` draws from, as by
-    :func:`~hydra_ext.split.rehearsal.rehearse.rehearse`.
+    Blocks that are absent get random parameters; making these is not timed. The model, and generators that ``fn`` draws
+    from, are restored afterwards, as by :func:`~hydra_ext.split.rehearsal.rehearse.rehearse`.
 
     Raises:
-        SplitError: another run calls other blocks than the rehearsal.
+        SplitError: A run makes another number of calls of blocks than the rehearsal.
     """
     device = device or device_of(model)
     blocks = find_blocks(model, rehearsal.blocks)
@@ -61,7 +60,7 @@ def time_events(
                 ChangeWatch(undo) as changes,
                 DrawWatch(drawn) as draws,
             ):
-                # In the others blocks do what they do in the first, and are to be timed without a watch.
+                # Only the first run watches blocks: later runs write to the same memory, and are timed without a watch.
                 unwatched = (lambda: _unwatched(changes, draws)) if number > 0 else nullcontext
                 measured.append(
                     _run(blocks, fn, own_copy(microbatch), EventRandomness(device, seed), device, unwatched)
@@ -114,7 +113,7 @@ def _run(
 
 @contextmanager
 def _unwatched(changes: ChangeWatch, draws: DrawWatch) -> Iterator[None]:
-    """Modes inside those of ours, of the program, stay, and ours with them."""
+    """Removes each watch for the body, unless the program has entered a mode of its own inside it."""
     innermost = _get_current_dispatch_mode() is changes
     if innermost:
         _pop_mode()

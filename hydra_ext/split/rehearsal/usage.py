@@ -1,4 +1,4 @@
-"""What a recorder notes of the event and of the glue call that run, and where there can be no cut."""
+"""Notes of a recorder about the running event and the running glue call, and about impossible cuts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hydra_ext.split.rehearsal.notes import Root
 from hydra_ext.split.rehearsal.operations import checkpoint_frame
 
 MADE_ONCE = (
-    "what is made once and kept (a mask, a table of positions) has to be there before: make it in __init__, or run a "
-    "forward of the whole model before the pipeline is made"
+    "a tensor that is made once and kept (a mask, a table of positions) must exist before: make it in __init__, or run "
+    "a forward of the whole model before the pipeline is made"
 )
 
 
@@ -20,7 +20,9 @@ class Usage:
     """What an event, with the glue after it, needs and changes.
 
     Attributes:
-        sets: buffers that the glue replaces by what every stage computes alike.
+        roots: Parameters, buffers and inputs that it reads.
+        writes: Parameters and buffers that it changes.
+        sets: Buffers that the glue replaces by tensors that every stage computes alike.
     """
 
     roots: set[Root] = field(default_factory=set)
@@ -33,9 +35,9 @@ class Running:
     """The event that runs now.
 
     Attributes:
-        arguments: its tensors.
-        written: memory from outside that it has written to, and that did not depend on events before.
-        reads_values: Python code in it has looked at a tensor's elements.
+        arguments: Tensors among the block's arguments.
+        written: Keys of outside memory that it has written to, and that did not depend on events before.
+        reads_values: Whether Python code in it has read a tensor's elements.
     """
 
     index: int
@@ -49,12 +51,13 @@ class GlueContext:
     """The glue call that runs now.
 
     Attributes:
-        made: memory that came into being in it.
-        read: what it read that depends on events, by memory.
-        written: memory that it has written such things to, and that did not depend on events before.
-        tainted: its results depend on an event, or are random numbers.
-        writes: it has changed something in place.
-        state: it has changed a parameter or buffer, by nothing that depends on an event.
+        roots: Parameters, buffers and inputs that it has read.
+        made: Keys of memory that was made in it.
+        read: Tensors that it has read and that depend on events, by memory.
+        written: Keys of memory that depends on events only since this call wrote to it.
+        tainted: Whether its results depend on an event, or are random numbers.
+        writes: Whether it has changed a tensor in place.
+        state: Whether it has changed a parameter or buffer, with numbers that depend on no event.
     """
 
     roots: set[Root] = field(default_factory=set)
@@ -68,7 +71,7 @@ class GlueContext:
 
 @dataclass(frozen=True)
 class Refusal:
-    """No cut at a boundary whose step is in (after, until]; ``until`` None for all that follow."""
+    """A reason against a cut at each boundary whose step is in (after, until]; ``until`` is None for no end."""
 
     reason: str
     after: int
@@ -79,12 +82,12 @@ class Refusal:
 
 
 class Cuts:
-    """Where in the forward there can be no cut.
+    """The steps of the forward, and the refused cuts.
 
     Attributes:
-        step: of the forward so far.
-        refusals: all that were made.
-        frames: of checkpoints: the steps inside each.
+        step: Number of the current step.
+        refusals: All refusals so far.
+        frames: Steps inside each non-reentrant checkpoint, by its number.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,9 @@
 """The values of a rehearsal: tensors that an event or a glue call has made, and when they are read.
 
-What makes a graph round calls that have returned (a ``torch.autograd.Function`` whose forward is glue, a reentrant
-checkpoint) puts another node on the tensor than the call has made. A stage that skips the call would put it on what
-arrives, whose way back to the stage before would be lost then. So the nodes are noted, too.
+A ``torch.autograd.Function`` whose forward is glue, and a reentrant checkpoint, build their graph around calls that
+have already returned. They replace the graph node that the call gave to its tensor. A stage that skips the call would
+replace the node of the arrived tensor, and its gradient would no longer reach the stage before. So the nodes are noted,
+too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from hydra_ext.state.memory import ByStorage, storage_key
 class Values:
     """
     Args:
-        notes: of the tensors' memory.
-        cuts: refused where a value cannot be told.
+        notes: Notes about the tensors' memory.
+        cuts: Gets a refusal for each value that cannot be determined.
 
     Attributes:
-        known: all of them.
-        note_of: of the memory that each lies in.
+        known: All values, by key.
+        note_of: Note about the memory that each value lies in.
     """
 
     def __init__(self, notes: ByStorage[Note], cuts: Cuts) -> None:
@@ -36,7 +37,7 @@ class Values:
         self.note_of: dict[Key, Note] = {}
         self._notes = notes
         self._cuts = cuts
-        self._current = WeakTensorKeyDictionary()  # the value that a tensor object is now
+        self._current = WeakTensorKeyDictionary()  # the key of each tensor object's value
         self._graphs = _Graphs()
 
     def key_of(self, tensor: Tensor) -> Key | None:
@@ -67,32 +68,34 @@ class Values:
         return key
 
     def make_written(self, key: Key, arguments: list[Tensor], written: set[int]) -> tuple[tuple[int, Key], ...]:
-        """Values for the whole memory of these arguments, of which there may be many views."""
+        """Makes a value for each written memory among the arguments, as a whole: views of it may be in use."""
         found: dict[int, tuple[int, Key]] = {}
         for position, argument in enumerate(arguments):
             memory = storage_key(argument)
             if memory in written and memory not in found:
                 whole = whole_of(argument)
                 if whole.untyped_storage().nbytes() != whole.nbytes:
-                    self._cuts.refuse("a part of a tensor is written to, and the whole of it cannot be told")
+                    self._cuts.refuse("a part of a tensor is written to, and the whole tensor cannot be determined")
                 made = self.make(replace(key, place=f"{key.place} {position}"), whole)
                 found[memory] = (position, made)
         return tuple(found.values())
 
     def note_same(self, tensor: Tensor, key: Key) -> None:
-        """Another object for the same value."""
+        """Notes that this tensor object, too, is the value ``key``."""
         self._current[tensor] = key
         if not key.is_inner:
             self._graphs.note(tensor)
 
     def use(self, tensor: Tensor, *, everywhere: bool = False) -> None:
-        """The tensor is read now: as the value it is, or as any that lies in its memory."""
+        """Notes a read of the tensor: of its own value, or else of all values that lie in its memory."""
         key = self.key_of(tensor)
         note = self._notes.get(tensor)
         keys = [key] if key is not None else list(note.values) if note is not None else []
         keys = [key for key in keys if self.known[key].made < self._cuts.step]
         if not keys and note is not None and note.tainted and note.event is None:
-            self._cuts.refuse("a tensor is read of which it cannot be told how an event made it", after=note.made)
+            self._cuts.refuse(
+                "a tensor is read that depends on a block in a way that cannot be followed", after=note.made
+            )
         for used in keys:
             value = self.known[used]
             self.known[used] = replace(value, last_use=self._cuts.step, everywhere=value.everywhere or everywhere)
@@ -100,36 +103,36 @@ class Values:
             self.note_graph(tensor, key)
 
     def note_graph(self, tensor: Tensor, key: Key) -> None:
-        """Looks whether the tensor has come to require a gradient, or has got another graph, since it was made."""
+        """Notes whether the tensor requires a gradient now, or has another graph than when it was made."""
         value = self.known[key]
         note = self._notes.get(tensor)
-        written = note is not None and note.writes[-1:] == [self._cuts.step]  # and has a new node by right
+        written = note is not None and note.writes[-1:] == [self._cuts.step]  # then its new node is the right one
         attached = value.attached_later or (not written and self._graphs.is_other(tensor))
         if tensor.requires_grad and (attached, True) != (value.attached_later, value.requires_grad):
             self.known[key] = replace(value, requires_grad=True, attached_later=attached)
 
     def note_graphs(self) -> None:
-        """The forward ends: see :meth:`note_graph`."""
+        """At the end of the forward: :meth:`note_graph` for every tensor that is alive."""
         for tensor, key in list(self._current.items()):  # type: ignore[no-untyped-call]
             self.note_graph(tensor, key)
 
     def note_written_graphs(self) -> None:
-        """A call that has written to something ends."""
+        """At the end of a call that may have written to tensors: their new nodes are the right ones."""
         self._graphs.note_written(self._notes, self._cuts.step)
 
 
 class _Graphs:
-    """The node of each tensor, which is not kept alive."""
+    """The number of each tensor's graph node. Neither tensor nor node is kept alive."""
 
     def __init__(self) -> None:
         self._nodes = WeakTensorKeyDictionary()
 
     def note(self, tensor: Tensor) -> None:
-        """As it is now it is right."""
+        """Notes the tensor's current node as the right one."""
         self._nodes[tensor] = _node(tensor)
 
     def note_written(self, notes: ByStorage[Note], step: int) -> None:
-        """What has been written to at this step has another graph in every stage that makes the call."""
+        """Tensors written to at this step have a new node on every stage that makes the call; it is the right one."""
         for tensor in list(self._nodes.keys()):  # type: ignore[no-untyped-call]
             note = notes.get(tensor)
             if note is not None and note.writes[-1:] == [step]:
@@ -145,6 +148,6 @@ def _node(tensor: Tensor) -> int | None:
         return None
     try:
         node = tensor.grad_fn
-    except RuntimeError:  # a view that torch refuses to follow since its base was written to; it cannot be used
+    except RuntimeError:  # torch has invalidated this view, since its base was written to; it cannot be used
         return None
     return None if node is None else node._sequence_nr()

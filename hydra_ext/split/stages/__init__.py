@@ -1,1 +1,1 @@
-"""One stage of a plain module: what it owns, what stands in for the rest, and how its forward runs."""
+"""One stage of a plain module: the tensors that it owns, stand-ins for the others, and its forward."""

@@ -1,4 +1,4 @@
-"""In the place of the graph of a value that has not come to a stage."""
+"""A stand-in for the graph node of a value that has not come to a stage."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hydra_ext.errors import SplitError
 
 
 class GraphElsewhere:
-    """That there is one can be asked, as ``tensor.grad_fn is not None``; nothing else."""
+    """The ``grad_fn`` of such a value. It can only be compared with None; a read of any attribute raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise SplitError(
-            f"grad_fn.{name} is asked of a value of another stage, whose graph is there: do that in a block, or give "
-            "stages= explicitly"
+            f"grad_fn.{name} is read of a value whose graph is on another stage: read it in a block, or give stages= "
+            "explicitly"
         )

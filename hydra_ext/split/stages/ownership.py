@@ -1,4 +1,4 @@
-"""Which parameters and buffers a stage needs, and the model without the others."""
+"""Finds the parameters and buffers that a stage needs, and removes the others from the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hydra_ext.split.state.listed import replace_listed
 def parameters_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:
     """Names of the parameters that the stage [lo, hi) needs.
 
-    Those of its blocks, those that its blocks or the glue after them read, and those whose values Python code reads.
-    What nothing uses at all belongs to the first stage.
+    These are the parameters of its blocks, those that its blocks or the glue after them read, and those whose elements
+    Python code reads. Unused parameters belong to the first stage.
     """
     of_event = _parameters_of_events(rehearsal, model)
     needed = rehearsal.everywhere.union(*of_event[lo:hi])
@@ -37,10 +37,10 @@ def _parameters_of_events(rehearsal: Rehearsal, model: nn.Module) -> list[frozen
 
 
 def shared_parameters(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages hold, whose gradients are to be added up, and the stages in order.
+    """Names of the parameters that several stages hold, each with its stages in order. Their gradients must be summed.
 
     Args:
-        cuts: the boundaries between stages, in order.
+        cuts: Boundaries between the stages, in order.
     """
     borders = [0, *cuts, len(rehearsal.events)]
     holders: dict[str, list[int]] = {}
@@ -57,9 +57,9 @@ def keep_own_part(
     *,
     device: torch.device | None = None,
 ) -> frozenset[str]:
-    """Replaces what none of these stages [lo, hi) needs by stand-ins of one element each, on the compute device.
+    """Replaces the parameters and buffers that none of these stages [lo, hi) needs by stand-ins.
 
-    Buffers that lie in blocks which the stages never call, and that they do not read, are replaced too.
+    A stand-in takes one element of memory on the compute device.
 
     Returns:
         The names of the parameters that are kept.
@@ -84,15 +84,15 @@ def keep_own_part(
 
 
 def glue_parameters(model: nn.Module, blocks: Sequence[str] | None = None) -> frozenset[str]:
-    """Names of the parameters that no block has: a rehearsal needs them."""
+    """Names of the parameters outside all blocks. A rehearsal needs their real numbers."""
     inside = {parameter for block in find_blocks(model, blocks).values() for parameter in block.parameters()}
     return frozenset(name for name, parameter in model.named_parameters() if parameter not in inside)
 
 
 def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> frozenset[str]:
-    """Names of the buffers that the stage needs: those outside blocks, those of its blocks, and what else it reads.
+    """Names of the buffers that the stage needs: those outside blocks, those of its blocks, and others that it reads.
 
-    Those of blocks that are never called belong to the first stage.
+    Buffers of blocks that are never called belong to the first stage.
     """
     own = tuple(event.name + "." for event in rehearsal.events[lo:hi])
     if lo == 0:
@@ -106,9 +106,10 @@ def buffers_of(rehearsal: Rehearsal, lo: int, hi: int, model: nn.Module) -> froz
 
 
 def buffer_owners(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -> dict[str, int]:
-    """The stage whose copy of each buffer is the right one.
+    """The stage whose copy of each buffer is the right one, by the buffer's name.
 
-    That which writes to it, else the last that replaces it, else that which reads it first.
+    It is the stage that writes to the buffer, else the last one that replaces it, else the first one that reads it. A
+    buffer that no event uses belongs to the first stage that calls its block, else to the first stage.
     """
     owners: dict[str, int] = {}
     stage_of = [sum(cut <= number for cut in cuts) for number in range(len(rehearsal.events))]
@@ -127,7 +128,7 @@ def buffer_owners(rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module) -
 def changed_elsewhere(
     rehearsal: Rehearsal, cuts: Sequence[int], model: nn.Module, stages: Sequence[int]
 ) -> frozenset[str]:
-    """Names of the buffers that the forward changes, and that none of these stages has as they should be."""
+    """Names of the buffers that the forward changes, and of which none of these stages has the right copy."""
     owners = buffer_owners(rehearsal, cuts, model)
     changed = frozenset().union(*(event.writes | event.sets for event in rehearsal.events))
     return frozenset(name for name in changed & owners.keys() if owners[name] not in stages)

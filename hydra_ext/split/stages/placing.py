@@ -1,7 +1,7 @@
-"""Arguments of the model's call that the engine brings to a device with a budget, and home: no steps of the forward.
+"""Moves of the model's arguments to a device with a budget, and back to the host. They are no steps of the forward.
 
-Whether one has to be moved depends on where its memory was made, and that may differ from rank to rank. So in a
-rehearsal what was moved is what it was made of, in another place; and a stage brings nothing that is not there.
+Whether an argument is moved depends on where its memory was allocated, and that may differ from rank to rank. So a
+rehearsal treats the moved tensor and its original as one value, and a stage moves no stand-in.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def placed_in_stage(watch: StandInWatch, function: Callable[..., Any], args: tup
     moved = [*tensors_in(args[1])]
     result = function(*args)
     for host, each in zip(hosts, moved, strict=True):
-        if watch.what(each):  # a skipped call has written to it
+        if watch.what(each):  # a skipped call would have written to it
             watch.mark(host)
     return result

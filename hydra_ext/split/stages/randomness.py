@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how many stages there are: every event has a stream of its own."""
+"""Random numbers that do not depend on the number of stages: every event has a stream of its own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from hydra_ext.state.randomness import generators, seed_generators
 
 
 class EventRandomness:
-    """Seeds torch's generators, Python's and numpy's as :func:`event_seed` says, for one microbatch.
+    """Seeds torch's, Python's and numpy's generators for one microbatch, by :func:`event_seed`.
 
-    ``torch.manual_seed`` does the same for all devices, and takes a hundred times as long.
+    Of torch's generators it seeds those that a forward on the device draws from. ``torch.manual_seed`` seeds those of
+    all devices, and takes a hundred times as long.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -28,7 +29,7 @@ class EventRandomness:
         self._set(event_seed(self._seed, event, after=True))
 
     def before(self, event: int) -> int:
-        """What the generators were last seeded with when the event begins."""
+        """The last seed that the generators got before the event's own."""
         return self._seed if event == 0 else event_seed(self._seed, event - 1, after=True)
 
     def _set(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""One forward of one stage: the events before it are skipped, its own run, and the next ends it."""
+"""One forward of one stage: events before the stage are skipped, its own events run, and the next event ends it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hydra_ext.split.stages.values import StageValues, shown, shown_value
 from hydra_ext.state.arguments import tensors_in
 
 Forward = Callable[..., Any]
-# What contexts call as they are left: torch.no_grad() and its like, profiler.record_function.
+# Functions that contexts call on exit: torch.no_grad() and its like, profiler.record_function.
 _LEAVING = {"_set_grad_enabled", "_record_function_exit", "_record_function_exit._RecordFunction"}
 
 
@@ -42,7 +42,11 @@ class StageDone(BaseException):
 
 
 class OtherWay(BaseException):
-    """Ends the first stage's forward where it leaves the way of the rehearsal: another rehearsal may know this one."""
+    """Ends the first stage's forward where it leaves the path of the rehearsal. Another rehearsal may have this path.
+
+    Attributes:
+        way: Path so far, with the step that the rehearsal does not have.
+    """
 
     def __init__(self, message: str, way: tuple[str, ...]) -> None:
         super().__init__(message)
@@ -51,12 +55,12 @@ class OtherWay(BaseException):
 
 
 class _Position:
-    """How far a forward is on the way of the rehearsal.
+    """The position of a forward on the path of the rehearsal.
 
     Attributes:
-        step: of the way, that comes next.
-        event: that comes next.
-        call: of glue, that comes next.
+        step: Number of the next step.
+        event: Number of the next event.
+        call: Number of the next glue call.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -73,29 +77,29 @@ class _Position:
         return self.step < len(self._way) and self._way[self.step] == name
 
     def unlike(self, name: str) -> str:
-        """What is wrong with this step, which is another one than the next."""
+        """The message for a step that is not the next one of the rehearsal."""
         expected = self._way[self.step] if self.step < len(self._way) else "the end"
         return (
-            f"step {self.step} of the forward is {name}; in the rehearsal it was {expected}. It may depend on the "
-            "microbatch's shapes and Python numbers only, or give stages= explicitly"
+            f"step {self.step} of the forward is {name}; in the rehearsal it was {expected}. Let the path "
+            "depend only on the microbatch's shapes and Python numbers, or give stages= explicitly"
         )
 
     def check_end(self) -> None:
         """
         Raises:
-            SplitError: steps are left.
+            SplitError: The forward has not taken all steps.
         """
         if self.step != len(self._way):
-            raise SplitError(f"fn returned before {self._way[self.step]}, which came in the rehearsal")
+            raise SplitError(f"fn returned before {self._way[self.step]}, which was called in the rehearsal")
 
 
 class StageRun(GlueMode):
     """The calls of one forward, in the order of the rehearsal.
 
     Attributes:
-        values: that the stage has, and sends.
-        own: the stage's first event has begun.
-        done: its last has ended, with the glue after it.
+        values: Values that arrived at the stage, and those that it sends.
+        own: Whether the stage's own part has begun: its first event, or the start of the forward in the first stage.
+        done: Whether the stage's last event has ended, with the glue after it.
     """
 
     def __init__(
@@ -121,20 +125,25 @@ class StageRun(GlueMode):
         self._outer_error = sys.exc_info()[1]  # the caller may be handling one
 
     def check_end(self) -> None:
-        """The program's forward has returned.
+        """Called after the program's forward has returned.
 
         Raises:
-            SplitError: it has done less, or more, than in the rehearsal, or swallowed the end of the stage.
+            SplitError: It has taken fewer steps than the rehearsal, or has caught the :class:`StageDone` that ends it.
         """
         if self._hi < len(self._rehearsal.events):
             raise SplitError(
-                f"fn returned before event {self._hi} began: it catches BaseException, or does not take the way of the "
+                f"fn returned before event {self._hi} began: it catches BaseException, or takes another path than the "
                 "rehearsal"
             )
         self._position.check_end()
 
     def _advance(self, name: str) -> None:
-        """The next step of the forward is this one."""
+        """Takes the step of this name.
+
+        Raises:
+            OtherWay: It is not the next step of the rehearsal, and this run of the first stage can be undone.
+            SplitError: It is not the next step of the rehearsal.
+        """
         if not self._position.is_next(name):
             position = self._position
             if self._lo == 0 and self._rehearsal.lasting.undoable_before(position.step):
@@ -188,7 +197,7 @@ class StageRun(GlueMode):
             self._randomness.leave(number)
 
     def _call_hooks(self, module: nn.Module, output: Any) -> None:
-        """As the module's call would, after its forward; but for hooks that only look."""
+        """Calls the hooks that hand out values, as the module's call would after its forward."""
         for number, hook in list(module._forward_hooks.items()):
             if program_of(hook) in self._rehearsal.handing_out:
                 given: tuple[Any, ...] = ((), {}) if number in module._forward_hooks_with_kwargs else ((),)
@@ -205,7 +214,8 @@ class StageRun(GlueMode):
         kwargs: dict[str, Any],
     ) -> Any:
         arguments = [*tensors_in((args, kwargs))]
-        # Numbers that are not there are seen in the loss. A list of all that blocks returned may be given to each.
+        # Floating-point stand-ins may be given to a block, as in a list of all earlier results. They are NaN, so that a
+        # use of them shows in the loss.
         with torch._C.DisableTorchFunction():
             missing = [tensor for tensor in self.values.missing(arguments) if not tensor.is_floating_point()]
         self._randomness.enter(number)
@@ -237,14 +247,14 @@ class StageRun(GlueMode):
                 if isinstance(expected.value, PLAIN) and not _equal(leaf, expected.value):
                     raise SplitError(
                         f"block {event.name} returns {shown(leaf)}, where it returned {expected.value!r} in the "
-                        "rehearsal: what a stage that skips the block cannot know must be a tensor"
+                        "rehearsal: a stage that skips the block cannot know it, so it must be a tensor"
                     )
             elif isinstance(expected, Argument) and leaf is not arguments[expected.index]:
                 raise SplitError(f"block {event.name} no longer returns one of its arguments")
 
     @contextmanager
     def _inner_outputs(self, event: Event, block: nn.Module) -> Iterator[None]:
-        """Captures what modules inside returned to their hooks."""
+        """Captures the outputs of modules inside that have hooks."""
         if not event.inner:
             yield
             return
@@ -299,16 +309,18 @@ class StageRun(GlueMode):
         return self._run_call(number, call, call.structure, func, args, kwargs)
 
     def _leave_context(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """While an error is under way: the context must leave its mode, and no error of ours may hide that one."""
+        """Leaves a context while an error is raised. The context must leave its mode, and no SplitError may hide it."""
         result = func(*args, **kwargs)
-        if self._position.is_next(name):  # the program handles the error, as in the rehearsal
+        if self._position.is_next(name):  # the program handles the error, as it did in the rehearsal
             self._position.step += 1
             self._position.call += 1
         return result
 
     def _check_readable(self, name: str, tensors: list[Tensor]) -> None:
         if self.values.missing(tensors):
-            raise SplitError(f"{name} reads a value that has not come to this stage: the rehearsal did not see it read")
+            raise SplitError(
+                f"{name} reads a value that has not come to this stage: the rehearsal did not see this read"
+            )
 
     def _skip_call(self, call: GlueCall, structure: Structure, args: Any, kwargs: Any) -> Any:
         arguments = [*tensors_in((args, kwargs))]

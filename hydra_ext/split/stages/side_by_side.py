@@ -1,8 +1,8 @@
-"""Several stages of one module on one rank: each with the module's attributes and buffers to itself.
+"""Several stages of one module on one rank, each with its own state of the module's attributes and buffers.
 
-Every stage runs the glue before its own part again, and puts stand-ins where skipped blocks left something. On a rank
-of its own that concerns no other. Here each stage gets the state in which it left the module, as if it were alone; and
-between its passes the module shows what belongs to the stages here.
+Every stage runs the glue before its own part again, and sets stand-ins where skipped blocks would have set tensors. On
+separate ranks the stages do not see each other's changes. Here each stage gets the state in which it left the module,
+as if it were alone. Between passes the module shows the changes that each stage has made in its own part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class SideBySide:
     """The states of one model, by stage.
 
     Args:
-        rewritten: see :class:`~hydra_ext.split.rehearsal.record.Rehearsal`.
+        stages: Stages on this rank.
+        rewritten: As in :class:`~hydra_ext.split.rehearsal.record.Rehearsal`.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[int], rewritten: Collection[str]) -> None:
@@ -40,10 +41,10 @@ class SideBySide:
 
     @contextmanager
     def acting(self, stage: int, *, forward: bool) -> Iterator[None]:
-        """The module is as this stage left it; afterwards it shows what the stage has changed in its own part."""
+        """Inside, the module is as this stage left it. Afterwards it also shows the changes of the stage's own part."""
         current = self._with_changes_from_outside()
         self._of[stage].put(current)
-        # What no stage here holds may as well be shown as the first one sees it.
+        # State that no stage here owns is shown as the first stage sees it.
         all_is_own = not forward or stage == self._stages[0]
         begun = ModuleState.now(self._roots) if all_is_own else None
         self._own_begins = None
@@ -60,30 +61,30 @@ class SideBySide:
             self._shown = ModuleState.now(self._roots)
 
     def comes_again(self, stage: int) -> bool:
-        """Whether a later stage here gets the microbatch after this one."""
+        """Whether a later stage of this rank gets the same microbatch."""
         return stage != self._stages[-1]
 
     def own_begins(self) -> None:
-        """The stage that acts has come to its first event."""
-        with torch._C.DisableTorchFunction():  # it is no step of the forward
+        """Called when the acting stage reaches its first event."""
+        with torch._C.DisableTorchFunction():  # these calls are no steps of the forward
             self._own_begins = ModuleState.now(self._roots)
 
     def check(self, program: SplitStage) -> None:
-        """After a forward, which may have rehearsed another kind of microbatch.
+        """Called after a forward, which may have rehearsed another kind of microbatch.
 
         Raises:
-            SplitError: that writes to more than was kept apart from the start.
+            SplitError: That kind writes to tensors of which the stages have no copies of their own.
         """
         more = program.rewritten - self._rewritten
         if more:
             raise SplitError(
-                f"this kind of microbatch writes to {', '.join(sorted(more))} between blocks, unlike that which the "
-                f"cuts were chosen for; each of the stages {self._stages} of this rank does so again: make the "
+                f"this kind of microbatch writes to {', '.join(sorted(more))} between blocks, unlike the kind that the "
+                f"cuts were chosen for, and each of the stages {self._stages} of this rank would write again: make the "
                 "pipeline with a microbatch of this kind, or use as many ranks as stages"
             )
 
     def _with_changes_from_outside(self) -> ModuleState:
-        """What the module holds now; what others than stages have changed there is changed for all of them."""
+        """The module's current state. Changes made outside of the stages are taken into the state of each stage."""
         current = ModuleState.now(self._roots)
         if self._shown is None:
             self._apart = _places(self._roots[0], self._rewritten)
@@ -103,12 +104,12 @@ class SideBySide:
 
 
 class SideBySideStage:
-    """A :class:`~hydra_ext.split.stage_program.StageProgram` that runs another one in its stage's state."""
+    """A :class:`~hydra_ext.split.stage_program.StageProgram` that runs another program in the state of its stage."""
 
     def __init__(self, program: StageProgram, inner: SplitStage, stage: int, states: SideBySide) -> None:
         """
         Args:
-            inner: the program itself, or that which it runs.
+            inner: The split stage: the program itself, or the one that it runs.
         """
         self._program = program
         self._inner = inner
@@ -139,12 +140,12 @@ class _SideBySidePass:
         return self._inner.leaving
 
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        with self._states.acting(self._stage, forward=False):  # a checkpoint runs a part of the forward
+        with self._states.acting(self._stage, forward=False):  # a checkpoint runs part of the forward again
             return self._inner.backward(gradients)
 
 
 def _places(model: nn.Module, names: Collection[str]) -> set[Place]:
-    """Where tensors of these names are: of buffers, attributes, or of what is in them ("layer.kept[0]")."""
+    """The places of the tensors of these names: buffers, attributes, or their members ("layer.kept[0]")."""
     if not names:
         return set()
     found: set[Place] = set()

@@ -35,28 +35,31 @@ from hydra_ext.state.snapshot import Snapshot
 
 
 class SplitStage:
-    """The events [lo, hi) of a model that is called as a whole by ``fn``; a stage program.
+    """A stage program: the events [lo, hi) of a model that ``fn`` calls as a whole.
 
-    A microbatch of a new kind (:func:`~hydra_ext.split.signature.signature_of`) is rehearsed first: one more
-    forward, which every rank makes by itself, with random parameters in the blocks that it does not hold. Then its
-    forward is watched, which takes about twice the time. Should a rank's rehearsal differ from another's, because
-    parameters decide which way the forward takes, then the structures of what crosses differ, and that is an error.
+    A microbatch of a new kind (:func:`~hydra_ext.split.signature.signature_of`) is rehearsed first. Every rank makes
+    this additional forward by itself, with random parameters in the blocks that it does not hold. Then the stage's
+    forward is watched, which takes about twice the time. If parameters decide which path the forward takes, ranks'
+    rehearsals may differ. Then the structures of the values that cross differ, which is an error.
 
-    The last :data:`~hydra_ext.split.kinds.KINDS_KEPT` kinds are remembered.
+    The last :data:`~hydra_ext.split.kinds.KINDS_KEPT` kinds are kept.
 
-    ``fn`` is called once more for that, on a copy of the microbatch (twice where tensors stay on modules), and on all
-    ranks but the last it ends early: what it does beside calling the model it does as often. Before the first step it
-    is called 1 + 4 times more, to rehearse and, where cuts are to be chosen, to time. Modules, the memory that it
-    writes to, and generators it draws from are afterwards as if it had not been; counters and iterators of its own are
-    not. Likewise where the first stage finds that a microbatch takes another way than others of its kind.
+    A rehearsal calls ``fn`` on a copy of the microbatch: once, or twice if the first call leaves state behind. Before
+    the first step ``fn`` is rehearsed in the same way and, if cuts are to be chosen, called four more times to time
+    blocks. On all ranks but the last, the forward of a step ends ``fn`` early. So side effects of ``fn`` beside the
+    model happen as often as it is called.
+
+    After such an additional call, modules, memory that it wrote to, and generators that it drew from are restored.
+    Counters and iterators of ``fn`` itself are not. The same holds if the first stage undoes a run because a microbatch
+    takes another path than others of its kind.
 
     Raises:
-        SplitError: from the forward: the model cannot be cut there for this kind of microbatch, or the forward did not
-            take the way of the rehearsal.
+        SplitError: In the forward: the model cannot be cut there for this kind of microbatch, or the forward did not
+            take the path of the rehearsal.
 
     Attributes:
-        own_begins: called in every forward before the stage's first event.
-        shares_microbatch: another stage here gets the same one afterwards, as it was.
+        own_begins: Called in every forward before the stage's first event.
+        shares_microbatch: Whether another stage of this rank gets the same microbatch afterwards, unchanged.
     """
 
     def __init__(
@@ -64,16 +67,17 @@ class SplitStage:
     ) -> None:
         """
         Args:
-            model: that ``fn`` calls; at least the parameters that :func:`parameters_of` names must be real.
-            rehearsal: of the kind of microbatch by which the cuts were chosen.
-            device: of the computation; that of the first real parameter where not given.
+            model: Model that ``fn`` calls. At least the parameters that :func:`parameters_of` names must be real.
+            rehearsal: Rehearsal of the kind of microbatch by which the cuts were chosen.
+            device: Where the stage computes; by default, the device of the first parameter or buffer that is not on
+                the meta device.
 
         Raises:
-            SplitError: there can be no cut at ``lo`` or ``hi``.
+            SplitError: No cut can be made at ``lo`` or ``hi``.
         """
         count = len(rehearsal.events)
         if not 0 <= lo < hi <= count:
-            raise SplitError(f"a stage of the events [{lo}, {hi}): the model has {count}")
+            raise SplitError(f"a stage cannot have the events [{lo}, {hi}): the model has {count} events")
         self._model = model
         self._lo, self._hi = lo, hi
         self._names = [event.name for event in rehearsal.events]
@@ -87,19 +91,19 @@ class SplitStage:
 
     @property
     def events(self) -> tuple[str, ...]:
-        """Names of the blocks that are called in it, in this order."""
+        """Names of the blocks that the stage calls, in order."""
         return tuple(self._names[self._lo : self._hi])
 
     @property
     def rewritten(self) -> frozenset[str]:
-        """That of all rehearsals; see :class:`~hydra_ext.split.rehearsal.record.Rehearsal`."""
+        """Names of the tensors that glue writes to, over all :class:`~hydra_ext.split.rehearsal.record.Rehearsal`."""
         known = [rehearsal for of_kind in self._rehearsals.values() for rehearsal in of_kind.values()]
         return frozenset().union(*(rehearsal.rewritten for rehearsal in known))
 
     def forward(
         self, fn: Callable[..., Any], microbatch: Any, arriving: Crossing | None, *, seed: int, divisor: int
     ) -> SplitPass:
-        """See :class:`~hydra_ext.split.stage_program.StageProgram`; without grad mode there is no backward."""
+        """See :class:`~hydra_ext.split.stage_program.StageProgram`. Without grad mode the pass has no backward."""
         signature = signature_of(self._model, fn, microbatch)
         way: tuple[str, ...] = ()
         while True:
@@ -120,10 +124,10 @@ class SplitStage:
                 way = other.way
 
     def _find(self, signature: Hashable, arriving: Crossing | None, way: tuple[str, ...]) -> Rehearsal | None:
-        """That of this kind of microbatch which began in this way.
+        """The rehearsal of this kind of microbatch whose path begins with ``way``; None if there is none.
 
-        Values can decide about the way: a mask that hides nothing may be left out by the model. The first stage sees
-        it as it goes, and the others are told by what arrives.
+        Values can decide the path: a model may drop a mask that hides nothing. The first stage finds that out as it
+        runs. Later stages learn it from the structure of the values that arrive.
         """
         known = self._rehearsals.get(signature, {})
         if arriving is not None:
@@ -131,7 +135,7 @@ class SplitStage:
         return next((each for each in known.values() if each.way[: len(way)] == way), None)
 
     def _undone(self, rehearsal: Rehearsal, microbatch: Any) -> AbstractContextManager[None]:
-        """Only the first stage finds out by going that it is another way."""
+        """Undoes the run if it takes another path. Only the first stage finds that out by running."""
         if self._lo > 0:
             return nullcontext()
         return undone_on_another_way(self._model, rehearsal.lasting, microbatch)
@@ -154,7 +158,7 @@ class SplitStage:
         finally:
             torch.clear_autocast_cache()
             surroundings.restore()
-            torch.set_grad_enabled(grad_mode)  # the program may have been ended between its switching off and on
+            torch.set_grad_enabled(grad_mode)  # the program may have ended between switching it off and on
         self._rehearsals.note_watched(rehearsal)
         return result
 
@@ -184,9 +188,9 @@ class SplitStage:
             run.check_end()
         except StageDone:
             if given is not None:
-                given.restore()  # another stage of this rank gets it, and its forward begins anew
+                given.restore()  # another stage of this rank may get it, and begins a forward of its own
             for module, training in zip(self._model.modules(), rehearsal.training, strict=False):
-                module.training = training  # the program may have been ended between its eval() and train()
+                module.training = training  # the program may have ended between its eval() and train()
         except (SplitError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -198,7 +202,7 @@ class SplitStage:
         for key, tensor in arrived.items():
             if rehearsal.values[key].requires_grad and torch.is_grad_enabled() and not tensor.requires_grad:
                 raise SplitError(
-                    f"{key} has lost its graph on the way through a skipped block (a reentrant checkpoint round it?): "
+                    f"{key} has lost its graph on the way through a skipped block (a reentrant checkpoint around it?): "
                     "use checkpoint(..., use_reentrant=False)"
                 )
         if self._is_last:
@@ -216,7 +220,7 @@ class SplitStage:
         if names != self._names:
             raise SplitError(
                 f"this kind of microbatch calls {len(names)} blocks, {names}; the cuts were chosen for "
-                f"{len(self._names)}, {self._names}: make a pipeline of its own for it"
+                f"{len(self._names)}, {self._names}: make another pipeline for it"
             )
         for boundary in (self._lo, self._hi):
             if rehearsal.boundaries[boundary].reasons:
@@ -227,7 +231,11 @@ class SplitStage:
                 )
 
     def _absent(self, rehearsal: Rehearsal) -> list[Tensor]:
-        """What the stage's own part may not read."""
+        """The parameters and buffers that the stage's own part may not read.
+
+        Raises:
+            SplitError: One that it needs is absent.
+        """
         needed = parameters_of(rehearsal, self._lo, self._hi, self._model)
         needed |= buffers_of(rehearsal, self._lo, self._hi, self._model)
         absent = []
@@ -236,7 +244,7 @@ class SplitStage:
                 absent.append(tensor)
             elif is_absent(tensor):
                 raise SplitError(
-                    f"{name} is needed for the events [{self._lo}, {self._hi}) and is not there: load it before"
+                    f"{name} is needed for the events [{self._lo}, {self._hi}) and is absent: load it first"
                 )
         return absent
 
@@ -246,9 +254,9 @@ class SplitStage:
         expected = _structure(rehearsal, self._lo)
         if crossing.structure != expected or len(crossing.tensors) != len(keys):
             raise SplitError(
-                f"what the stage before sent ({crossing.structure}, {len(crossing.tensors)} tensors) is not what this "
-                f"stage's rehearsal says ({expected}, {len(keys)}): the ranks' forwards do not take the same way, or "
-                "their microbatches differ"
+                f"the stage before sent {len(crossing.tensors)} tensors of structure {crossing.structure}; this "
+                f"stage's rehearsal has {len(keys)} of structure {expected}: the ranks' forwards do not take the same "
+                "path, or their microbatches differ"
             )
         for key, tensor in zip(keys, crossing.tensors, strict=True):
             if tensor.shape != rehearsal.values[key].shape or tensor.dtype != rehearsal.values[key].dtype:
@@ -281,14 +289,14 @@ class SplitPass:
         self.generators = RandomState(host=False)
 
     def leave(self, captured: dict[Key, Tensor], boundary: int) -> None:
-        """The stage has ended before the boundary's event."""
+        """Takes the values for the next stage. The stage has ended before the event of the boundary."""
         border = self._rehearsal.boundaries[boundary]
         tensors = []
         for key in border.values:
             tensor = captured.get(key)
             value = self._rehearsal.values[key]
             if tensor is None:
-                raise SplitError(f"{key} was not made by this stage, nor did it arrive")
+                raise SplitError(f"the next stage needs {key}, which this stage neither made nor received")
             if tensor.requires_grad != value.requires_grad:
                 raise SplitError(
                     f"{key} {'requires' if tensor.requires_grad else 'does not require'} a gradient, unlike in the "
@@ -306,7 +314,7 @@ class SplitPass:
         )
 
     def end(self, output: Any, divisor: int, watch: StandInWatch) -> None:
-        """``fn`` has returned."""
+        """Takes the result of ``fn``, in the last stage."""
         loss, metrics = split(output)
         for name, tensor in (("the loss", loss), *(("a metric", tensor) for tensor in tensors_inside(metrics))):
             if watch.what(tensor):
@@ -325,7 +333,7 @@ class SplitPass:
     def backward(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """See :class:`~hydra_ext.split.stage_program.StagePass`."""
         if self._roots is None:
-            raise StateError("this microbatch's backward has run in this stage: it can run once")
+            raise StateError("this microbatch's backward has already run in this stage: it can run only once")
         roots, self._roots = self._roots, None
         received: Sequence[Tensor | None] = gradients if self.leaving is not None else [None]
         wanted = [
@@ -341,7 +349,10 @@ class SplitPass:
     def _call_again(
         self, name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """A checkpoint round a block, which has brought back the random state from before it: that tells the event."""
+        """Runs a block again for a checkpoint around it, with the random numbers of its event.
+
+        The checkpoint has restored the random state from before the block, and that seed tells which event it is.
+        """
         number = self._event_seeded(torch.initial_seed())
         if number is None or self._rehearsal.events[number].name != name:
             return forward(*args, **kwargs)
@@ -361,10 +372,12 @@ def _nothing() -> None:
 
 
 def _with_own_written(microbatch: Any, rehearsal: Rehearsal) -> Any:
-    """The microbatch with copies of what a forward writes to: the next stage's begins anew, and would do so again.
+    """The microbatch with copies of the tensors that a forward writes to.
+
+    The next stage of this rank starts its own forward on the same microbatch, and would write to them again.
 
     Raises:
-        SplitError: a gradient of it is wanted, which a copy would not hand on.
+        SplitError: One of them requires a gradient, which a copy would not pass on.
     """
     names = {name for kind, name in rehearsal.lasting.named if kind == "input"}
     if not names:
@@ -375,8 +388,8 @@ def _with_own_written(microbatch: Any, rehearsal: Rehearsal) -> Any:
         wanted = [places[id(tensor)] for tensor in group if tensor.requires_grad]
         if wanted and any(id(tensor) in written for tensor in group):
             raise SplitError(
-                f"the forward writes to memory of the microbatch's {', '.join(wanted)}, of which a gradient is wanted, "
-                "and several stages of this rank get it: write to a clone() of it"
+                f"the forward writes to memory of the microbatch's {', '.join(wanted)}, which requires a gradient, and "
+                "several stages of this rank get it: write to a clone() of it"
             )
     return own_copy(microbatch, only=written)
 

@@ -1,4 +1,4 @@
-"""Parameters and buffers that are not there, and what takes their place for the length of a call."""
+"""Absent parameters and buffers, and tensors that replace them for the length of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hydra_ext.split.stages.tensors import Absent, AbsentBuffer
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Of the first parameter or buffer that is there."""
+    """The device of the first parameter or buffer that is not on the meta device; the CPU if there is none."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             return tensor.device
@@ -27,7 +27,7 @@ def replace_tensors(model: nn.Module, new: Callable[[Tensor], Tensor | None]) ->
     """Replaces parameters and buffers where ``new`` returns something; a shared one stays shared.
 
     Returns:
-        Modules, names, and what was there.
+        The module, the name and the former tensor of each replaced one.
     """
     made: dict[Tensor, Tensor | None] = {}
     replaced: list[tuple[nn.Module, str, Tensor]] = []
@@ -55,7 +55,7 @@ def put_back(replaced: list[tuple[nn.Module, str, Tensor]]) -> None:
 
 @contextmanager
 def with_stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Parameters and buffers on the meta device seem to be on ``device``: programs look there for where to compute."""
+    """Inside, parameters and buffers on the meta device seem to be on ``device``, where programs then compute."""
 
     def new(tensor: Tensor) -> Tensor | None:
         if not tensor.is_meta:
@@ -75,7 +75,11 @@ def with_stand_ins(model: nn.Module, device: torch.device) -> Iterator[None]:
 def present(
     block: nn.Module, device: torch.device, noted: Callable[[Tensor, Tensor], None] | None = None
 ) -> Iterator[None]:
-    """What is absent of the block is there, with random numbers; ``noted`` is told for what each tensor stands."""
+    """Inside, the block's absent parameters have random numbers, and its absent buffers have constants.
+
+    Args:
+        noted: Called with each absent tensor and its substitute.
+    """
     generator: torch.Generator | None = None
 
     def new(tensor: Tensor) -> Tensor | None:

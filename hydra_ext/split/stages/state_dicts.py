@@ -1,4 +1,4 @@
-"""``state_dict()`` of modules that are not whole, or whose weights have updates under way."""
+"""Makes ``state_dict()`` raise for modules that lack tensors, or whose weights have updates under way."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _here = threading.local()
 
 
 def refuse_state_dicts(model: nn.Module, *, whole: bool) -> None:
-    """Those of every module that has something absent in it raise from now on.
+    """From now on ``state_dict()`` raises for every module that has an absent parameter or buffer.
 
     Args:
-        whole: this rank has all stages. Else the model's own raises too: buffers may be another rank's affair.
+        whole: Whether this rank has all stages. If not, the model's own ``state_dict()`` always raises: the right copy
+            of a buffer may be on another rank.
     """
     if not whole:
         model.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
@@ -31,14 +32,14 @@ def refuse_state_dicts(model: nn.Module, *, whole: bool) -> None:
 
 
 def refuse_while_under_way(model: nn.Module, check: Callable[[str], None]) -> RemovableHandle:
-    """The model's raises whenever ``check``, a method, does, as long as that method's object lives."""
+    """The model's ``state_dict()`` raises whenever ``check`` does: a bound method, whose object is not kept alive."""
     handle: RemovableHandle = model.register_state_dict_pre_hook(_WhileUnderWay(check))  # type: ignore[no-untyped-call]
     return handle
 
 
 @contextmanager
 def permitted() -> Iterator[None]:
-    """Inside, this thread gets them all the same: the caller knows which tensors are absent."""
+    """Inside, ``state_dict()`` does not raise in this thread: the caller knows which tensors are absent."""
     _here.permitted = True
     try:
         yield
@@ -50,8 +51,8 @@ def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if getattr(_here, "permitted", False):
         return
     raise StateError(
-        "this rank holds only its own stages of the model, so that model.state_dict() would have nothing behind the "
-        "other names: pipe.state_dict() has what is here"
+        "this rank holds only its own stages of the model, so that model.state_dict() would lack the other stages' "
+        "tensors: call pipe.state_dict(), which has this rank's"
     )
 
 
@@ -61,7 +62,7 @@ def _refuse_if_absent(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 class _WhileUnderWay:
-    """A hook. In a copy of the model, or a saved one, nothing is under way."""
+    """The hook. A copy of the model, or a saved model, has a hook without a check: no update is under way there."""
 
     def __init__(self, check: Callable[[str], None] | None = None) -> None:
         self._check = None if check is None else WeakMethod(check)

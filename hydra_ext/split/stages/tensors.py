@@ -1,4 +1,4 @@
-"""Stand-ins for tensors that are not there; tensors that came from another stage."""
+"""Stand-ins for tensors of other stages, and tensors that arrive from another stage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hydra_ext.state.memory import storage_key
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
-    """What cannot be taken for a result."""
+    """A number that cannot be taken for a result: NaN, True, or the lowest integer."""
     if dtype == torch.bool:
         return True
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 class StandIns:
-    """Tensors of any shape that hold nothing: all elements are one element of memory."""
+    """Tensors of any shape that hold nothing: all their elements share one element of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,15 +41,15 @@ class StandIns:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """What the tensor is a view of; itself where it is none."""
+    """The tensor that this one is a view of; the tensor itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 class Absent(nn.Parameter):
-    """In the place of a parameter that another stage holds: its shape and device, but one element of memory.
+    """A stand-in for a parameter of another stage: it has the shape and a device, but one element of memory.
 
     Attributes:
-        trainable: whether the parameter requires a gradient where it is held.
+        trainable: Whether the parameter requires a gradient on the stage that holds it.
     """
 
     trainable: bool
@@ -69,7 +69,7 @@ class Absent(nn.Parameter):
 
 
 class AbsentBuffer(Tensor):
-    """In the place of a buffer that another stage holds."""
+    """A stand-in for a buffer of another stage, with one element of memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment,unused-ignore]
 
@@ -87,9 +87,9 @@ class AbsentBuffer(Tensor):
 
 
 class Arrival:
-    """Tensors from the stage before, as parts of this stage's graph; collects their gradients.
+    """Tensors from the stage before, entered into this stage's graph, which collects their gradients.
 
-    They are neither leaves nor views, so that a program may write to them, and gradients of all uses arrive summed.
+    They are neither leaves nor views. A program may write to them, and each gets one gradient: the sum over its uses.
     """
 
     def __init__(self, tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> None:
@@ -108,7 +108,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, start: Tensor, positions: list[int], tensors: list[Tensor], gradients: list[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        # Not the tensors: they hold the graph, and the graph holds this.
+        # The tensors are not kept here: they hold the graph, which holds this object.
         ctx.positions, ctx.gradients = positions, gradients
         ctx.set_materialize_grads(False)
         return tuple(tensors)
@@ -121,9 +121,9 @@ class _Enter(torch.autograd.Function):
 
 
 def out_of_graph(output: Any, arguments: Sequence[Tensor]) -> Any:
-    """What a call returned, with tensors in a graph that begins there: that of the call need not be kept.
+    """The output of a call, its tensors entered into a new graph, so that the graph of the call can be freed.
 
-    Those that lie in the memory of its arguments stay as they are.
+    Tensors that lie in the memory of the arguments stay as they are.
     """
     leaves, tree = tree_flatten(output)
     given = {storage_key(argument) for argument in arguments}

@@ -1,4 +1,4 @@
-"""The values of one forward of one stage: what arrived, what stands for the others, and what the next stage gets."""
+"""The values of one forward of one stage: those that arrived, stand-ins for others, and those for the next stage."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hydra_ext.split.stages.watch import StandInWatch
 class StageValues:
     """
     Args:
-        boundary: where the stage ends: its values are sent.
-        arrived: from the stage before.
-        watch: over the first forward of a kind, which it sees as a whole. None for a later one: then a watch sees only
-            calls that are given what holds nothing here.
+        boundary: Number of the boundary at the end of the stage: its values are sent.
+        arrived: Values from the stage before.
+        watch: Watch that sees the whole forward, for the first one of a kind. None for a later one: then only calls
+            that are given a stand-in are watched.
 
     Attributes:
-        stand_ins: for values that have not come to this stage.
-        watch: knows what holds nothing here.
-        captured: values that the next stage gets, as they are when the forward has ended.
-        sent: all of which it gets.
+        stand_ins: Stand-ins for values that have not come to this stage.
+        watch: Watch that knows which tensors hold nothing here.
+        captured: Values for the next stage. The tensors have their final content when the forward has ended.
+        sent: Keys of all values for the next stage.
     """
 
     def __init__(
@@ -47,24 +47,28 @@ class StageValues:
         self._is_watched = watch is not None
 
     def value(self, key: Key) -> Tensor:
-        """What arrived, or a stand-in."""
+        """The value if it arrived, else a stand-in."""
         if key in self._arrived:
             return self._arrived[key]
         value = self._rehearsal.values[key]
         return self.stand_ins.make(value.shape, value.dtype)
 
     def overwrite(self, target: Tensor, key: Key) -> None:
-        """The target becomes what a skipped call made of it."""
+        """Gives the target the content that a skipped call would have written: the arrived value, or no content."""
         arrived = self._arrived.get(key)
         if arrived is None:
             self.watch.mark(target)
             return
         with torch.set_grad_enabled(arrived.requires_grad):
             target.copy_(arrived)
-        self.capture(key, target)  # the stage may go on writing to it
+        self.capture(key, target)  # later writes of this stage must reach the next one
 
     def capture(self, key: Key, tensor: Any) -> None:
-        """This is the value now, if it is sent."""
+        """Takes the tensor as the value, if the value is sent.
+
+        Raises:
+            SplitError: It is no tensor, or has another shape than in the rehearsal.
+        """
         if key in self.sent:
             if not isinstance(tensor, Tensor) or tensor.shape != self._rehearsal.values[key].shape:
                 raise SplitError(
@@ -73,23 +77,23 @@ class StageValues:
                 )
             self.captured[key] = tensor
 
-    # ---- what is not there ------------------------------------------------------------------------------------------
+    # ---- stand-ins --------------------------------------------------------------------------------------------------
 
     def missing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those that hold nothing here."""
+        """The tensors among these that hold nothing here."""
         return [tensor for tensor in tensors if self.watch.what(tensor)]
 
     def followed(self, tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
-        """For a call that every stage makes, of these tensors."""
+        """Around a call with these tensors that every stage makes: watches it if it is given a stand-in."""
         return nullcontext() if self._is_watched or not self.missing(tensors) else self.watch
 
     @contextmanager
     def strictly(self, missing: Sequence[Tensor]) -> Iterator[None]:
-        """What the stage computes of its own reads nothing that is not there.
+        """Around a call of the stage's own part: a read of a stand-in's elements raises.
 
         Args:
-            missing: of what it is given; may be read where only the shape matters. In a later forward that goes the way
-                of the first it is empty nearly always, and nothing needs to be watched.
+            missing: Tensors given to the call that hold nothing here; their shapes may be read. In a forward that is
+                not watched as a whole it is nearly always empty, and then the call is not watched.
         """
         if not (self._is_watched or missing):
             yield

@@ -1,4 +1,4 @@
-"""The watch over a stage's forward: nothing it computes may depend on what is not there."""
+"""The watch over a stage's forward: its results may not depend on values or weights of other stages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ _HELD_ELSEWHERE = "a parameter or buffer that another stage holds"
 class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows stand-ins through the operations of glue that every stage runs.
 
+    Args:
+        stand_ins: Stand-ins for values of other stages.
+        absent: Parameters and buffers that the stage's own part may not read.
+
     Attributes:
-        strict: the stage computes something of its own, which may not read them.
+        strict: Whether the stage's own part runs, where each read of a stand-in raises.
     """
 
     def __init__(self, stand_ins: StandIns, absent: Iterable[Tensor]) -> None:
@@ -34,7 +38,7 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.strict = False
 
     def what(self, tensor: Tensor) -> str | None:
-        """Why the tensor holds nothing; None for one that does."""
+        """What the tensor stands for, or depends on, of another stage; None for a tensor with right numbers."""
         if self._stand_ins.holds(tensor):
             return "a value of another stage"
         if isinstance(whole_of(tensor), (Absent, AbsentBuffer)):
@@ -42,10 +46,11 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._marked.get(tensor)
 
     def mark(self, tensor: Tensor) -> None:
+        """From now on the tensor's memory counts as a value of another stage."""
         self._marked.put(tensor, "a value of another stage")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Outside of a call of glue (in a compiled function) all that is done here would be calls of glue itself.
+        # In a compiled function no call of glue is under way, so that calls made here would be recorded as glue.
         with torch._C.DisableTorchFunction():
             return self._watched(func, args, kwargs or {})
 
@@ -54,8 +59,8 @@ class StandInWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         missing = next((found for found in map(self.what, operation.reads) if found is not None), None)
         if missing is not None and (self.strict or operation.name in VALUE_OPERATIONS):
             raise SplitError(
-                f"{operation.name} reads {missing}, which the rehearsal did not see: the forward does not take the "
-                "way that it took then. Let it depend on the microbatch's shapes only, or give stages= explicitly"
+                f"{operation.name} reads {missing}, which the rehearsal did not see: the forward takes another path. "
+                "Let the path depend only on the microbatch's shapes, or give stages= explicitly"
             )
         result = func(*args, **kwargs)
         if missing is not None:

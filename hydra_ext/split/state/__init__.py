@@ -1,1 +1,1 @@
-"""What a forward reads and leaves besides tensors: attributes, containers, plain values, generators."""
+"""State besides tensors that a forward reads and leaves: attributes, containers, plain values, generators."""

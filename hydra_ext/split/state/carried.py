@@ -1,7 +1,7 @@
-"""What one microbatch leaves on the modules, and the next may read there.
+"""State that one microbatch leaves on the modules or elsewhere, and that the next may read.
 
-A stage ends its forward before the rest of the model has run, and skips what came before; so what is carried from one
-microbatch to the next is right only where the same stage leaves it and reads it.
+A stage skips the events before its own, and ends its forward before the rest of the model has run. So state that is
+carried from one microbatch to the next is right only if the same stage leaves it and reads it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hydra_ext.state.memory import MemoryOf, storage_key
 
 
 def attribute_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors that modules hold, also in containers and objects, but for parameters and buffers."""
+    """Names and tensors that modules hold, also in containers and objects, except parameters and buffers."""
     for entry in entries(module_roots(all_modules(model))):
         if isinstance(entry.value, Tensor):
             yield entry.path, entry.value
 
 
 def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tensor]) -> dict[Root, set[int]]:
-    """The tensors that the forward has set on modules since the first event, and which events' stages did."""
+    """The tensors that the forward has set on modules since the first event, each with the event that made it."""
     left: dict[Root, set[int]] = {}
     for name, tensor in attribute_tensors(model):
         note = recorder.notes.get(tensor)
@@ -43,10 +43,14 @@ def left_on_modules(recorder: Recorder, model: nn.Module, before: dict[str, Tens
 
 
 def kept_elsewhere(recorder: Recorder, model: nn.Module) -> dict[Root, tuple[set[int], MemoryOf]]:
-    """What the forward has made since the first event, or written to, and what is kept elsewhere than by the model."""
+    """The memory outside the model that the forward has made or written to since the first event, and that is alive.
+
+    Returns:
+        For each one, the events that made it or wrote to it, and the memory.
+    """
     if not _alive(recorder, model):
         return {}
-    gc.collect()  # what only garbage holds is not kept
+    gc.collect()  # memory that only garbage holds does not count
     return {
         ("kept", f"a tensor that is kept outside the model ({number})"): (events, memory)
         for number, (events, memory) in enumerate(_alive(recorder, model))
@@ -72,19 +76,24 @@ def _event_at(recorder: Recorder, step: int) -> int:
 def refuse_carried(
     recorder: Recorder, again: Recorder, left: Mapping[Root, Collection[int]], on_modules: Collection[Root]
 ) -> None:
-    """No cut between what left something and what reads it in the next microbatch, which ``again`` has recorded.
+    """Refuses cuts between an event that left a tensor and the reader of that tensor in the next microbatch.
 
     Args:
-        on_modules: those of them about which nothing can be said if the next microbatch takes another way.
+        recorder: Record of the first microbatch.
+        again: Record of the next microbatch.
+        left: Tensors that the first microbatch left, and the events that left them.
+        on_modules: Those that were left on modules. If there are any and the next microbatch takes another path, every
+            cut is refused.
     """
     another_way = [call.name for call in again.calls] != [call.name for call in recorder.calls]
     if another_way and (on_modules or len(again.usages) != len(recorder.usages)):
-        recorder.refuse(f"the model takes another way in the second microbatch than in the first: {MADE_ONCE}", after=0)
+        recorder.refuse(
+            f"the model takes another path in the second microbatch than in the first: {MADE_ONCE}", after=0
+        )
         return
     for root, writers in left.items():
         reason = (
-            f"{root[1]} is carried from one microbatch to the next, and left there by another stage than reads it; "
-            + MADE_ONCE
+            f"{root[1]} is carried from one microbatch to the next, but left and read by different stages; " + MADE_ONCE
         )
         if root in again.everywhere.roots:
             recorder.refuse(reason, after=0)
@@ -96,19 +105,19 @@ def refuse_carried(
 
 
 def refuse_shared_generators(recorder: Recorder) -> tuple[ReferenceType[torch.Generator], ...]:
-    """No cut between two that draw from one generator: each stage has one of its own, which lacks the other's draws.
+    """Refuses cuts between two events that draw from one generator: each stage would miss the other's draws.
 
-    What comes before the first event is drawn by every stage, which is right where nothing else is, or where the
-    generator is made anew for each microbatch.
+    Every stage makes the draws before the first event. That is right if there are no other draws, or if the generator
+    is created anew for each microbatch.
 
     Returns:
-        The generators that are not.
+        The generators that outlive the microbatch.
     """
     lasting = []
     for users, reference in recorder.drawn.release():
         reason = (
-            "a torch.Generator of the model's or fn's own is drawn from on both sides of the cut, and what one stage "
-            "draws another would not: take a generator for each block, or torch's default one"
+            "a torch.Generator of the model's or fn's own is drawn from on both sides of the cut, and each stage would "
+            "miss the other's draws: use one generator for each block, or torch's default one"
         )
         after = sorted(users - {-1})
         if len(after) > 1:

@@ -1,4 +1,4 @@
-"""What a run changes in memory from before it: saved as it goes, so that the run can be undone."""
+"""Saves memory that existed before a run just before the run first writes to it, so that the run can be undone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_ext.state.memory import ByStorage, Undo, storage_key
 
 
 class ChangeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells ``undo`` of each write to memory that was not made inside."""
+    """Reports each write to ``undo``, except writes to memory that was allocated inside."""
 
     def __init__(self, undo: Undo) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

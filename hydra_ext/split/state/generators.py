@@ -1,4 +1,4 @@
-"""The user's own generators: a run that does not count draws from them too, and they must not be left where it ends."""
+"""The user's own generators. Runs that do not count (rehearsals, timing) draw from them, too, and restore them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hydra_ext.state.randomness import is_default
 
 
 def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """That of a call, if it is not one of torch's defaults: those are seeded for each event."""
+    """The generator among the call's arguments. Torch's defaults do not count: they are seeded for each event."""
     for value in (kwargs.get("generator"), *args):
         if isinstance(value, torch.Generator) and not is_default(value):
             return value
@@ -21,17 +21,17 @@ def generator_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gene
 
 
 class DrawnGenerators:
-    """Those that calls have drawn from, as they were before the first draw."""
+    """The generators that calls have drawn from, with their states before the first draw."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[torch.Generator, Tensor]] = {}
         self._users: dict[int, set[int]] = {}
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], user: int = -1) -> None:
-        """The call is going to be made.
+        """Notes the generator of a call before the call is made.
 
         Args:
-            user: the event in which, or after which; -1 before the first.
+            user: Number of the event in which, or after which, the call is made; -1 before the first event.
         """
         generator = generator_given(args, kwargs)
         if generator is not None:
@@ -40,11 +40,12 @@ class DrawnGenerators:
             self._users.setdefault(id(generator), set()).add(user)
 
     def put_back(self) -> None:
+        """Sets each generator to its state before the first draw."""
         for generator, state in self._before.values():
             generator.set_state(state)
 
     def release(self) -> list[tuple[frozenset[int], weakref.ReferenceType[torch.Generator]]]:
-        """Of each, the events that use it, and a reference that is dead if nothing else holds it. Forgets all."""
+        """Drops all generators. Returns the users of each, and a reference that is dead if nothing else holds it."""
         found = [(frozenset(self._users[n]), weakref.ref(generator)) for n, (generator, _) in self._before.items()]
         self._before.clear()
         self._users.clear()

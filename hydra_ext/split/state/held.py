@@ -1,4 +1,4 @@
-"""What hangs on modules or in arguments: tensors and plain values, in containers and objects however deep."""
+"""Finds tensors and plain values that modules or arguments hold, in containers and objects at any depth."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hydra_ext.state.contents import (
 )
 from hydra_ext.state.foreign import is_foreign
 
-# Attributes that every module has; those that a model sets itself are its state.
+# Attributes that every module has; all others are the model's state.
 _OF_EVERY_MODULE = OF_EVERY_MODULE | {"forward"}
 _WRITTEN_IN_PYTHON = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE
-_LONGEST, _MOST = 4096, 20_000  # members of one container, and holders in all: what is beyond is data, not state
+_LONGEST, _MOST = 4096, 20_000  # most members of one container, most holders in all: anything larger is data, not state
 
 
 @dataclass(frozen=True)
 class Root:
-    """An attribute of a module or of a class, or an argument: where a search begins."""
+    """The beginning of a search: an attribute of a module or of a class, or an argument."""
 
     name: str
     module: nn.Module | type | None
@@ -42,16 +42,16 @@ class Root:
 
 @dataclass(frozen=True)
 class Entry:
-    """A member of something.
+    """A value that the search has reached.
 
     Attributes:
-        path: from the root on, as one would write it.
-        root: its number.
-        holder: the container or object that it lies in; the module for an attribute.
-        key: of it there.
-        owner: path of the nearest object that it is reached through, whose class can be changed; None where there is
-            none but the root's module.
-        attribute: of the owner.
+        path: Path from the root, as in Python code.
+        root: Number of the root.
+        holder: Container or object that holds the value; for an attribute of a module, the module.
+        key: Key, index or attribute of the value in its holder.
+        owner: Path of the nearest object on the way to the value whose class can be changed; None if there is none.
+        attribute: Attribute of the owner, or else of the root, through which the value is reached.
+        value: Value itself.
     """
 
     path: str
@@ -64,7 +64,7 @@ class Entry:
 
 
 def all_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of the model, and others that they hold in plain containers or objects, by their paths."""
+    """The modules of the model, and others that they hold in plain containers or objects, by their paths."""
     found = dict(model.named_modules())
     known = {id(module) for module in found.values()}
     rest = found
@@ -104,10 +104,12 @@ def argument_roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Root]:
 
 
 def entries(roots: Iterable[Root], also: dict[int, set[int]] | None = None) -> Iterator[Entry]:
-    """All that can be reached, near things first; modules and what they hold are reached as roots only.
+    """All values that can be reached from the roots, breadth first.
+
+    A module that is reached is an entry, but its attributes are entries only if they are roots.
 
     Args:
-        also: is told of roots that lead to one container without an owner in common.
+        also: Gets, for each root, the numbers of other roots that lead to the same container.
     """
     waiting: deque[Entry] = deque()
     seen: dict[int, int] = {}
@@ -136,7 +138,10 @@ def entries(roots: Iterable[Root], also: dict[int, set[int]] | None = None) -> I
 
 
 def members(value: Any) -> list[tuple[Hashable, str, Any]] | None:
-    """Of a container or object: place, the same as one would write it, and member; None for anything else."""
+    """Key, key as in Python code, and value of each member of a container or object; None for any other value.
+
+    A container of more than ``_LONGEST`` members counts as any other value.
+    """
     found: list[tuple[Hashable, str, Any]] = []
     kinds = kinds_of(value)
     if MAPPING in kinds or SEQUENCE in kinds or isinstance(value, tuple):
@@ -152,13 +157,13 @@ def members(value: Any) -> list[tuple[Hashable, str, Any]] | None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether it is an object with attributes of its own, and no module, function or class."""
+    """Whether it is an object with attributes, and not a module, tensor, function or class."""
     if isinstance(value, (type, nn.Module, Tensor, FunctionType, MethodType, ModuleType, torch.Generator)):
         return False
     return not is_foreign(type(value)) and has_attributes(type(value))
 
 
 def has_own_class(value: Any) -> bool:
-    """Whether it is an object of a class written in Python, not a container."""
+    """Whether it is an object of a class written in Python, and not a container."""
     is_container = isinstance(value, (dict, list, tuple, deque))
     return not is_container and is_object(value) and bool(type(value).__flags__ & _WRITTEN_IN_PYTHON)

@@ -1,7 +1,7 @@
-"""What a rehearsal's forward has changed in place, and what has drawn from generators of the user's own.
+"""Lasting changes of a rehearsal's forward: writes in place, and draws from the user's own generators.
 
-Where a run has to be undone, since another rehearsal knows its way better, what has a name is put back. That memory
-without a name, or a parameter, was changed is only known: before, a run can be undone.
+A run may have to be undone, since it leaves the path of its rehearsal. Then named memory is restored, except
+parameters. Of other writes only the step of the first is known: before that step, a run can be undone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Root = tuple[str, str]  # as in the notes of a rehearsal
 class Lasting:
     """
     Attributes:
-        named: buffers, attributes of modules, and inputs that the forward writes to.
-        step: of the first write to something else that outlives the forward; None where there is none.
-        generators: that it draws from, if they outlive it.
+        named: Buffers, attributes of modules and inputs that the forward writes to.
+        step: Step of the first write to other memory that outlives the forward; None if there is none.
+        generators: Generators that the forward draws from and that outlive it.
     """
 
     named: frozenset[Root] = frozenset()
@@ -32,27 +32,27 @@ class Lasting:
     generators: tuple[weakref.ReferenceType[torch.Generator], ...] = ()
 
     def alive(self) -> Iterator[torch.Generator]:
-        """The generators that are still there."""
+        """The generators that are still alive."""
         return (generator for reference in self.generators if (generator := reference()) is not None)
 
     def undoable_before(self, steps: int) -> bool:
-        """Whether a run that has made so many steps can be undone."""
+        """Whether a run can be undone after this many steps."""
         return self.step is None or self.step > steps
 
 
 class Writes:
-    """Collects them."""
+    """Collects the writes of a forward."""
 
     def __init__(self) -> None:
         self._names: dict[int, Root] = {}
         self._named: set[Root] = set()
-        self._other: ByStorage[int] = ByStorage()  # when first
+        self._other: ByStorage[int] = ByStorage()  # the step of the first write
 
     def name(self, tensor: Tensor, root: Root) -> None:
         self._names[storage_key(tensor)] = root
 
     def note(self, tensor: Tensor, step: int) -> None:
-        """The tensor, whose memory was there before the forward as far as one can tell, is written to."""
+        """Notes a write to memory that, as far as the rehearsal knows, existed before the forward."""
         memory = storage_key(tensor)
         root = self._names.get(memory)
         if root is not None and root[0] != "parameter":
@@ -61,6 +61,6 @@ class Writes:
             self._other.put(tensor, step)
 
     def lasting(self, generators: tuple[weakref.ReferenceType[torch.Generator], ...]) -> Lasting:
-        """Once nothing of the forward is left."""
+        """The changes that outlive the forward. Called when all its tensors have been freed."""
         steps = [step for _, step in self._other.alive()]
         return Lasting(frozenset(self._named), min(steps, default=None), generators)

@@ -1,6 +1,7 @@
-"""Parameters that modules also have in attributes of their own: in a list, say, beside the modules they are of.
+"""Parameters that modules also hold in other places: in a list, say, beside the modules that they belong to.
 
-What changes a parameter in its module changes it there too, or else the model would compute with another one.
+If a parameter is replaced in its module, it must be replaced there, too. Otherwise the model would compute with another
+one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from hydra_ext.state.contents import mapped_tuple, set_attribute
 
 
 def listed_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, nn.Parameter]]:
-    """Containers, keys, and the parameters that are there: in what modules hold in lists, dicts and objects, however
-    deep; among attributes where they were set past the module; and in modules that are held, but not registered."""
+    """The container, the key and the parameter for each such place.
+
+    These are places in lists, dicts and objects that modules hold, at any depth; attributes that were set without the
+    module's own ``__setattr__``; and modules that are held but not registered.
+    """
     for root in roots:
         registered = set(root.modules())
         for module in all_modules(root).values():
@@ -34,7 +38,7 @@ def listed_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any, nn
 def refuse_in_tuples(roots: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
     """
     Raises:
-        UnsupportedModel: one of these parameters is in a tuple too, where no other version can take its place.
+        UnsupportedModel: One of these parameters is in a tuple or a slot, too, where no other version can replace it.
     """
     names = {parameter: name for name, parameter in parameters}
     for root in roots:
@@ -49,7 +53,7 @@ def refuse_in_tuples(roots: Sequence[nn.Module], parameters: Sequence[tuple[str,
 
 
 def replace_listed(model: nn.Module, substitutes: Mapping[Tensor, Tensor]) -> None:
-    """Puts other parameters in the place of these, in tuples too."""
+    """Replaces these parameters by others, in tuples, too."""
 
     def other(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -69,13 +73,13 @@ def replace_listed(model: nn.Module, substitutes: Mapping[Tensor, Tensor]) -> No
 
 
 def _entries(root: nn.Module) -> Iterator[tuple[Root, Entry]]:
-    """All that its modules hold, with the attribute through which it is reached."""
+    """All entries that its modules hold, each with the root through which it is reached."""
     roots = module_roots(all_modules(root))
     return ((roots[entry.root], entry) for entry in entries(roots))
 
 
 def _container(entry: Entry) -> Any:
-    """In which another value can take the place; None where it is a tuple or a slot."""
+    """The container in which the entry can be replaced; None if its holder is a tuple, or it is in a slot."""
     holder = entry.holder
     if isinstance(holder, (list, deque)) or (isinstance(holder, dict) and holder.get(entry.key) is entry.value):
         return holder if isinstance(entry.key, int) or isinstance(holder, dict) else holder.__dict__

@@ -1,4 +1,4 @@
-"""What the caller's function can reach without the model: when it looks there cannot be seen."""
+"""Finds the state that the caller's function can reach without the model. Its reads of this state cannot be watched."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from hydra_ext.state.foreign import is_installed
 
 
 def reached_by(function: Callable[..., Any]) -> dict[int, Any]:
-    """By their identities, the containers, arrays and sources in its closure, defaults, globals and in objects there;
-    also by what it calls by name. Modules are not entered."""
+    """The containers, arrays and random sources that the function can reach, by their identities.
+
+    Searched are its closure, its defaults, the globals that it names, objects in these, and functions that it calls by
+    name. Modules are not searched.
+    """
     found: dict[int, Any] = {}
     seen: set[int] = set()
     first = getattr(function, "__func__", function)
@@ -43,7 +46,7 @@ def reached_by(function: Callable[..., Any]) -> dict[int, Any]:
 
 def _named_in(function: FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not set yet
+        with suppress(ValueError):  # the cell is still empty
             yield cell.cell_contents
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()

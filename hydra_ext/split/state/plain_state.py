@@ -1,7 +1,7 @@
-"""Plain values (numbers, flags, names) that a forward leaves behind, and what reads them.
+"""Plain values (numbers, flags, names) that a forward leaves behind, and their readers.
 
-A stage that skips a block lacks what the block counts or notes outside its result, and one that ends early lacks what
-glue sets after its end. What reads such a value shows in a second forward.
+A stage that skips a block lacks the values that the block sets outside its result. A stage that ends early lacks the
+values that later glue sets. A second forward finds the readers of such values.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hydra_ext.split.state.plain_values import ModulesNow, PlainValues
 from hydra_ext.split.state.reads import Reader, Reads
 from hydra_ext.state.contents import is_source
 
-_UNKNOWN: set[Reader] = {("glue", -1)}  # its reader cannot be seen: it may be any
+_UNKNOWN: set[Reader] = {("glue", -1)}  # of an attribute that cannot be watched: any event or glue may read it
 
 
 @dataclass
 class Left:
-    """A place where something has been left.
+    """A changed value, and the attribute to watch for its readers.
 
     Attributes:
-        path: of what has changed, as one would write it.
-        attribute: through which it is reached.
-        module: or class, that has the attribute; None where an object has it.
-        owner: the path of that object, from modules or from the arguments of the event that left it.
-        events: that have changed it.
-        glue: after which events it was changed there.
-        is_source: of random numbers.
-        is_unseen: ``fn`` can read it without being seen.
+        path: Path of the changed value, as in Python code.
+        attribute: Attribute through which the value is reached.
+        module: Module or class that has the attribute; None if another object has it.
+        owner: Path of that object, from modules or from the arguments of the event that changed the value.
+        events: Events that have changed the value.
+        glue: Events after which glue has changed the value.
+        is_source: Whether it is a source of random numbers.
+        is_unseen: Whether ``fn`` can read it without being noticed.
     """
 
     path: str
@@ -48,11 +48,11 @@ class Left:
 
 
 class PlainState:
-    """Watches a forward for what it changes.
+    """Watches a forward for the plain values that it changes.
 
     Attributes:
-        left: on modules and what they hold, by names.
-        given: what events have changed in the objects that they were given, by event and names.
+        left: Changes on modules and in the objects that they hold, by name.
+        given: Changes in the objects that events were given, by event and name.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, fn: Callable[[Any], Any]) -> None:
@@ -69,10 +69,10 @@ class PlainState:
         self._arguments = PlainValues(argument_roots(args, kwargs))
 
     def end_glue(self) -> None:
-        """The next event begins, or the forward has ended."""
+        """Called when the next event begins, or the forward has ended."""
         last = len(self._recorder.usages) - 1
         for found in self._changed_on_modules():
-            if last >= 0:  # before the first event every stage comes here
+            if last >= 0:  # every stage runs the glue before the first event
                 found.glue.add(last)
 
     def end_event(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -98,7 +98,11 @@ class PlainState:
         return found
 
     def _note_argument(self, event: int, block: str, path: str, after: PlainValues, output: Any) -> None:
-        """Reads of an object's attributes can be watched; those of containers cannot."""
+        """Notes a change in the arguments of an event.
+
+        Reads of an object's attributes can be watched. Reads of a container cannot: later cuts are refused, unless the
+        block returns the container.
+        """
         entry = after.entries.get(path)
         if entry is not None and entry.owner is not None:
             name = f"event {event} {path}"
@@ -111,11 +115,12 @@ class PlainState:
             )
 
     def refuse(self, reads: Reads, again: Recorder, blocks: list[str]) -> None:
-        """No cut between what leaves something and what reads it.
+        """Refuses cuts between an event or glue that leaves a value and the readers of that value.
 
         Args:
-            reads: of the second forward, which ``again`` has recorded.
-            blocks: names of the events' blocks.
+            reads: Reads in the second forward.
+            again: Record of the second forward.
+            blocks: Names of the events' blocks in the first forward.
         """
         recorder = self._recorder
         if reads.found and len(again.usages) != len(blocks):
@@ -140,15 +145,15 @@ class PlainState:
                     if reader < glue:
                         recorder.refuse(
                             _drawn_from(left)
-                            or f"{left.path} is set after block {blocks[glue]}, where not every stage comes, and read "
-                            f"{where} in the next microbatch: set it before the first block, or outside of fn",
+                            or f"{left.path} is set after block {blocks[glue]}, in code that not every stage runs, and "
+                            f"read {where} in the next microbatch: set it before the first block, or outside of fn",
                             after=step(reader),
                             until=step(glue),
                         )
 
 
 class PlainReads:
-    """Watches the second forward for reads of what the first has left."""
+    """Watches the second forward for reads of values that the first has left."""
 
     def __init__(self, recorder: Recorder, state: PlainState, model: nn.Module) -> None:
         self._recorder = recorder
@@ -176,7 +181,7 @@ class PlainReads:
         pass
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Left]) -> None:
-        """The objects may be others in each forward, or after each block."""
+        """Finds the objects to watch: there may be others in each forward, and after each block."""
         with self.reads.paused():
             self.reads.watch_again()
             if given:
@@ -198,7 +203,7 @@ class PlainReads:
 
 
 def _places(snapshot: PlainValues, path: str) -> dict[str, Left]:
-    """Where one must look to see what reads what is there."""
+    """The attributes to watch for reads of the value at this path, by name."""
     entry = snapshot.entries.get(path)
     source = entry is not None and is_source(entry.value)
     if entry is not None and entry.owner is not None:
@@ -214,6 +219,7 @@ def _drawn_from(left: Left) -> str | None:
     if not left.is_source:
         return None
     return (
-        f"random numbers are drawn from {left.path} on both sides of the cut, and what one stage draws another would "
-        "not: take a source for each block, or torch's, numpy's or Python's own, which are seeded for each block"
+        f"random numbers are drawn from {left.path} on both sides of the cut, and each stage would miss the other's "
+        "draws: use one source for each block, or the global ones of torch, numpy or Python, which are seeded for each "
+        "block"
     )

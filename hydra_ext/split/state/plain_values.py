@@ -1,4 +1,4 @@
-"""The plain values (numbers, flags, names) that can be reached from modules or arguments, at one time."""
+"""Snapshots of the plain values (numbers, flags, names) that can be reached from modules or arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from hydra_ext.state.foreign import is_foreign
 
 
 class PlainValues:
-    """Nothing of tensors, which are followed by themselves. What arrays and random sources hold counts as a value.
+    """The plain values that can be reached from some roots, at one moment.
+
+    The contents of arrays and the states of random sources count as values. Tensors do not: they are followed on their
+    own.
 
     Attributes:
-        entries: all that was reached, by their paths.
+        entries: All entries that were reached, by their paths.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
@@ -37,12 +40,12 @@ class PlainValues:
         self._values = {path: _plain(entry.holder, entry.value) for path, entry in self.entries.items()}
 
     def changed(self, later: PlainValues) -> list[str]:
-        """The paths of what is not the same later."""
+        """The paths of the values that are different, absent or new in ``later``."""
         one, other = self._values, later._values
         return [path for path in dict.fromkeys((*one, *other)) if not _equal(one.get(path), other.get(path))]
 
     def roots_to(self, path: str) -> list[Root]:
-        """Those that lead there, if it is there."""
+        """The roots that lead to the entry of this path; none if there is no entry."""
         if path not in self.entries:
             return []
         number = self.entries[path].root
@@ -50,7 +53,7 @@ class PlainValues:
 
 
 class ModulesNow:
-    """The plain values of a model: the same object again while nothing has changed, which is quick to see."""
+    """The plain values of a model. While nothing has changed, it returns the same snapshot again, which is faster."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = all_modules(model)
@@ -75,7 +78,7 @@ class ModulesNow:
 
 
 def _content(holder: Any) -> list[Any] | None:
-    """What lies in it itself; None for what can hold nothing."""
+    """The direct members of a holder; None for a value that can hold nothing."""
     if isinstance(holder, nn.Module):
         return list(holder.__dict__.values())
     if isinstance(holder, type):
@@ -97,12 +100,12 @@ def _has(holder: Any, content: list[Any]) -> bool:
 
 
 def _plain(holder: Any, value: Any) -> Any:
-    """The kind of what an attribute holds counts too; members of containers (a cache's) are only looked into."""
+    """The value to compare. For another object in an attribute it is the type; for a member of a container, None."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, (set, frozenset)):
         return frozenset(member for member in value if isinstance(member, PLAIN))
-    if has_state(value) and not isinstance(value, torch.Generator):  # draws from one of torch's are told
+    if has_state(value) and not isinstance(value, torch.Generator):  # draws from torch's generators are noted elsewhere
         return comparable(value)
     is_attribute = isinstance(holder, nn.Module) or is_object(holder)
     return type(value).__name__ if is_attribute and not isinstance(value, Tensor) else None

@@ -1,4 +1,4 @@
-"""What reads certain attributes: for a while their objects have a class that tells of it."""
+"""Finds the readers of certain attributes: for a while the objects have a class that reports each read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ Reader = tuple[str, int]  # "event" or "glue", and its number; the glue after an
 
 
 class Reads:
-    """Told of every read of the attributes that it watches, but for those through ``__dict__``.
+    """Collects every read of the watched attributes, except reads through ``__dict__``.
+
+    Args:
+        reader: Returns the event or glue that runs now.
 
     Attributes:
-        found: by the name that the watch was given, what has read it.
+        found: Readers of each watched attribute, by the name that was given to :meth:`watch`.
     """
 
     def __init__(self, reader: Callable[[], Reader]) -> None:
@@ -27,7 +30,10 @@ class Reads:
         self._paused = False
 
     def watch(self, owner: Any, attribute: str, name: str) -> bool:
-        """Whether the object allows it: one of a class that is written in Python does, and such a class itself."""
+        """Watches an attribute of an object or class from now on; returns whether that is possible.
+
+        It is possible for a class written in Python, and for objects of one.
+        """
         if isinstance(owner, type):
             self._of_classes[owner, attribute] = name
             return self._tell_of(owner, attribute)
@@ -46,7 +52,7 @@ class Reads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Reads inside do not count."""
+        """Inside, reads are not collected."""
         self._paused = True
         try:
             yield
@@ -54,11 +60,12 @@ class Reads:
             self._paused = False
 
     def watch_again(self) -> None:
-        """Those attributes of classes that have been set since."""
+        """Watches attributes of classes again: an assignment to one has removed its watch."""
         for kind, attribute in self._of_classes:
             self._tell_of(kind, attribute)
 
     def end(self) -> None:
+        """Restores all objects and classes."""
         for owner, kind in self._changed.values():
             if type(owner) is not kind:
                 object.__setattr__(owner, "__class__", kind)
@@ -88,17 +95,17 @@ class Reads:
                 self.found.setdefault(name, set()).add(self._reader())
 
     def _tell(self, kind: type) -> None:
-        """The class itself tells, of all its objects."""
+        """Makes the class itself report reads, for all its objects."""
         if kind not in self._told_of:
             before = vars(kind).get("__getattribute__")
             type.__setattr__(kind, "__getattribute__", self._read(kind.__getattribute__))
             self._told_of[kind] = before
 
     def _telling(self, kind: type) -> type:
-        """A class like it that tells."""
+        """A subclass of the class that reports reads."""
         if kind in self._classes:
             return self._classes[kind]
-        # Without slots of its own its objects are laid out as before, which a change of class needs.
+        # An object can only change to a class with the same layout: the subclass must add neither slots nor __dict__.
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__slots__": ()}
         self._classes[kind] = type(kind)(
             kind.__name__, (kind,), {**names, "__getattribute__": self._read(kind.__getattribute__)}
@@ -114,12 +121,12 @@ class Reads:
 
 
 def _is_told_of_subclasses(kind: type) -> bool:
-    """Whether the user's code runs where a class of this one is made: a registry would keep it."""
+    """Whether the user's code runs when a subclass is made. It might register the subclass, and so keep it."""
     return type(kind) is not type or any("__init_subclass__" in vars(base) for base in kind.__mro__[:-1])
 
 
 class _Telling:
-    """In the place of a class's attribute."""
+    """A descriptor in place of a class's attribute, which reports each read."""
 
     def __init__(self, value: Any, tell: Callable[[], None]) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""A model's modules, or a microbatch, as they were: attributes, and all that is reached from them."""
+"""Restores the attributes of a model's modules and of a microbatch, and all objects that are reached from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from hydra_ext.state.snapshot import Snapshot
 
 @contextmanager
 def unchanged(model: nn.Module, microbatch: Any) -> Iterator[None]:
-    """Puts back afterwards what is set, replaced, added or removed in any module, in the microbatch, and in whatever
-    they hold.
+    """Undoes the body's assignments, additions and removals in modules, in the microbatch, and in objects they hold.
 
     Raises:
-        SplitError: an iterator there has gone on.
+        SplitError: The body has advanced an iterator that one of them holds.
     """
     before = Snapshot(model, microbatch)
     try:
@@ -31,11 +30,11 @@ def unchanged(model: nn.Module, microbatch: Any) -> Iterator[None]:
 def refuse_iterators(before: Snapshot) -> None:
     """
     Raises:
-        SplitError: one has gone on since.
+        SplitError: An iterator in the snapshot has advanced since.
     """
     for iterator in before.moved_iterators():
         raise SplitError(
-            f"the forward takes from a {type(iterator).__name__} that a module, or the microbatch, holds, which a "
-            "forward that does not count cannot put back: count in a number instead, take what it gives outside of "
-            "the model, or give stages= explicitly"
+            f"the forward advances a {type(iterator).__name__} that a module, or the microbatch, holds, and a "
+            "rehearsal cannot move it back: count in a number instead, take its items outside of the model, or give "
+            "stages= explicitly"
         )

@@ -37,7 +37,7 @@ def status(field: str) -> int:
 
 def growth(work: Callable[[], Any]) -> int:
     """Measures the peak of this process's memory meanwhile, above its memory before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     work()
     return status("VmHWM") - before
@@ -60,7 +60,7 @@ def _main() -> None:
     folder = Path(sys.argv[1])
     found = {}
     with hydra_ext.offload(model, optimizer, budget=2**30) as run:
-        run.save(folder / "first")  # what is allocated once
+        run.save(folder / "first")  # allocates everything that is allocated only once
         found["save"] = growth(lambda: run.save(folder / "second"))
         found["load"] = growth(lambda: run.load(folder / "second"))
     found["load_model"] = growth(lambda: hydra_ext.load_model(folder / "second", model))

@@ -1,4 +1,4 @@
-"""Files whose n-th operation fails, or that know what a loss of power would leave."""
+"""Files whose n-th operation fails, and files that know the state of the disk after a loss of power."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _wrapped(name: str) -> Callable[..., Any]:
         try:
             limit = self.before(name)
         except OSError:
-            if name == "close":  # as on Linux: it is closed all the same
+            if name == "close":  # as on Linux, the file is closed even if close fails
                 real(self, *args)
             raise
         if limit is not None and name in ("read", "write"):
             args = (args[0], args[1][:limit], *args[2:])
-        result = None if name == "sync" else real(self, *args, **options)  # which is slow
+        result = None if name == "sync" else real(self, *args, **options)  # syncs are slow
         self.after(name, result, *args, **options)
         return result
 
@@ -58,7 +58,7 @@ class FailingFiles(CountingFiles):
     """Fails in the n-th operation, from 1, and in all later ones if ``lasting``.
 
     Args:
-        code: The error's code; None for a read or write that is cut to one byte, which is no failure.
+        code: The error's code; None to cut a read or write to one byte, which is no failure.
     """
 
     def __init__(self, n: int, code: int | None, *, lasting: bool = False) -> None:
@@ -105,7 +105,7 @@ class _Folder:
 
 
 class PowerLossFiles(CountingFiles):
-    """Works on a real folder until the n-th operation, and knows what a disk would have then.
+    """Works on a real folder until the n-th operation, and knows the state of the disk after a loss of power then.
 
     A file's bytes are safe after ``sync`` of it, a folder's names after ``sync`` of it.
     """
@@ -163,11 +163,12 @@ class PowerLossFiles(CountingFiles):
             node.safe = Path(f"/proc/self/fd/{descriptor}").read_bytes()
 
     def leave(self, target: Path, *, names: str, seed: int = 0) -> None:
-        """Makes a folder in a state that may be found after the loss of power.
+        """Makes a folder in a possible state after the loss of power.
 
         Args:
-            names: "safe": those that were made so; "now": all, as if folders had been written by themselves, but no
-                file's bytes; "some": each change of a name may have been written or not, a renaming as one.
+            names: Names that the folder has. "safe": those that a sync has written; "now": all, as if folders had been
+                written without a sync, but no file's bytes; "some": each change of a name may have been written or not.
+                A renaming counts as one change.
         """
         status = os.stat(self._root)
         self._leave(self._nodes[status.st_dev, status.st_ino], target, names, random.Random(seed))

@@ -46,7 +46,7 @@ class InterruptedFiles(CountingFiles):
 
 # ---- pipelines ------------------------------------------------------------------------------------------------------
 def rotate(folder: Path, spares: Path) -> None:
-    """Does to a folder what a save with ``keep=1`` does, with the checkpoints in ``spares`` in turn."""
+    """Changes a folder as a save with ``keep=1`` does, with the checkpoints in ``spares`` in turn."""
     there = sorted(each.name for each in folder.iterdir())
     number = int(there[-1].removeprefix("step-")) + 1 if there else 1
     sources = sorted(spares.glob("*/step-*"))

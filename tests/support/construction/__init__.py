@@ -1,1 +1,1 @@
-"""Models that are built in parts, and what that takes."""
+"""Models that are built in parts, and the memory that this takes."""

@@ -1,7 +1,7 @@
 """Builds models of some hundred MiB in parts, and prints the bytes of tensors meanwhile, as JSON.
 
-Run as ``python -m support.construction.construction_memory`` by observe(), in a process of its
-own with the malloc hook preloaded.
+Run as ``python -m support.construction.construction_memory`` by observe(), in a process of its own with the malloc hook
+preloaded.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Held:
         whole: Bytes of all parameters.
         largest: Bytes of the largest parameter.
         filled: Bytes of the filled parameters.
-        ordinary_peak, materialize_peak, fill_peak: of tensors, the most at one time beyond what was there before; of
-            the ordinary constructor, of materialize(), of fill().
+        ordinary_peak, materialize_peak, fill_peak: Most bytes of tensors at one time, above those before, in the
+            ordinary constructor, in materialize() and in fill().
         materialize_left, fill_left: Bytes of tensors afterwards.
-        resident_after_materialize, resident_after_fill: what the system has given the process meanwhile and not got
-            back, of whatever kind. What was free before is used again first: look at the first model only.
+        resident_after_materialize, resident_after_fill: Growth of the process's resident memory. Memory that was free
+            before is used again first, so only the first model's figures are meaningful.
     """
 
     whole: int
@@ -144,7 +144,7 @@ def _main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    _measure(lambda: _llama(layers=4, width=32))  # what libraries and we allocate once
+    _measure(lambda: _llama(layers=4, width=32))  # libraries and hydra_ext allocate their permanent memory
     with tempfile.TemporaryDirectory() as folder:
         held = {
             "library": _measure(_llama),

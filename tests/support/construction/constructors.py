@@ -1,4 +1,4 @@
-"""Constructors of many kinds, which differ in how parameters get their numbers, and in what depends on them."""
+"""Constructors that differ in how parameters get their numbers, and in what depends on these numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offloads models of 256 MiB that were built without memory, and prints what the process took of it at its highest.
+"""Offloads models of 256 MiB that were built without memory, and prints the process's peak memory, as JSON.
 
 Run as ``python -m support.construction.materialized_memory FOLDER`` by observe(), in a process of its own.
 """
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Taken:
-    """Bytes.
+    """Measured bytes.
 
     Attributes:
-        peak: of the process, beyond what it had before: building, entering, leaving.
-        arena, expected_arena: of the blocks' homes, and what the formula says.
-        foreign: of parameters that are not in them.
-        largest_block, largest_parameter: of one.
+        peak: Peak memory of the process, above its memory before, while a model is built and offloaded.
+        arena, expected_arena: Bytes of the blocks' homes, measured and by the formula.
+        foreign: Bytes of parameters that are outside these homes.
+        largest_block, largest_parameter: Bytes of the largest one.
     """
 
     peak: int
@@ -41,7 +41,7 @@ class Taken:
 
 
 def observe(folder: Path) -> dict[str, Taken]:
-    """By where the numbers come from."""
+    """Returns the bytes of each model, by the source of its numbers: "files" or "numbers"."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.construction.materialized_memory", str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -81,7 +81,7 @@ def _measure(build: Callable[[], nn.Module], weights: Path | None = None) -> Tak
             seen["largest_block"] = max(block.nbytes for block in run.layout.blocks)
             seen["largest_parameter"] = max(parameter.nbytes for parameter in model.parameters())
 
-    gc.collect()  # a model before this one
+    gc.collect()  # frees the model before this one
     return Taken(peak=growth(work), **seen)
 
 
@@ -96,7 +96,7 @@ def _main() -> None:
     torch.set_num_threads(1)
     make = SimulatedPlace.make_arena
     SimulatedPlace.make_arena = lambda self: _arenas.append(make(self)) or _arenas[-1]  # type: ignore[method-assign]
-    _measure(lambda: _build(layers=4, width=32))  # what libraries and we allocate once
+    _measure(lambda: _build(layers=4, width=32))  # libraries and hydra_ext allocate their permanent memory
     folder = Path(sys.argv[1])
     model: Any = _build()
     model.save_pretrained(folder, max_shard_size="100MB")

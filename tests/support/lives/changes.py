@@ -20,7 +20,7 @@ Seen = list[Any] | None
 
 
 def bytes_known(side: Side) -> None:
-    """For raw access inside a context: waits for updates before, and reports the write afterwards."""
+    """Around raw access inside a context: waits for updates first, and reports the write afterwards."""
     if side.run is not None:
         side.run.sync()
 
@@ -226,11 +226,11 @@ def sync(side: Side) -> Seen:
     return []
 
 
-# ---- forms of parameters, which a run has from its beginning --------------------------------------------------------
+# ---- forms of parameters, which must not change during a run ---------------------------------------------------------
 
 
 def reform(side: Side, *, which: int, how: str) -> Seen:
-    """A parametrization or a pruning of a linear layer, with the optimizer made anew: outside of the context only."""
+    """Parametrizes or prunes a linear layer, and makes a new optimizer. Works outside of the context only."""
     linears = [module for module in side.model.modules() if isinstance(module, nn.Linear)]
     linear = linears[which % len(linears)]
     tied = sum(module._parameters.get("weight") is linear._parameters.get("weight") for module in side.model.modules())

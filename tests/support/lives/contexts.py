@@ -14,8 +14,8 @@ from support.lives.subjects import MODELS
 
 BUDGETS = ("tight", "middling", "roomy")
 DEVICES = ("plain", "asynchronous", "slow", "slow and asynchronous")
-# Not among them: Compress, by which a weight's gradient is only as near as its bound, and Offload("dynamic"), which
-# needs a budget of the stash's own.
+# Left out are Compress, whose gradients are only exact up to its bound, and Offload("dynamic"), which needs a budget of
+# the stash's own.
 ACTIVATIONS = ("none", "keep", "offload", "conv", "recompute", "recompute the first")
 RANDOM_STATES = 5 * 6000
 SPEED = 2e7  # bytes a second of a slow host's memory: an update takes longer than a forward
@@ -47,7 +47,7 @@ def budget_of(side: Side, kind: str, activations: str, blocks: list[str] | None)
     except BudgetTooSmall as error:
         smallest = error.smallest_budget
     room = MODELS[side.program.model].room[side.program.wide]
-    # A repeated call keeps a random state of five thousand bytes.
+    # Each call that is repeated keeps a random state of five thousand bytes.
     states = RANDOM_STATES if activations.startswith("recompute") else 0
     return 2 * smallest + (2**13 + 4 * room + states if kind == "tight" else 2**15 + 8 * room + 4 * states)
 
@@ -125,7 +125,7 @@ def report_left(side: Side, run: hydra_ext.Run) -> None:
 
 
 def passed(side: Side) -> list[str]:
-    """Lists the conditions between operations that the run violates."""
+    """Lists the conditions that hold between operations and that the run violates."""
     if side.run is None:
         return []
     run = side.run

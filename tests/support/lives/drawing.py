@@ -110,7 +110,7 @@ def _scaled(r: random.Random, _: Program) -> Op:
     return op("scaled", data=_data(r), microbatches=r.choice([1, 2]), whole=whole, norm=r.choice([0.0, 0.1]))
 
 
-# The weight of each in draws.
+# The relative frequency of each kind of operation.
 _DRAWS: dict[Draw, int] = {
     _train: 16,
     _rounds: 14,
@@ -155,12 +155,12 @@ _DRAWS: dict[Draw, int] = {
 }
 
 
-# The second follows the first at some time.
+# After each operation named first, the second is inserted at a random later place.
 _PAIRS = {"save": op("load"), "keep_state": op("take_state")}
 
 
 def program_of(seed: int | random.Random, *, without: frozenset[str] = frozenset(), stash: bool = False) -> Program:
-    """The program of a number; what is named in ``without`` (see :func:`named`) is taken out of it afterwards.
+    """The program of a number, without the operations named in ``without`` (see :func:`named`).
 
     With ``stash``, tensors saved for backward leave the device, and weights stay.
     """
@@ -195,7 +195,7 @@ def named(step: Op) -> set[str]:
 
 
 def _simpler(step: Op, without: frozenset[str]) -> Op:
-    """Replaces the entry of a context by the simplest one."""
+    """Replaces the arguments of an "enter" that ``without`` names by the simplest ones."""
     simplest = {
         "budget": "roomy",
         "device": "plain",
@@ -212,7 +212,7 @@ def _simpler(step: Op, without: frozenset[str]) -> Op:
     return op(step.name, **{**step.arguments, **changed}) if step.name == "enter" else step
 
 
-# What leaves no module with a state that is not its parameters', and that of the other side.
+# Operations after which the modules' own state is equal on both sides.
 _WITH_STATE: tuple[Draw, ...] = (
     _rounds,
     _rounds,

@@ -1,7 +1,7 @@
 """A training as data: the model and optimizer, and the operations on them in order.
 
-Data, not a state machine: a program can be drawn from a number, printed as a script that runs it, made shorter by
-leaving operations out, and run again with a defect put back.
+A program is data, not a state machine. So it can be drawn from a number, printed as a script that runs it, shortened by
+leaving out operations, and run again with a defect put back.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ class Program:
         wide: Matrices have 16 KiB or more, so that their home can be the disk.
         bf16: The model is in bfloat16.
         half: The optimizer has the first half of the parameters, until an operation adds the rest.
-        looks: everything is compared after each operation; else losses, random states and the budget are, and the rest
-            where an operation looks. Looking waits for updates under way, which hides what goes wrong in them.
+        looks: Whether everything is compared after each operation. If not, only losses, random states and the budget
+            are, and everything after the operation "look". A comparison waits for updates under way, which can hide
+            their errors.
     """
 
     model: str

@@ -65,7 +65,7 @@ class Side:
     randomness: Randomness = field(init=False)
     threads: set[threading.Thread] = field(init=False)
     run: hydra_ext.Run | None = None
-    inside: bool = False  # of a context, or beside the other side's
+    inside: bool = False  # whether this side, or the other one, is in a context
     stash: hydra_ext.stash | None = None
     structure: int = 0
     schedules: list[Any] = field(default_factory=list)

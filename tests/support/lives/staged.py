@@ -49,7 +49,7 @@ class StagedProgram:
 
 
 class Whole(nn.Module):
-    """The stages' layers after each other."""
+    """All stages' layers, one after another."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

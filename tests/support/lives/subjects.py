@@ -32,7 +32,7 @@ class Body(nn.Module):
 
 
 class Layered(Body):
-    """Layers after each other, with or without draws from Python's and numpy's random numbers."""
+    """Layers one after another, with or without draws from Python's and numpy's random numbers."""
 
     def __init__(self, width: int, layers: int, *, drops: bool) -> None:
         super().__init__()
@@ -117,8 +117,8 @@ class Recurrent(Body):
 class Experts(nn.Module):
     """Each sample goes to the expert that its own numbers choose; some experts may see none.
 
-    There are four, so that all parameters have whole vectors of 16 bytes: where several lie in one buffer, others after
-    them would begin at odd addresses, from which plain PyTorch computes other last bits.
+    There are four, so that the size of each parameter is a multiple of 16 bytes. Otherwise, if several lie in one
+    buffer, later ones would begin at unaligned addresses, from which plain PyTorch computes other last bits.
     """
 
     def __init__(self, width: int) -> None:
@@ -187,8 +187,8 @@ class Subject:
     """A model, and the kind of its data: "numbers", "pictures" or "words".
 
     Attributes:
-        room: device bytes that one microbatch takes beside weights, in fp32, narrow and wide.
-        draws: Python's or numpy's random numbers.
+        room: Device bytes that one microbatch takes beside weights, in fp32: of the narrow and of the wide model.
+        draws: Whether it draws random numbers from Python or numpy.
     """
 
     make: Callable[[int], nn.Module]
@@ -206,7 +206,7 @@ MODELS: dict[str, Subject] = {
     "text": Subject(lambda width: Text(width, tied=False, dropout=0.1), "words", (48_000, 230_000)),
     "drawing": Subject(Drawing, "numbers", (8_000, 45_000), draws=True),
 }
-STATELESS = (*MODELS,)  # but for running statistics
+STATELESS = (*MODELS,)  # except for running statistics
 MODELS |= {
     name: Subject(lambda width, layer=layer: Stateful(width, layer), "numbers", (12_000, 80_000))  # type: ignore[misc]
     for name, layer in LAYERS_OF.items()
@@ -235,7 +235,7 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "DelayCorrectedAdamW": lambda parameters: optim.DelayCorrectedAdamW(parameters, lr=1e-2),
     "Muon": _muon,
 }
-# Native ones: their update runs behind the next forward, and only their state can go to the disk.
+# Native optimizers: their update runs behind the next forward, and only their state can go to the disk.
 HOST_OPTIMIZERS = ("SGD", "Adam", "AdamW", "AdamW with moments in bf16", "AdamW with a master in fp32")
 FP32_ONLY = ("NAdamW", "DelayCorrectedAdamW", "Muon")
 

@@ -116,7 +116,7 @@ def _loop(
             (loss / divisor).backward()
             seen.append(loss.detach())
     finally:
-        torch.set_rng_state(before)  # the seeds are drawn from it; what microbatches draw is theirs
+        torch.set_rng_state(before)  # the seeds are drawn from this state; draws of the microbatches do not change it
     if norm:
         seen += clip(side, norm=norm) or []
     side.optimizer.step()

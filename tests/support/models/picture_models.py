@@ -1,5 +1,8 @@
-"""Convolutional networks of three shapes, all with batch statistics: residual with downsampling and dropout; one plain
-chain with activations in place, as VGG's; a U-Net. Their blocks have numbers for names."""
+"""Convolutional networks of three shapes, all with batch statistics, whose blocks have numbers for names.
+
+They are a residual network with downsampling and dropout, a plain chain with activations in place like VGG's, and a
+U-Net.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Classifier(nn.Module):
 
 
 class Chain(nn.Module):
-    """Pairs of convolutions, activations in place, pooling; two linear layers with dropout at the end."""
+    """Pairs of convolutions with activations in place and pooling, and two linear layers with dropout at the end."""
 
     def __init__(self) -> None:
         super().__init__()

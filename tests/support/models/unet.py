@@ -24,7 +24,7 @@ class ConvBlock(nn.Module):
 class UNet(nn.Module):
     """Predicts a number for each pixel: ``forward(pixels, targets)`` returns the mean squared error.
 
-    The way up uses tensors of the way down: the first block's output is last used in the last but one operation.
+    The up path uses tensors of the down path: the first block's output is last used in the last operation but one.
     """
 
     def __init__(self, channels: tuple[int, ...] = (16, 24, 32)) -> None:

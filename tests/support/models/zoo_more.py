@@ -242,7 +242,7 @@ class Dynamic(Residual):
 
 
 class Experts(nn.Module):
-    """Tokens choose their expert, so microbatches take different ways."""
+    """Tokens choose their expert, so microbatches take different paths."""
 
     def __init__(self, width: int = 16, experts: int = 5, depth: int = 3) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Experts(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch statistics, and weights whose spectral norm is estimated in buffers as they are used."""
+    """A network with batch statistics, and with weights whose spectral norm is estimated in buffers in each forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Pipelines of small stages in several processes, and what ranks do in tests of them."""
+"""Pipelines of small stages in several processes, and the work of their ranks in tests."""

@@ -23,7 +23,7 @@ SAVED = 3  # steps before the save
 
 @dataclass(frozen=True)
 class Kind:
-    """A pipeline of two ranks: more than a case says.
+    """A pipeline of two ranks: a case, and further options.
 
     Attributes:
         options: Options of the pipeline.
@@ -65,7 +65,7 @@ def state(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def save_and_go_on(rank: int, cases: Sequence[Case], folder: Path) -> list[Any]:
-    """Of each case: what the losses of all steps were, and the state after them."""
+    """Returns, for each case, the losses of all steps and the final state. Saves in between."""
     results = []
     for number, case in enumerate(cases):
         model = case.subject.make()
@@ -78,7 +78,10 @@ def save_and_go_on(rank: int, cases: Sequence[Case], folder: Path) -> list[Any]:
 
 
 def load_and_go_on(rank: int, cases: Sequence[Case], folders: Sequence[Path]) -> list[Any]:
-    """Of each case, for each folder: the same, from the checkpoint on; begun from other numbers."""
+    """Returns, for each case and folder, the losses after the checkpoint and the final state.
+
+    Each model begins with other numbers, which the load replaces.
+    """
     results = []
     for number, case in enumerate(cases):
         for folder in folders:
@@ -96,7 +99,7 @@ def load_and_go_on(rank: int, cases: Sequence[Case], folders: Sequence[Path]) ->
 
 # ---- the same number of ranks ---------------------------------------------------------------------------------------
 def trained(pipe: Pipeline, kind: Kind, model: nn.Module, schedules: Sequence[Any], first: int, last: int) -> list[Any]:
-    """Losses, norms, those of an evaluation after each step, and random numbers that the caller draws.
+    """Returns losses, norms, the losses of an evaluation after each step, and random numbers drawn after it.
 
     Each replica has a step's microbatches in another order.
     """
@@ -113,7 +116,10 @@ def trained(pipe: Pipeline, kind: Kind, model: nn.Module, schedules: Sequence[An
 
 
 def interrupted(rank: int, kinds: Sequence[Kind], folder: Path) -> list[list[Any]]:
-    """Of each kind: what the steps after the save gave, and the state; as it was, and as it is from the checkpoint."""
+    """Returns the results of the steps after the save, and the state, of each kind.
+
+    They are in two lists: of trainings that went on, and of trainings that loaded the checkpoint.
+    """
     results = []
     for number, kind in enumerate(kinds):
         for loads in (False, True):
@@ -123,7 +129,7 @@ def interrupted(rank: int, kinds: Sequence[Kind], folder: Path) -> list[list[Any
                 prepare(pipe, kind.case, model)
                 schedules = schedules_of(pipe, kind)
                 torch.manual_seed(rank)
-                trained(pipe, kind, model, schedules, 0, 1 if loads else SAVED)  # a load undoes what was done
+                trained(pipe, kind, model, schedules, 0, 1 if loads else SAVED)  # the load undoes this step
                 if loads:
                     pipe.load(folder / str(number), schedule=schedules)
                 else:
@@ -154,7 +160,7 @@ def load_and_save(rank: int, kind: Kind, source: Path, target: Path) -> list[str
 
 
 def read_as_weights(rank: int, case: Case, checkpoint: Path) -> tuple[str, list[str]]:
-    """Why the pipeline could not be made, and which parameters have numbers; wrong ones are an error."""
+    """Returns the error of making the pipeline, and the names of parameters with numbers, which must be right."""
     model = hydra_ext.materialize(case.subject.build, weights=checkpoint).train()
     expected = case.subject.make()
     hydra_ext.load_model(checkpoint.with_name("whole"), expected)
@@ -171,7 +177,7 @@ def read_as_weights(rank: int, case: Case, checkpoint: Path) -> tuple[str, list[
 
 
 def holds_its_own(tensor: Tensor) -> bool:
-    """What stands in for another stage's parameters repeats one element."""
+    """Whether the tensor has memory for all its elements; a stand-in for another stage's parameter has not."""
     return tensor.untyped_storage().nbytes() >= tensor.nbytes
 
 

@@ -39,8 +39,10 @@ def _train(pipe: Pipeline, steps: int = STEPS) -> list[Any]:
 
 
 def losses_after_the_end(rank: int, folder: Path) -> tuple[list[bool], list[float]]:
-    """Which losses were known when the pipeline had ended, and all of them. The last rank's are late: it makes its
-    last update when the others are ending the pipeline."""
+    """Returns which losses were known when the pipeline had ended, and all losses.
+
+    The last rank makes its last update while the others are already ending the pipeline.
+    """
 
     class Late(torch.optim.SGD):
         updates = 0
@@ -61,8 +63,10 @@ def losses_after_the_end(rank: int, folder: Path) -> tuple[list[bool], list[floa
 
 
 def close_late(rank: int, late: bool, folder: Path) -> list[torch.Tensor]:
-    """The weights after a training whose first rank comes late to its end: when the others would be gone, did they
-    not wait for it. By the clock no rank waits here."""
+    """Returns the weights after a training. With ``late``, the first rank closes its pipeline late.
+
+    The others must wait for it. The time that a rank allows for last messages is 0 here, so none waits by the clock.
+    """
     pipeline._LAST_MESSAGES = 0.0
     stages = pipelines.make_stages(3)
     pipe = Pipeline(None, pipelines.sgd, stages=stages, schedule="2bw", microbatches=4, seed=5)
@@ -78,8 +82,10 @@ def close_late(rank: int, late: bool, folder: Path) -> list[torch.Tensor]:
 
 
 def close_alone(rank: int, how: str, folder: Path) -> None:
-    """The last of three ranks does not come to the end: it is killed, or Python ends there; how the others end. If it
-    is killed the first knows of it before it ends."""
+    """Records how two ranks end if the last one does not close the pipeline: it is killed, or Python exits there.
+
+    If it is killed, the first rank knows of that before it closes.
+    """
 
     def body(_: dict[str, Any]) -> None:
         pipe = Pipeline(
@@ -123,7 +129,7 @@ def end_of_a_link(rank: int, expected: int) -> list[str]:
         except RankFailed as error:
             taken.append(str(error))
     elif end is not None:
-        with suppress(RankFailed):  # the other rank may have said by now that it misses the second
+        with suppress(RankFailed):  # the other rank may already have reported that the second one is missing
             for number in range(2):
                 end.put(Message(0, number, 2, (torch.tensor(float(number)),)))
     dist.barrier()

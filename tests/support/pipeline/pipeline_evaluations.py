@@ -1,4 +1,4 @@
-"""An evaluation whose first stage is much faster than the one that it sends to."""
+"""An evaluation whose first stage is much faster than the second."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hydra_ext.pipeline import Pipeline
 from support.pipeline import pipelines
 
 COUNT = 12
-_WIDE = 250_000  # far more than a connection takes before it is read
+_WIDE = 250_000  # elements: far more than a connection buffers before they are read
 
 
 class Fast(nn.Module):
-    """Notes how many messages were not delivered when each of its forwards began."""
+    """Notes the number of undelivered messages at the beginning of each forward."""
 
     def __init__(self) -> None:
         super().__init__()

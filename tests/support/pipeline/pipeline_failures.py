@@ -1,4 +1,4 @@
-"""Ranks of a pipeline of which one fails, and the reactions of the others."""
+"""A rank of a pipeline that fails, and the reactions of the others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Failing:
 
     Attributes:
         how: "kill", "raise", "stop", "interrupt" or "leave".
-        backward: in the backward, else in the forward.
-        replicas: it is the last one's stage.
+        backward: Whether it fails in the backward rather than in the forward.
+        replicas: Number of replicas; the last one has the stage that fails.
     """
 
     how: str
@@ -82,7 +82,7 @@ def fail(how: str, folder: Path) -> None:
 
 
 def train(rank: int, failing: Failing, folder: Path) -> None:
-    """Trains, and writes the error it ended with and its time."""
+    """Trains, and writes the rank's final error and its time."""
     stages = pipelines.make_stages(failing.stages)
     if rank % failing.replicas == failing.replicas - 1:
         stages[failing.stage] = Trap(stages[failing.stage], failing, 4, folder)
@@ -114,7 +114,11 @@ def left_behind() -> dict[str, Any]:
 
 
 def train_after_failures(rank: int) -> tuple[list[dict[str, Any]], list[str], list[float]]:
-    """Pipelines that fail on the last rank; what each leaves, and raises; and the losses of one that does not."""
+    """Runs two pipelines that fail on the last rank, and one that does not.
+
+    Returns:
+        Threads and groups that each has left, the errors of the first two, and the losses of the third.
+    """
     left, errors = [], []
     for failing in (True, True, False):
         calls = []
@@ -140,7 +144,7 @@ def train_after_failures(rank: int) -> tuple[list[dict[str, Any]], list[str], li
 
 
 def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]) -> None:
-    """Writes a record of the error that a rank ended with, and its time."""
+    """Writes a record of a rank's final error and its time."""
     record: dict[str, Any] = {"error": "", "kind": ""}
     try:
         body(record)
@@ -154,7 +158,7 @@ def leave_record(rank: int, folder: Path, body: Callable[[dict[str, Any]], None]
 def run_to_the_end(
     body: Callable[..., None], *arguments: Any, folder: Path, size: int, without: Collection[int] = ()
 ) -> dict[int, dict[str, Any]]:
-    """The records that ``body(rank, *arguments)`` left in each rank; of some of them the end is not waited for."""
+    """Runs ``body(rank, *arguments)`` in each rank, and returns the records. Does not wait for ranks in ``without``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "hydra_ext"])
     processes = [
@@ -163,7 +167,7 @@ def run_to_the_end(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 300.0  # what hangs fails; starting takes long on a busy machine
+    deadline = time.monotonic() + 300.0  # ranks that hang fail; the start takes long on a busy machine
     others = [process for rank, process in enumerate(processes) if rank not in without]
     for process in others:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -12,7 +12,7 @@ from support.pipeline import pipelines
 
 
 def errors(rank: int, kinds: list[str]) -> list[str]:
-    """Of each schedule with a weight that the first and the last stage share: how its first step is refused."""
+    """Returns each schedule's error in its first step, if the first and the last stage share a weight."""
     found = []
     for kind in kinds:
         for plain in (False, True):

@@ -1,4 +1,4 @@
-"""One link between two ranks: messages of many layouts, expected at many moments."""
+"""One link between two ranks: messages of many layouts, which are expected early or late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUTS = (
     ((torch.float64, (300, 70)),),
     (),
 )
-WORDY = tuple((torch.float32, (1, 2, 1, number)) for number in range(1, 30))  # more than one header holds
+WORDY = tuple((torch.float32, (1, 2, 1, number)) for number in range(1, 30))  # too many shapes for one header
 
 
 def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
@@ -42,17 +42,17 @@ def tensors(layout: Any, number: int) -> tuple[Tensor | None, ...]:
 
 
 def _lying(values: Tensor, way: int) -> Tensor:
-    """Other places in memory, as which they have to arrive; ways 3 and 4 are not the same values any more."""
+    """Returns a tensor with another layout in memory, which has to arrive. Ways 3 and 4 change the values, too."""
     rows, columns = values.shape
     if way == 0:  # in another order
         return values.t().contiguous().t()
-    if way == 1:  # with gaps, and not from where memory begins
+    if way == 1:  # with gaps, and an offset
         return values.repeat(1, 2)[:, columns:]
-    if way == 2:  # in another order, each element apart
+    if way == 2:  # in another order, with gaps between all elements
         return values.t().repeat(2, 1).t()[:, ::2] if columns > 1 else values
-    if way == 3:  # one row for all of them
+    if way == 3:  # all rows in one memory
         return values[:1].expand(rows, columns)
-    if way == 4:  # in windows that overlap
+    if way == 4:  # rows that overlap
         return values.flatten().repeat(2).unfold(0, columns, 2)[:rows] if rows and columns > 1 else values
     return values
 
@@ -83,12 +83,14 @@ def exchange(
     most_abandoned: int = 1000,
     in_step: bool = False,
 ) -> list[dict[str, Any]]:
-    """For each program what arrived wrong, and what was received ahead.
+    """Returns, for each program, the errors in arrived messages, and the number of messages received ahead.
 
-    A program is a layout for each message, and for each how many messages are expected ahead of it when it is taken.
+    A program has, for each message, its layout and the number of later messages that are already expected when it is
+    taken.
 
     Args:
-        in_step: each message is sent once it is expected, so that its header comes after its receives are posted.
+        in_step: Whether each message is sent only after it is expected, so that its header comes after its receives are
+            posted.
     """
     pipeline_links._MOST_ABANDONED = most_abandoned
     results = []

@@ -1,4 +1,4 @@
-"""Bytes of a rank of a pipeline on a simulated device, measured and by the formulas."""
+"""Device bytes of a pipeline's rank on a simulated device, measured and by the formulas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hydra_ext.schedule import make
 from hydra_ext.split.stage_program import StagePass, StageProgram
 
 ROWS, WIDTH, LAYERS = 64, 128, 3
-INPUT_BYTES = ROWS * WIDTH * 4  # what arrives at a stage for one microbatch
-ACTIVATION_BYTES = LAYERS * ROWS * WIDTH * 4  # a layer keeps its result; a product's input is the result before it
+INPUT_BYTES = ROWS * WIDTH * 4  # arrive at a stage for one microbatch
+ACTIVATION_BYTES = LAYERS * ROWS * WIDTH * 4  # each layer keeps its result, the next product's input
 WEIGHT_BYTES = LAYERS * WIDTH * WIDTH * 4
 
 

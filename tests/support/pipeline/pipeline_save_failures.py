@@ -107,11 +107,11 @@ def flip(checkpoint: Path, file: str, place: int) -> None:
 
 
 def damaged_loads(rank: int, folder: Path, places: list[tuple[str, int]]) -> dict[str, Any]:
-    """In the newest checkpoint one byte after the other is flipped, and flipped back.
+    """Loads while one bit of the newest checkpoint is flipped, for each place in turn.
 
     Returns:
-        What was heard of each, whether the training was as before, and the losses of its next step, of a training that
-        makes these loads and of one that does not.
+        The error of each load, whether it left the training unchanged, and the losses of the next steps, without and
+        with these loads.
     """
     heard, unchanged, losses = [], [], []
     with pipeline() as pipe:
@@ -140,7 +140,7 @@ def saves_once(rank: int, folder: Path) -> None:
 
 
 def refused_loads(rank: int, folder: Path, forged: list[Path]) -> list[list[Any]]:
-    """What was heard of each, and whether the training was as before; the true one is loaded in the end."""
+    """Returns the error of each load, and whether it left the training unchanged. Loads the true one at the end."""
     heard: list[list[Any]] = []
     with pipeline() as pipe:
         step(pipe, 5)

@@ -1,4 +1,4 @@
-"""Ranks of which one fails during the set-up of the pipeline, and the reactions of the others."""
+"""A rank that fails during the set-up of a pipeline, and the reactions of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hydra_ext.pipeline.ranks.groups import Groups
 from support.pipeline import pipelines
 from support.pipeline.pipeline_failures import fail, leave_record
 
-FAILING = 1  # of two ranks
+FAILING = 1  # the second of two ranks
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class FailingSetUp:
 
     Attributes:
         how: "kill" or "raise".
-        where: "optimizer" and "builder", functions of the user's for a stage; "rehearsal", his fn; "connecting", as
-            some process groups are made and others not; "copying", as replicas get the first one's weights.
+        where: "optimizer" or "builder", the user's functions for a stage; "rehearsal", the user's ``fn``; "connecting",
+            when some process groups have been made and others have not; "copying", when replicas get the first one's
+            weights.
     """
 
     how: str
@@ -38,7 +39,7 @@ class FailingSetUp:
 
 
 def set_up(rank: int, failing: FailingSetUp, folder: Path) -> None:
-    """Writes the error it ended with, and when; the rank that failed stays as it is then, as in a notebook."""
+    """Sets up a pipeline, and writes the rank's error and its time. The failed process stays, as in a notebook."""
 
     def trap(where: str) -> None:
         if rank == FAILING and failing.where == where:
@@ -87,7 +88,7 @@ def _begin(failing: FailingSetUp, trap: Callable[[str], None], record: dict[str,
         Pipeline(model, optimizer, **options).prepare(pipelines.make_microbatch(0, 0), fn)
         return
     if failing.where == "optimizer":
-        options["budget"] = "1 MiB"  # the other rank has a device by then
+        options["budget"] = "1 MiB"  # the other rank already has a device then
     try:
         Pipeline(None, optimizer, stages=[lambda stage=stage: build(stage) for stage in range(count)], **options)
     finally:
@@ -107,7 +108,7 @@ class Masked(nn.Module):
 
 
 def replicas_with_expanded_buffers(rank: int) -> list[str]:
-    """The loss of two replicas with the same buffer; then the error of two with others."""
+    """Returns the loss of two replicas with equal buffers, and the error of two with different ones."""
     told = []
     for value in (0.5, 0.5 + rank):
         try:

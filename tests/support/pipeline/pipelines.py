@@ -31,7 +31,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x += 0.0  # what arrives may be written to
+        x += 0.0  # a stage may write to its input
         return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
 
 
@@ -114,23 +114,23 @@ class Case:
     steps: int = 20
     max_norm: float | None = None
     dropout: float = 0.0
-    checkpoints: bool = False  # around each layer, by the pipeline's stages only
+    checkpoints: bool = False  # whether the pipeline's stages, not the reference, checkpoint each layer
     recompute: bool = False
     budget: int | None = None
     replicas: int = 1
-    counts: tuple[int, ...] = ()  # microbatches of each step, where they differ
-    decays: bool = False  # the learning rate, after each step
-    drains: tuple[int, ...] = ()  # after which steps
-    evaluates: bool = False  # after each step
-    spoils: tuple[int, int] | None = None  # a replica and a step: one of its microbatches has a loss that is no number
-    waits: bool = False  # in each forward, for the gradients of the last step: the next action finds them
+    counts: tuple[int, ...] = ()  # microbatches of each step, if they differ
+    decays: bool = False  # whether the learning rate decays after each step
+    drains: tuple[int, ...] = ()  # steps that a drain follows
+    evaluates: bool = False  # whether an evaluation follows each step
+    spoils: tuple[int, int] | None = None  # a replica and a step: one of its microbatches has the loss NaN
+    waits: bool = False  # whether each forward waits until the gradients of the last step are summed
 
     def count(self, step: int) -> int:
         return self.counts[step % len(self.counts)] if self.counts else self.microbatches
 
 
 def schedule_of(case: Case) -> str | schedule.Schedule:
-    """The built-in one by name; "-sync" with vertical sync, "-ahead" with one ahead, "-text" as users write it."""
+    """Returns the built-in schedule: "-sync" with vertical sync, "-ahead" with one ahead, "-text" parsed from text."""
     options = {"stages": case.stages, "microbatches": case.microbatches}
     if case.schedule == "pipedream-sync":
         return schedule.make("pipedream", vertical_sync=True, **options)
@@ -160,7 +160,12 @@ class Trained:
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
 def pipeline_of(case: Case, stages: list[nn.Module], make: Any = None, *, poisons: bool = True) -> Pipeline:
-    """``make``: another optimizer than the case's. ``poisons``: hosts, where the case has a budget."""
+    """Makes the pipeline of a case.
+
+    Args:
+        make: Makes another optimizer than the case's.
+        poisons: Whether hosts are poisoned, if the case has a budget.
+    """
     return Pipeline(
         None,
         make or OPTIMIZERS[case.optimizer],
@@ -183,7 +188,7 @@ def wait_for_gradients(pipe: Pipeline) -> None:
 
 
 def begun_updates(pipe: Pipeline) -> list[tuple[int, int]]:
-    """Updates that are made behind the actions that run now, by batch and stage."""
+    """Returns the updates that run behind the current actions, by batch and stage."""
     pending = pipe._engine.executor.updates._pending
     return [(batch, stage) for batch, each in pending.items() for stage in each.begun]
 
@@ -222,7 +227,7 @@ def train(rank: int, case: Case) -> dict[str, Any]:
 
 
 def evaluate(pipe: Pipeline, stages: Sequence[nn.Module], data: Any, step: int) -> Sequence[Tensor]:
-    """As users do it: each in turn, with gradients switched off around it, and without."""
+    """Evaluates as users do: from step to step with gradients, with ``no_grad``, or in inference mode."""
     for stage in stages:
         stage.eval()
     with (nullcontext(), torch.no_grad(), torch.inference_mode())[step % 3]:
@@ -252,7 +257,7 @@ def seed_of(replica: int, step: int, microbatch: int) -> int:
 
 
 def recurrence(case: Case, delay: int | Sequence[int]) -> Trained:
-    """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process; of each stage if there are several delays."""
+    """W(t+1) = W(t) - v * grad f(W(max(t - delay, 0))), in one process; by stage if there are several delays."""
     delays = [delay] * case.stages if isinstance(delay, int) else delay
     newest = nn.ModuleList(make_stages(case.stages, dropout=case.dropout))
     versions = [copy.deepcopy(newest)]
@@ -300,7 +305,10 @@ def mean(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def norms_told(case: Case, norms: Sequence[float | None], delay: int) -> list[float | None]:
-    """By each step: of the last update since the step before. A delayed one is made two steps later, or in a drain."""
+    """Returns the norm that each step reports: that of the last update since the step before, None without one.
+
+    A delayed update is made two steps later, or in a drain.
+    """
     told: list[float | None] = []
     made = updates = 0
     for step in range(case.steps):
@@ -333,8 +341,7 @@ def same(ranks: Sequence[dict[str, Any]], expected: Trained, case: Case, delay: 
 
 
 def train_unevenly(rank: int) -> list[str]:
-    """Each rank gives other things: another number of microbatches, another ``max_norm`` than its neighbour, and than
-    its replica. The errors' texts."""
+    """Returns the errors if stages or replicas differ in the number of microbatches, or in ``max_norm``."""
     return [
         _error_of(lambda step: step(4 - rank, None), replicas=1),
         _error_of(lambda step: step(4, 1.0 + rank), replicas=1),

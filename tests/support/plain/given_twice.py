@@ -1,4 +1,4 @@
-"""Microbatches whose tensors are filled anew while the pipeline has still to run a forward on them again."""
+"""Microbatches whose tensors are filled again before the pipeline has repeated its forward on them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("one set of tensors", "views of one tensor", "objects", "objects in obj
 
 
 class Enters(nn.Module):
-    """Writes to what it gets, as a normalisation in place does."""
+    """Writes to its input, as a normalisation in place does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def loss_of(output: Tensor, microbatch: Any) -> Tensor:
 
 
 class Outer:
-    """Its tensors are in an object that it holds."""
+    """A microbatch whose tensors are in an object that it holds."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.inner = SimpleNamespace(tensors=dict(tensors))
@@ -75,7 +75,7 @@ def _train(rank: int, kind: str, *, reuse: bool, recompute: bool) -> list[Tensor
 
 
 def weights(rank: int) -> dict[str, list[Tensor]]:
-    """Of a training without recomputation, and of those with it, whose tensors are new ones in each step, or not."""
+    """Returns the weights without recomputation, and with it: with new tensors in each step, and with reused ones."""
     found = {"": _train(rank, "", reuse=False, recompute=False)}
     for kind in KINDS:
         found[kind] = _train(rank, kind, reuse=False, recompute=True)
@@ -84,7 +84,7 @@ def weights(rank: int) -> dict[str, list[Tensor]]:
 
 
 def gradients(rank: int, write: bool) -> tuple[list[bool], str]:
-    """Which of the microbatches' tensors that require a gradient have got it; the error."""
+    """Returns which of the microbatches' tensors have got the gradient that they require, and the error."""
     stages = [Enters(), *pipelines.make_stages(2)[1:]]
     data = [{key: value.clone() for key, value in each.items()} for each in _buffers("")]
     for each in data:
@@ -99,6 +99,6 @@ def gradients(rank: int, write: bool) -> tuple[list[bool], str]:
                 data[-1]["x"].add_(1)
         pipe.drain()
         pipe.close()
-    except (StateError, RankFailed) as raised:  # the one that fails, and the others, at the latest in close()
+    except (StateError, RankFailed) as raised:  # from both ranks, in close() at the latest
         error = str(raised)
     return [each["x"].grad is not None for each in data], error

@@ -1,4 +1,4 @@
-"""Stages that hand on memory which they, or the data loader, write to again; texts and numbers that never repeat."""
+"""Stages that pass on memory and then write to it again, and messages whose texts and numbers never repeat."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ KEPT = ("buffer", "view of a buffer", "attribute", "list", "parameter", "object"
 
 
 class Keeps(nn.Module):
-    """Writes the number of the microbatch into what it keeps, and hands that on; the last one lets the other rank
-    begin, which has asked for nothing until then."""
+    """Writes the microbatch's number into tensors that it keeps, and passes them on.
+
+    The other rank asks for nothing until the last microbatch lets it begin.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +62,7 @@ class Looks(nn.Module):
 
 
 def numbers_seen(rank: int) -> list[list[set[float]]]:
-    """By microbatch, counted from 1, the values that the second stage has got of each kind."""
+    """Returns the numbers that the second stage has got: by microbatch, and by kind of tensor."""
     stages = [Keeps(), Looks()]
     scratch = SimpleNamespace(kept=torch.zeros(3, 5))
     data = [
@@ -84,7 +86,7 @@ def _link(rank: int, name: str) -> Iterator[tuple[Watch, Outbox | Inbox | None]]
 
 
 def write_too_soon(rank: int) -> str:
-    """The error of the rank that writes to what it has handed on, before the other one asks for it."""
+    """Returns the error of the rank that writes to a sent tensor before the other one asks for it."""
     error = ""
     with _link(rank, "written") as (watch, end):
         tensor = torch.zeros(1000)
@@ -103,7 +105,7 @@ def write_too_soon(rank: int) -> str:
 
 
 def texts_that_never_repeat(rank: int) -> tuple[list[str], int]:
-    """What arrived of messages, every third of which has a text of before; how many texts the end has kept."""
+    """Returns the arrived messages, every third of which repeats a text, and the number of texts that this end kept."""
     texts = [f"{number}" if number % 3 else "again" for number in range(200)]
     texts += [f"{number}" for number in range(200)] + ["", "again"]
     arrived = []
@@ -121,7 +123,7 @@ def texts_that_never_repeat(rank: int) -> tuple[list[str], int]:
 
 
 def steps_with_numbers(rank: int) -> tuple[list[Any], list[int]]:
-    """Metrics of all steps, and how many texts this rank's links have kept."""
+    """Returns the metrics of all steps, and the number of texts that each of this rank's links has kept."""
     found = []
     with Pipeline(None, pipelines.sgd, stages=pipelines.make_stages(2), schedule="1f1b", microbatches=2) as pipe:
         for step in range(100):

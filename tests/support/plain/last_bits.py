@@ -15,7 +15,7 @@ KEPT = 8
 
 
 class Part(nn.Module):
-    """Hands on a part of its result, in another order: with gaps, or not from where memory begins."""
+    """Passes on a part of its result, transposed: with gaps, and with an offset if ``lead`` is not 0."""
 
     def __init__(self, lead: int = 0) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Sums(nn.Module):
 
 
 class Rows(nn.Module):
-    """Each row times a vector: the sum's order depends on where the row begins."""
+    """Multiplies each row by a vector. The order of the sum depends on the address of the row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Rows(nn.Module):
 
 
 class Straight(nn.Linear):
-    """Its bias' gradient is a sum over all rows, of an expanded gradient too."""
+    """A layer whose bias gets the sum of a gradient over all rows, even if this gradient is expanded."""
 
     def __init__(self) -> None:
         super().__init__(31, 31)
 
 
 class Narrow(nn.Linear):
-    """Hands on one of many tokens, and not from where memory begins."""
+    """Passes on one of many tokens, with an offset."""
 
     def __init__(self) -> None:
         super().__init__(40, 104)
@@ -106,7 +106,7 @@ def total(value: Tensor, _: Any = None) -> Tensor:
 
 
 def cases() -> dict[str, tuple[nn.Module, nn.Module, Tensor, Any]]:
-    """Two parts of a model, a microbatch, and what makes the loss of their result."""
+    """Returns two parts of a model, a microbatch and the loss function of each case."""
     torch.manual_seed(0)
     return {
         "gaps": (Part(), Sums(), torch.randn(2, 33, 24), square),
@@ -118,7 +118,7 @@ def cases() -> dict[str, tuple[nn.Module, nn.Module, Tensor, Any]]:
 
 
 def microbatches() -> dict[str, tuple[nn.Module, Tensor, Any]]:
-    """A model, and a microbatch in its place in something larger."""
+    """Returns a model, a microbatch that is a view of a larger tensor, and the loss function of each case."""
     torch.manual_seed(0)
     return {
         "expanded": (Pooled(), torch.randn(3, 1, 31).expand(3, 200, 31), square),
@@ -132,7 +132,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plainly(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any) -> tuple[Tensor, list[list[Tensor]]]:
-    """The loss, and each part's weights after one step; on copies."""
+    """Returns the loss, and each part's weights after one step, of copies of the parts."""
     parts = copy.deepcopy(list(parts))
     value = microbatch
     for part in parts:
@@ -146,7 +146,7 @@ def plainly(parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any) -> tup
 def differing(
     parts: Sequence[nn.Module], microbatch: Tensor, loss_of: Any, held: Sequence[int], **options: Any
 ) -> list[str]:
-    """Lists differences of one step of a pipeline on this rank, which has these parts."""
+    """Lists differences of one step of a pipeline on this rank, which has the parts ``held``."""
     loss, weights = plainly(parts, microbatch, loss_of)
     with Pipeline(None, sgd, stages=list(parts), microbatches=1, **options) as pipe:
         found = [] if torch.equal(pipe.step([microbatch], loss_of).loss, loss) else ["loss"]

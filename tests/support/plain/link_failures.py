@@ -1,4 +1,4 @@
-"""Links between two ranks, of which one fails, and the errors on both ranks, which name it."""
+"""Links between two ranks, one of which fails, and the errors on both, which name the failed one."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ COMMON = ("embed.weight", "scale", "shift", "code")
 
 
 class Tied(Stack):
-    """Each of its ends has the tied weights; between all blocks it reads a frozen weight, a buffer and a tensor."""
+    """A model with tied weights at both ends, which reads a frozen weight, a buffer and a tensor between all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,10 @@ def train(rank: int, schedule: str, replicas: int, materialized: bool) -> dict[s
 
 
 def first_losses(seeds: tuple[int, int]) -> Tensor:
-    """Of the model whose first half one seed made, and whose second, but for what is common, the other."""
+    """Returns the losses of a model whose first half is from one seed and whose second is from the other.
+
+    The tensors that both halves share are from the first seed.
+    """
     first, second = map(seeded, seeds)
     for number in (2, 3):
         first.layers[number] = second.layers[number]
@@ -78,7 +81,7 @@ class Ends(nn.Module):
 
 
 def train_explicit(rank: int, frozen: bool) -> Tensor:
-    """Stages that are given as modules, and have the embedding in common."""
+    """Trains stages that are given as modules and share the embedding. Returns its weights."""
     torch.manual_seed(rank)
     embed = nn.Embedding(VOCABULARY, 32)
     embed.weight.requires_grad_(not frozen)

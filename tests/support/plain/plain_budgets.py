@@ -29,7 +29,7 @@ class Case:
     Attributes:
         kinds: The number of shapes of a step's microbatches.
         stages: The number of stages on two ranks.
-        evicts: Whether the budget is so small that weights make room for others.
+        evicts: Whether the budget is so small that weights are evicted.
     """
 
     subject: str
@@ -43,7 +43,7 @@ class Case:
 
 def data_of(case: Case, step: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    rows = islice(cycle(SHAPES[: case.kinds]), step, step + MICROBATCHES)  # another shape begins each step
+    rows = islice(cycle(SHAPES[: case.kinds]), step, step + MICROBATCHES)  # each step begins with another shape
     views = case.subject == "written views"
 
     def inputs(n: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Ways of giving a model its inputs, for stages of a plain module."""
+"""Models that take their inputs in different ways, for stages of a plain module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 WIDTH = 32
 LAYERS = 8
 CLASSES = 7
-ROWS = 5  # of a microbatch at most
+ROWS = 5  # most rows of a microbatch
 Fn = Callable[[nn.Module, Any], Tensor]
 Pair = namedtuple("Pair", ["x", "labels"])
 TABLE = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(7))  # held by no module
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks after each other, and a head."""
+    """Blocks one after another, and a head."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,10 @@
-"""Plain models trained by pipelines of several processes, and by one process that knows nothing of stages.
+"""Plain models trained by pipelines of several processes, and by one process without stages.
 
-The reference is the unchanged model with plain accumulation. Two things are written out beside it: the rule of random
-numbers, where the model draws any, and the order in which the gradients of a weight that several stages use are added:
-in each stage over all microbatches, then the last stage's first. For that the weight has a *twin* for every stage.
+The reference is the unchanged model with plain accumulation. It also follows two rules of the pipeline:
+
+- the rule of random numbers, if the model draws any;
+- the order of sums for a weight that several stages use: each stage sums its gradients over all microbatches, then the
+  stages' sums are added, the last stage's first. For that the weight has a *twin* for every stage.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from support.split.split_models_own import OWN
 from support.summation import Summands, assert_sums_alike
 
 SUBJECTS = LIBRARY | OWN | MORE
-ONE_SHAPE = {"branches"}  # its weights decide which way it takes, and a new shape is rehearsed without all of them
+ONE_SHAPE = {"branches"}  # its weights decide its path, so that a rank without all of them cannot rehearse a new shape
 SEED = 5
 
 
@@ -41,7 +43,7 @@ def _wide() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, tie_word_embeddings=False))
 
 
-WIDE = Subject("wide", _wide, causal)  # next to its stages one element for each absent parameter is little
+WIDE = Subject("wide", _wide, causal)  # so wide that stand-ins of one element are small beside a stage
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ class Case:
     """One training of one model.
 
     Attributes:
-        cuts: blocks at which stages after the first begin; the pipeline chooses where there are none.
-        materialized: the model is made by ``hydra_ext.materialize``.
-        replicas: with the same data, so that the mean of their gradients is that of one, to the bit.
-        max_norm: of all gradients together.
-        budget: the weights are on the host, poisoned, and come to a device of so many bytes.
+        cuts: Blocks at which stages after the first begin; the pipeline chooses them if there are none.
+        materialized: Whether ``hydra_ext.materialize`` makes the model.
+        replicas: Number of replicas. All have the same data, so that the mean of their gradients is that of one, to the
+            bit.
+        max_norm: Maximum norm of all gradients together.
+        budget: Bytes of the device, if the weights are on poisoned hosts.
     """
 
     name: str
@@ -103,14 +106,14 @@ class Rank:
     """The final state of one rank.
 
     Attributes:
-        events: of its stage: first, and one after the last.
-        gradients: of the first update, as it was made with them, of the parameters that got one.
-        weights: at the end, of all parameters that the rank's optimizer was made for.
-        buffers: at the end, of the blocks whose calls are the rank's own.
-        resident: bytes of all parameters' memory.
-        elements: those of them that are one element each, in the place of parameters of other stages.
-        undead: parameters that the rank does not hold, and whose first memory is still there.
-        filled: names that were given memory, if the model was built in parts.
+        events: Events of its stage: the first, and one after the last.
+        gradients: Gradients that the first update used, of the parameters that got one.
+        weights: Final values of all parameters of the rank's optimizer.
+        buffers: Final buffers of the blocks that the rank calls.
+        resident: Bytes of all parameters' memory.
+        elements: Bytes of stand-ins among them, which have one element each.
+        undead: Parameters that the rank does not hold, but whose first memory is still alive.
+        filled: Names of the parameters that got memory, if the model was built in parts.
     """
 
     events: tuple[int, int]
@@ -224,14 +227,14 @@ def _noting_filled(filled: set[str]) -> Iterator[None]:
 
 # ---- one process ----------------------------------------------------------------------------------------------------
 class Whole:
-    """The model in one process, with versions of its weights, and twins of those that several stages use."""
+    """The model in one process, with versions of its weights, and twins of weights that several stages use."""
 
     def __init__(self, case: Case, borders: Sequence[int], shared: Sequence[str]) -> None:
         self.case = case
         self.model = case.subject.make()
         self.names = dict(self.model.named_parameters())
         self.sums: dict[str, Tensor] = {}  # of the first step
-        self.gradients: dict[str, Tensor] = {}  # of its update: clipped
+        self.gradients: dict[str, Tensor] = {}  # of the first update: clipped
         self.losses: list[Tensor] = []
         self.norms: list[float] = []
         self._borders = list(borders)
@@ -379,7 +382,7 @@ def _check_tensors(where: str, found: dict[str, Tensor], expected: dict[str, Any
 
 
 def _check_sums(case: Case, shared: Sequence[str], twin: Whole) -> None:
-    """Without twins all is plain accumulation; the first step's sums differ in the order only."""
+    """Compares the first step's sums with those of plain accumulation, without twins: only the order differs."""
     if not shared:
         return
     plain = Whole(case, [0, -1], [])

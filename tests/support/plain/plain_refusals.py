@@ -58,12 +58,12 @@ class Chances(Stack):
 REFUSED = {"list": IntoList, "reentrant": Reentrant, "backward": RunsBackward, "chances": Chances}
 
 
-CUTS = {2: (3,), 3: (2, 4), 4: (1, 3, 4)}  # by ranks
+CUTS = {2: (3,), 3: (2, 4), 4: (1, 3, 4)}  # by the number of ranks
 
 
 # ---- models that change after the cut -------------------------------------------------------------------------------
 class Detours(Stack):
-    """Takes another way when it is told to."""
+    """Takes another path if ``way`` is set."""
 
     way = ""
 
@@ -95,9 +95,9 @@ class Change:
     """A change that makes a training fail.
 
     Attributes:
-        way: of :class:`Detours`; or "drop n": it was overlooked that the n-th value crosses at a cut that has so many.
-        step: before which it begins; 0: after the cuts were made, -1: before.
-        rank: on which; None for all.
+        way: Value for :class:`Detours`; or "drop n", which removes the n-th crossing value from the rehearsal.
+        step: Step before which the change is made. Before step -1 the cuts are not made yet.
+        rank: Rank with the change; None for all.
     """
 
     way: str
@@ -107,7 +107,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training has ended: losses of the steps that were made, kind and text of the error, "" without one."""
+    """The end of a training: losses of the finished steps, and the kind and text of the error, "" without one."""
 
     losses: list[Tensor]
     kind: str
@@ -141,7 +141,7 @@ def data(steps: int) -> list[list[Batch]]:
 
 
 def _train(model: nn.Module, fn: Any, change: Change | None = None) -> Ended:
-    """Three steps, ``change.step`` of them as they should be."""
+    """Trains for three steps, the first ``change.step`` of them without the change."""
     losses: list[Tensor] = []
     batches = data(3)
 
@@ -149,7 +149,7 @@ def _train(model: nn.Module, fn: Any, change: Change | None = None) -> Ended:
         loss: Tensor = fn(model, batch)
         return loss
 
-    # Events are the embedding, four layers and the head; chosen cuts would depend on how long they took.
+    # Events are the embedding, four layers and the head. Cuts that the pipeline chooses would depend on measured times.
     cuts = None if change is None and not isinstance(model, Detours) else CUTS[dist.get_world_size()]
     try:
         with Pipeline(model, sgd, schedule="1f1b", microbatches=3, cuts=cuts, seed=5) as pipe:

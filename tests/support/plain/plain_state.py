@@ -20,7 +20,7 @@ def model() -> AssignsAtTheEnd:
 
 
 def state_after_a_step(_rank: int) -> tuple[dict[str, Tensor], list[str]]:
-    """The rank's part of it, and the errors that the model's own has while the pipeline is open, and afterwards."""
+    """Returns the rank's part of the state, and the errors of the model's state_dict() in the pipeline and after it."""
     cut = model()
     with Pipeline(cut, sgd, schedule="1f1b", microbatches=len(BATCHES)) as pipe:
         pipe.step(BATCHES, lambda batch: text_loss(cut, batch))

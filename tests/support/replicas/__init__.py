@@ -1,1 +1,1 @@
-"""What ranks do in tests of data parallel training."""
+"""The work of ranks in tests of data parallel training."""

@@ -32,7 +32,7 @@ def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
 
 @dataclass(frozen=True)
 class BlockSeen:
-    """When a block was finished, issued and delivered, in turns run until then."""
+    """The turns that had run when a block's gradients were finished, issued and delivered."""
 
     block: int
     finished: int
@@ -42,7 +42,7 @@ class BlockSeen:
 
 
 def follow_blocks(rank: int, job: Job) -> list[dict[str, int]]:
-    """A :class:`BlockSeen` of every block in the order of their issue: of the second step's last round."""
+    """Returns a :class:`BlockSeen` of each block in the second step's last round, in the order of their issue."""
     issued: dict[int, tuple[int, int, bool]] = {}
     delivered: dict[int, int] = {}
     turns = [0]
@@ -79,7 +79,7 @@ def follow_blocks(rank: int, job: Job) -> list[dict[str, int]]:
 
 
 def own_gradients(job: Job, size: int) -> Iterator[list[Tensor | None]]:
-    """Of the first step, of every rank by itself."""
+    """Yields the gradients of the first step of each rank by itself."""
     for rank in range(size):
         model, _ = job.make(0)
         given = job.microbatches(rank, 0)
@@ -90,7 +90,7 @@ def own_gradients(job: Job, size: int) -> Iterator[list[Tensor | None]]:
 
 
 def ways(job: Job) -> Iterator[list[tuple[Tensor | None, Tensor | None]]]:
-    """By step, each parameter's gradient on two ranks that do not average."""
+    """Yields, for each step, which parameters get a gradient on each of two ranks: a tensor, or None."""
     for step in range(job.steps):
         gradients = []
         for rank in range(2):
@@ -134,13 +134,16 @@ def overflow_scaled(rank: int) -> list[float]:
     return scales
 
 
-# ---- other ways -----------------------------------------------------------------------------------------------------
+# ---- fallbacks ------------------------------------------------------------------------------------------------------
 
 REFUSED = Job(m=(2,))
 
 
 def refuse(rank: int) -> tuple[list[list[Tensor | None]], int]:
-    """The second rank's microbatches count on the model, across a call of it, which no round can tell apart."""
+    """Trains where the second rank's microbatches count in one attribute before and after a call of the model.
+
+    A round cannot tell apart whose count it is. Returns the parameters after each step, and the number of fallbacks.
+    """
     model, optimizer = REFUSED.make(rank)
     recorder = Recorder(model, optimizer)
 
@@ -164,7 +167,7 @@ def refuse_together() -> Any:
 
 
 def leave(rank: int) -> tuple[int, int, bool]:
-    """Threads of the process before and after a context, and whether the group outlives what is left of that."""
+    """Returns the threads of the process before and after a context, and whether the process group outlives its end."""
     job = Job(m=(2,), steps=2)
     model, optimizer = job.make(rank)
     job.loss(model, job.microbatches(rank, 0)[0][1]).backward()
@@ -182,7 +185,7 @@ def leave(rank: int) -> tuple[int, int, bool]:
     group = weakref.ref(dist.group.WORLD)
     dist.destroy_process_group()
     gc.collect()
-    assert replicas is not None  # it is there, and holds nothing
+    assert replicas is not None  # alive, but does not keep the group alive
     return before, after, group() is not None
 
 
@@ -190,7 +193,7 @@ def leave(rank: int) -> tuple[int, int, bool]:
 
 
 def enter_different(rank: int, difference: str) -> tuple[str, int, list[bool]]:
-    """The error of entering, the rank it names, and what it left: values as they were, no changed class."""
+    """Returns the error of entering, the rank that it names, and whether the model's class and values are unchanged."""
     torch.manual_seed(rank)
     width = 16 if difference == "shape" and rank == 1 else 8
     model: nn.Module = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width))
@@ -212,8 +215,12 @@ def enter_different(rank: int, difference: str) -> tuple[str, int, list[bool]]:
 
 
 def enter(rank: int) -> tuple[list[Tensor | None], list[int], list[str]]:
-    """Parameters and buffers after entering with other ones on every rank; how often each parameter was written to by
-    that, and by entering once more; what was logged."""
+    """Enters with different parameters and buffers on every rank, and then once more.
+
+    Returns:
+        Parameters and buffers after the first time, the number of writes to each parameter in each of the two, and the
+        logged messages.
+    """
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
@@ -236,7 +243,7 @@ def enter(rank: int) -> tuple[list[Tensor | None], list[int], list[str]]:
 
 
 def choose(rank: int) -> list[list[float]]:
-    """The gradient of a weight whose gradient is the rank, by what was given as process_group."""
+    """Returns a weight's gradient and the number of ranks for each ``process_group``. Rank r contributes r + 1."""
     pair = dist.new_group([0, 1])
     alone = [dist.new_group([other]) for other in range(2)][rank]
     gradients = []
@@ -249,7 +256,7 @@ def choose(rank: int) -> list[list[float]]:
 
 
 def grad_of(rank: int) -> list[list[float]]:
-    """Calls torch.autograd.grad, which does not average, and does not wait for a rank."""
+    """Calls torch.autograd.grad on one rank: it neither averages nor waits for another rank."""
     model = nn.Linear(1, 1, bias=False)
     with hydra_ext.offload(model, budget=ROOMY):
         found = []

@@ -94,8 +94,11 @@ def _run_out(fault: str, model: nn.Module, loss: Tensor) -> Tensor:
 
 
 def run_out_and_go_on(rank: int, fault: str, times: int, sizes: tuple[int | None, int | None]) -> tuple[str, int, Seen]:
-    """The second rank's device runs out of memory so often in the second step. Returns the error there, and the retries
-    that this rank has counted."""
+    """Trains where the second rank's device runs out of memory ``times`` times in the second step.
+
+    Returns:
+        The error of that step, the retries that this rank has counted, and the results of the training.
+    """
     model, optimizer = FAILING.make(rank)
     recorder = Recorder(model, optimizer)
     left, error = [times if rank == 1 else 0], ""
@@ -186,7 +189,7 @@ def _steps_inside(rank: int, run: hydra_ext.Run, model: nn.Module, _optimizer: A
 
 
 class _Nested(torch.autograd.Function):
-    """Its backward runs a backward of its own, of which no graph tells."""
+    """A function whose backward runs another backward, which no graph shows."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, model: nn.Module) -> Tensor:

@@ -1,1 +1,1 @@
-"""run.step beside the loop that it stands for."""
+"""``run.step`` beside the loop that it stands for."""

@@ -129,7 +129,10 @@ def in_a_loop(model: nn.Module, steps: Sequence[Sequence[Tensor]]) -> list[Gradi
 def with_recompute(
     model: nn.Module, steps: Sequence[Sequence[Tensor]], *, rounds: bool, **choices: Any
 ) -> tuple[list[Gradients], hydra_ext.Report]:
-    """The same in rounds, or in a loop whose blocks are called again by the stash, beside what was offloaded."""
+    """Returns the gradients with recomputation, and the report.
+
+    With ``rounds``, rounds call blocks again. Otherwise the stash does so in a plain loop, and offloads other tensors.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: list[Gradients] = []
     optimizer.register_step_pre_hook(

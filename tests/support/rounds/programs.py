@@ -21,9 +21,9 @@ class Call:
     """One call of a block, and the code around it."""
 
     block: int
-    source: int  # the value it starts from, counted from the latest
-    mixed: bool  # with the very first value
-    shared: bool  # through a parameter of the root's
+    source: int  # its input, counted back from the latest value
+    mixed: bool  # whether the very first value is added
+    shared: bool  # whether a parameter of the root is used
     checkpointed: str  # "no", "plain" or "reentrant"
     in_place: bool
     hooked: bool
@@ -42,7 +42,7 @@ class Program:
     seed: int
 
     def accumulates_out_of_order(self) -> bool:
-        """A block that a reentrant checkpoint runs is called elsewhere, too, or not by all microbatches."""
+        """Whether a block in a reentrant checkpoint is also called outside of it, or not by all microbatches alike."""
         nested = {call.block for path in self.paths for call in path if call.checkpointed == "reentrant"}
         uses = [
             [call.checkpointed == "reentrant" for call in path if call.block == block]
@@ -88,7 +88,7 @@ def calls(blocks: int, checkpoint_style: str) -> st.SearchStrategy[Call]:
 def programs(draw: st.DrawFn) -> Program:
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
     m = draw(st.integers(1, 4))
-    # Reentrant ones often leave no way but the fall-back.
+    # Reentrant checkpoints are rare here, since they often force the fallback.
     style = draw(st.sampled_from(["plain", "plain", "plain", "plain", "reentrant"]))
     path = st.lists(calls(len(kinds), style), max_size=6).map(tuple)
     paths = draw(st.lists(path, min_size=m, max_size=m)) if draw(st.booleans()) else [draw(path)] * m
@@ -151,7 +151,7 @@ class Root(nn.Module):
         if call.checkpointed == "no":
             y = block(x, *more)
         else:
-            # A reentrant one without an input that has a graph would train nothing, and say so.
+            # A reentrant checkpoint without an input that has a graph would train nothing, and warn.
             y = checkpoint(block, x, *more, use_reentrant=call.checkpointed == "reentrant" and x.requires_grad)
         made: list[Tensor] = []
         if isinstance(y, tuple):

@@ -19,7 +19,7 @@ from support.training import OPTIMIZERS
 
 STEPS = 5
 Loss = Callable[[nn.Module, Any], Any]
-# Their microbatches take different ways.
+# Families whose microbatches take different paths.
 DIVERGENT = ("bart", "dynamic", "experts")
 
 
@@ -163,7 +163,7 @@ def activations_of_rounds(family: Family, plan: Plan, batches: Sequence[Any], **
         def note(_step: int) -> None:
             sizes.extend(size for kind in kinds for _, size in run.core.pager.recorded(kind))
 
-        # All steps: microbatches of some families take ways of their own.
+        # All steps count: microbatches of some families take different paths.
         steps = len(batches) // plan.m
         train_rounds(run, model, family.loss, batches, plan, steps=steps, after_step=note, **choices)
         return max(sizes)

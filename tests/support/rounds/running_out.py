@@ -17,7 +17,7 @@ import hydra_ext
 from hydra_ext import Checks, optim
 
 WIDTH, LAYERS, MICROBATCHES, STEPS = 64, 4, 4, 6
-DISTURBED = 4  # the step: all is known by then, and blocks are at home
+DISTURBED = 4  # the step that fails: by then the engine has recorded its order, and blocks are in their homes
 BUDGET = 2**21
 Batch = tuple[Tensor, Tensor]
 Trip = Callable[[], None]
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(0.1)
         self.seen: list[float] = []
         self.notes: dict[str, list[int]] = {"sizes": []}
-        self.mean = torch.zeros(WIDTH)  # no buffer
+        self.mean = torch.zeros(WIDTH)  # not a buffer
         self.latest: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,15 +67,15 @@ class Case:
 
     Attributes:
         where: "forward" or "backward" of the block.
-        block: which; :data:`LAYERS` is the head.
-        at: which of the block's calls in the step, counted on while rounds are tried again.
+        block: Number of the block; :data:`LAYERS` is the head.
+        at: Calls of the block in the step at which memory runs out, counted on while rounds are tried again.
         optimizer: "ours" or "torch".
-        scaler: losses are scaled.
-        clip: gradients are clipped.
-        before: gradients were accumulated before the step.
-        home: of the blocks when it happens: "host", "device" or "disk". What is scripted for those on the device is an
-            error, else there is no memory from that moment on, and they come back.
-        recorded: layers keep notes of their calls, which are not to be made again in backward then.
+        scaler: Whether losses are scaled.
+        clip: Whether gradients are clipped.
+        before: Whether gradients were accumulated before the step.
+        home: Home of the blocks at that time: "host", "device" or "disk". On the device an error is scripted. Otherwise
+            the budget drops to nothing, which would also make blocks leave the device.
+        recorded: Whether layers keep notes of their calls; such calls must not be repeated in backward.
     """
 
     where: str = "forward"
@@ -199,9 +199,9 @@ class Device:
         self._calls += 1
         if self._calls in self._case.at:
             self.failed += 1
-            if self._case.home == "device":  # without memory they would not stay there
+            if self._case.home == "device":  # without a budget the blocks would leave the device
                 raise torch.OutOfMemoryError("scripted: the device is out of memory.")
-            self._run.core.memory.ledger.set_limit(1)  # the next allocation is refused, whatever leaves
+            self._run.core.memory.ledger.set_limit(1)  # the next allocation is refused, even after evictions
 
     def recovered(self) -> None:
         self._run.core.memory.ledger.set_limit(self._run.budget)
@@ -219,7 +219,7 @@ def _offloaded(case: Case, model: Net, optimizer: torch.optim.Optimizer, folder:
 
 
 def train_disturbed(case: Case, folder: Path) -> tuple[Left, hydra_ext.Report]:
-    """The report is of the end, and has as many retries as the device failed: that is asserted here."""
+    """Returns the final state and report. Asserts that the report has one retry for each failure of the device."""
     model, temperature, optimizer = case.make()
     scaler, left, data = case.make_scaler(), Left(), batches()
     torch.manual_seed(5)

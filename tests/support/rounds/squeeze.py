@@ -14,7 +14,7 @@ from hydra_ext.errors import BudgetTooSmall
 from support.rounds.squeezed import Subject
 
 MICROBATCHES = 4
-_CLOSE = 1.005  # the budget that is found is at most so many times the smallest
+_CLOSE = 1.005  # the found budget is at most this many times the smallest
 _ROOMY = 2**30
 
 

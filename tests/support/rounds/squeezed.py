@@ -1,6 +1,6 @@
 """Twenty-four further architectures, tiny and with random weights, for the smallest budgets that train them.
 
-They were named before any of them was run: sixteen of transformers, and eight of torchvision's kind.
+They were chosen before any of them was run: sixteen of transformers, and eight as in torchvision.
 """
 
 from __future__ import annotations

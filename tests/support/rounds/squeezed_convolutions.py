@@ -1,4 +1,4 @@
-"""Convolutional networks as torchvision builds them, tiny and written out: it is not among the dependencies."""
+"""Tiny convolutional networks as torchvision builds them. They are written out, since it is not a dependency."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Inception(nn.Module):
 
 
 class GoogLeNet(nn.Module):
-    """With an auxiliary head, whose loss counts less."""
+    """A network with an auxiliary head, whose loss has a smaller weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class ShuffleNet(nn.Module):
 
 
 class Excited(nn.Module):
-    """An inverted bottleneck whose channels are weighed by what the whole map shows."""
+    """An inverted bottleneck whose channels are weighted by means over the whole map."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class EfficientNet(nn.Module):
 
 
 class DeepLab(nn.Module):
-    """Dilated convolutions side by side, and a loss for each pixel."""
+    """A network with parallel dilated convolutions, and a loss for each pixel."""
 
     def __init__(self) -> None:
         super().__init__()

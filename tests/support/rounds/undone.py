@@ -48,9 +48,9 @@ class Failure:
 
     Attributes:
         where: "forward" or "backward" of the layer.
-        layer: which.
-        step: counted from 0.
-        call: which of the layer's in that step, counted from 1, repetitions included.
+        layer: Number of the layer.
+        step: Number of the step, from 0.
+        call: Number of the layer's call in that step, from 1, repetitions included.
     """
 
     where: str = "forward"
@@ -152,7 +152,11 @@ def assert_is_the_loop(
     again: int = 0,
     **choices: Any,
 ) -> hydra_ext.Report:
-    """``again``: rounds that are run twice for what their forward has shown."""
+    """Asserts that ``run.step`` gives the results of the plain loop.
+
+    Args:
+        again: Number of rounds that run twice because of what their first forward has shown.
+    """
     expected = plain(make, extra, loss)
     found, report = in_rounds(make, failure, extra, loss, again, **choices)
     assert len(found) == len(expected)

@@ -22,7 +22,7 @@ Work = Callable[[nn.Sequential, torch.optim.Optimizer], Outcome]
 
 
 class Shrinking(nn.Linear):
-    """Writes its weight in every forward."""
+    """Writes to its weight in every forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -57,8 +57,11 @@ def at_home(made: Made, **device: Any) -> Iterator[Run]:
 
 
 def compare(work: Work, *, make: Callable[[], Made] = make, returned: bool | None = True) -> None:
-    """What ``work`` sees, and leaves, is the plain loop's; and some block came back to the host, or none did (None:
-    whether it did is not asked)."""
+    """Asserts that ``work`` returns and leaves the same as after the plain loop.
+
+    Args:
+        returned: Whether a block must have come back to the host, or none may have; None for either.
+    """
     plain, ours = make(), make()
     train(*plain)
     expected = work(*plain)
@@ -98,7 +101,7 @@ def in_another_thread(read: Callable[[], Any]) -> None:
 
 
 class Reading(TorchDispatchMode):
-    """Lets another thread read a tensor before every operation, or before those given."""
+    """Lets another thread read a tensor before every operation, or before those in ``before``."""
 
     def __init__(self, tensor: torch.Tensor, *, before: tuple[Any, ...] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains in one thread while another thread reads the run's figures as fast as it can. Shows only that both end."""
+"""Trains in one thread while another reads the run's figures as fast as it can. Shows only that both threads end."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Trains under the preloaded malloc hook and prints, as JSON, what it and the run's own counter saw. See HookedRun.
+"""Trains under the preloaded malloc hook, and prints the counts of the hook and of the run as JSON. See HookedRun.
 
 Run as ``python -m support.runtime.hooked_run SCENARIOS`` by observe(), with the hook preloaded, in a process that has
-computed nothing before: what libraries allocate once, they allocate where the hook looks.
+computed nothing before. So the hook also sees memory that libraries allocate only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training, its budget, and whether to use the kernels of a processor without instructions for bfloat16."""
+    """A training, its budget, and whether it uses kernels for processors without instructions for bfloat16."""
 
     family: str
     checkpointing: str
@@ -33,9 +33,9 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes live at one moment: four kinds as the hook counts them, two classes as the run's ledger does.
+    """Bytes in use at one moment: four kinds counted by the hook, two classes counted by the run's ledger.
 
-    Buffers are in neither: they were there before the context.
+    Buffers are in neither, since they existed before the context.
     """
 
     heap: int
@@ -49,7 +49,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepSeen:
-    """One step: two moments of it, the highest points in between, and what was left after it."""
+    """One step: the bytes at two moments and after it, and the peaks in between."""
 
     after_forward: Moment
     after_backward: Moment
@@ -71,7 +71,7 @@ class HookedRun:
 
 
 def build_hook(folder: Path) -> Path:
-    """Compiles the shim."""
+    """Compiles the malloc hook."""
     library = folder / "malloc_hook.so"
     source = Path(__file__).parents[1] / "malloc_hook.c"
     subprocess.run(
@@ -103,7 +103,7 @@ def _observe(hook: Path, scenarios: list[Scenario]) -> list[HookedRun]:
             **kernels,
             "LD_PRELOAD": str(hook),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # Python maps a MiB for small objects whenever the last one is full: no mapping of a step's.
+            # Otherwise Python maps a MiB for small objects from time to time, which would count as a mapping of a step.
             "PYTHONMALLOC": "malloc",
         },
         stdout=subprocess.PIPE,
@@ -144,7 +144,7 @@ class _Hook:
         )
 
     def step(self, before: Moment, forward: Moment, backward: Moment, after: Moment, ledger_peak: int) -> StepSeen:
-        # What earlier scenarios of this process have left is theirs.
+        # Memory that earlier scenarios of this process have left does not count.
         def own(moment: Moment) -> Moment:
             return replace(
                 moment,
@@ -172,7 +172,7 @@ def _run(scenario: Scenario) -> HookedRun:
     from support.models.zoo import FAMILIES
     from support.training import Recipe, build, build_optimizer
 
-    gc.collect()  # what the run before has left is not to go in the middle of this one
+    gc.collect()  # leftovers of the run before must not be freed in the middle of this one
     arenas: list[Any] = []
     make_arena = _C.HostArena
     _C.HostArena = lambda: arenas.append(make_arena()) or arenas[0]  # type: ignore[misc,assignment]

@@ -1,7 +1,7 @@
 """Trains a bf16 model under a small budget, and prints the process's host memory meanwhile, as JSON.
 
 Run as ``python -m support.runtime.host_memory LAYERS ROUND_SIZE`` by observe(), in a process of its own. With the
-malloc hook preloaded it counts blocks. Resident memory is measured without it: the hook's own tables are memory too.
+malloc hook preloaded it counts blocks. Resident memory is measured without it, since its own tables take memory, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDTH = 1024
 STEPS = 6
 MICROBATCHES = 3
-HEAP, ALIGNED, PAGE_ALIGNED, MAPPED = range(4)  # as the hook numbers them
+HEAP, ALIGNED, PAGE_ALIGNED, MAPPED = range(4)  # the numbers of kinds in the hook
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class StepHeld:
     """Bytes after one step and its update.
 
     Attributes:
-        resident: of the process, once the C library has given free pages back.
-        arena: mapped for parameters and gradients.
-        slots: what the simulated device holds, which is host memory.
-        live: blocks, by the hook's kinds; all zero without the hook.
-        peak: the most of them since the step before.
-        device_peak: the most that the run's budget saw in the step.
+        resident: Resident bytes of the process, after the C library has returned free pages.
+        arena: Bytes mapped for parameters and gradients.
+        slots: Bytes of the simulated device's slots, which are host memory.
+        live: Bytes in use, by the hook's kinds; all zero without the hook.
+        peak: Most bytes in use since the step before, by the hook's kinds.
+        device_peak: Peak of the run's ledger in the step.
     """
 
     resident: int
@@ -48,12 +48,15 @@ class StepHeld:
 
 @dataclass
 class HostMemory:
-    """Attributes:
-    parameters: elements.
-    resident_before: what the process held before there was a model.
-    arena_before: mapped before the first gradient.
-    state: bytes of the optimizer's state by its own tensors.
-    updates: how many ran behind the next forward.
+    """The host memory of a training.
+
+    Attributes:
+        parameters: Number of elements.
+        resident_before: Resident bytes of the process before the model was made.
+        arena_before: Bytes mapped before the first gradient.
+        state: Bytes of the optimizer's state, by its tensors.
+        updates: Number of updates that ran behind the next forward.
+        steps: Bytes after each step.
     """
 
     parameters: int = 0
@@ -157,9 +160,9 @@ def _main() -> None:
 
     torch.set_num_threads(1)
     layers, round_size = (int(argument) for argument in sys.argv[1:])
-    _train(2, 64, round_size)  # what libraries and we allocate once
+    _train(2, 64, round_size)  # libraries and hydra_ext allocate their permanent memory
     gc.collect()
-    gc.freeze()  # what they have left is not to be freed in the middle of a step
+    gc.freeze()  # its leftovers must not be freed in the middle of a step
     print(json.dumps(asdict(_train(layers, WIDTH, round_size))))
 
 

@@ -1,7 +1,7 @@
 """Trains a model of several times the host's budget from the disk, or plainly, and prints the outcome as JSON.
 
-Run as ``python -m support.runtime.larger_than_host [FOLDER]`` by observe(), in a process of its own. It ends before the
-context does, which would bring all of the model to the host.
+Run as ``python -m support.runtime.larger_than_host [FOLDER]`` by observe(), in a process of its own. The process ends
+without leaving the context, which would bring the whole model to the host.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ if TYPE_CHECKING:
 
 DEPTH, WIDTH, STEPS, ROWS = 48, 768, 3, 8
 WEIGHT = 4 * WIDTH * WIDTH  # of one layer, in bytes
-WEIGHTS_ON_DISK = WEIGHT + 4096  # with its bias
+WEIGHTS_ON_DISK = WEIGHT + 4096  # of one layer, with its bias
 WHOLE = DEPTH * 4 * (WEIGHT + 4 * WIDTH)  # weights, gradients, two moments
-HOST_BUDGET = 43_000_000  # less would not do for the layers' working memory
-DEVICE_BUDGET = 2**24  # whose memory is the host's, too
+HOST_BUDGET = 43_000_000  # the layers' working memory needs nearly as much
+DEVICE_BUDGET = 2**24  # the device's memory is host memory, too
 CONSTANT = 10 * 2**20  # 7 are used: copies of the weight that is hashed and of one that moves, graphs, small pieces
 
-THREADS = 8  # of the run and of autograd
-_STACK = 2**20  # of a thread, all of which its address space is counted with
+THREADS = 8  # threads of the run and of autograd
+_STACK = 2**20  # bytes of a thread's stack, which count fully as address space
 
 
 @dataclass
 class Outcome:
-    """Attributes:
-    losses: each to its last bit.
-    sums: of each weight, and of its moments, after the last step.
-    peak: bytes of host memory that the process had at most beyond what it had before there was a model.
-    read, spared, written: bytes, of the disk, until the last update was done.
-    loads: of blocks to the device.
-    on_disk: bytes; of them weights.
+    """The outcome of a training.
+
+    Attributes:
+        losses: Losses, exact to the last bit.
+        sums: Hashes of each weight and of its moments after the last step.
+        peak: Peak host memory of the process in bytes, above its memory before the model was made.
+        read, spared, written: Bytes of the disk until the last update had finished: those that were read, those that
+            fills did not need to read, and those that were written.
+        loads: Number of loads of blocks to the device.
+        on_disk, weights: Bytes on the disk, and bytes of weights among them.
     """
 
     losses: list[str]
@@ -58,10 +61,10 @@ class Outcome:
 
 
 def observe(folder: Path | None) -> Outcome:
-    """Trains in a folder, with just so much of address space as the budgets allow; or plainly."""
+    """Trains from the disk, with only as much address space as the budgets allow; or plainly without a folder."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "support.runtime.larger_than_host", *([str(folder)] if folder else [])],
-        # Otherwise malloc keeps an amount of freed memory that depends on the past, or maps room for threads.
+        # Otherwise malloc keeps freed memory, in an amount that depends on the past, and maps memory for threads.
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -105,7 +108,7 @@ def _train(model: nn.Module, optimizer: Any, width: int) -> list[str]:
 
 
 def _sums(model: nn.Module, optimizer: Any, read: Callable[[Tensor], Tensor | None]) -> list[str]:
-    """Sums one tensor after the other."""
+    """Hashes one tensor after the other."""
     found = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
@@ -157,9 +160,7 @@ def _from_disk(folder: Path) -> Outcome:
     losses = _train(model, optimizer, WIDTH)
     run.core.update.finish()
     disk = run.core.homes.disk.statistics
-    seen = Outcome(
-        losses, _sums(model, optimizer, run.core.moves.read_from_disk)
-    )  # which waits for what is being written
+    seen = Outcome(losses, _sums(model, optimizer, run.core.moves.read_from_disk))  # waits for writes under way
     report = run.report()
     seen.read, seen.spared = disk.read_bytes, disk.spared_bytes
     seen.written, seen.loads = report.disk_written_bytes, report.loads

@@ -57,7 +57,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, *, between: Callab
     return seen
 
 
-# What user code may do after a step; what it gives has to be what it gives to a plain model.
+# Actions of user code after a step. Each must give the same result as on a plain model.
 BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
     "reads a parameter": lambda model, _: model[3].weight.sum(),
     "reads the last": lambda model, _: model[LAYERS - 1].bias * 2,

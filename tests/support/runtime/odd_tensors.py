@@ -54,7 +54,7 @@ _PLAIN: dict[str, Callable[[], Tensor]] = {
 
 def _quietly(make: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def made() -> Tensor:
-        with warnings.catch_warnings():  # that torch drops a kind, or has only begun with it
+        with warnings.catch_warnings():  # torch warns of deprecated and of experimental kinds
             warnings.simplefilter("ignore")
             return make()
 

@@ -36,7 +36,8 @@ def offloaded(
 ) -> Iterator[Observed]:
     """Calls ``hydra_ext.offload`` with poisoned hosts. At the end asserts that it was used and left nothing behind.
 
-    ``alone``: no other context is open around it, so that the engine has to be the plain one afterwards.
+    Args:
+        alone: Whether no other context is open around it, so that the plain engine must be back afterwards.
     """
     checks = Checks(poison_hosts=True, fault_path=fault_path)
     with hydra_ext.offload(model, optimizer, budget=budget, checks=checks) as run:

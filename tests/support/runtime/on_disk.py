@@ -1,4 +1,4 @@
-"""A model so deep that, with little room on the host, all of it is on the disk."""
+"""A model so deep that all of it is on the disk if the host's budget is small."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hydra_ext.runtime.placement.spilling import BlockSizes, choose
 from support.runtime.native import OPTIMIZERS, WIDTH
 
 DEVICE_BUDGET = 2**19
-WEIGHTS = 4 * WIDTH * WIDTH + 512  # of one layer, with its bias, as they lie in a slot
+WEIGHTS = 4 * WIDTH * WIDTH + 512  # bytes of one layer in a slot, with its bias
 ON_DISK = -(-WEIGHTS // 4096) * 4096
-GRADIENT = 4 * WIDTH * WIDTH  # of one layer's weight; the bias' is too small for the disk
+GRADIENT = 4 * WIDTH * WIDTH  # bytes of one layer's weight; the gradient of the bias is too small for the disk
 FILLS = 3
 DEPTH = 24
 

@@ -1,1 +1,1 @@
-"""Models to cut into stages, and stages of them in one process."""
+"""Models to cut into stages, and their stages in one process."""

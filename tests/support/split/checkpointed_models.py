@@ -12,7 +12,7 @@ from support.split.split_models_own import Layer, Stack
 
 
 class CheckpointedLayer(Layer):
-    """Counts its calls, in an attribute and in a buffer; its checkpoint reads both, and a hook notes gradients."""
+    """Counts its calls in an attribute and in a buffer, which its checkpoint reads. A hook notes gradients."""
 
     reentrant = False
 
@@ -42,7 +42,7 @@ class ReentrantLayer(CheckpointedLayer):
 
 
 class CheckpointsLayers(Stack):
-    """Counts before its first layer, and works with the number in the checkpoint of each."""
+    """Counts before its first layer, and reads the count in each layer's checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class CheckpointsLayers(Stack):
 
 
 class CountsAtItsEnd(Stack):
-    """The checkpoint at its end counts, both times, and works with the number."""
+    """The checkpoint at its end counts, in forward and in backward, and reads the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class CountsAtItsEnd(Stack):
 
 
 class Normed(Layer):
-    """A checkpoint writes its statistics, both times."""
+    """A layer whose checkpoint writes statistics, in forward and in backward."""
 
     checkpoints = True
 

@@ -1,4 +1,4 @@
-"""Models that have their weights twice: in their modules, and in lists beside them."""
+"""Models that hold their weights twice: in their modules, and in lists beside them."""
 
 from __future__ import annotations
 
@@ -108,8 +108,12 @@ def data() -> list[list[Batch]]:
 
 
 def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Of each model and schedule the losses, the parameters of other ranks that are still in memory, and the modules
-    that give their state_dict."""
+    """Trains each model with its schedule.
+
+    Returns:
+        The losses, the parameters of other ranks whose memory is still alive, and the modules that return their
+        state_dict.
+    """
     results = []
     for name, schedule in cases:
         torch.manual_seed(0)
@@ -121,7 +125,7 @@ def train_all(rank: int, cases: Sequence[tuple[str, str]]) -> list[dict[str, Any
                 losses.append(torch.stack(pipe.step(batches, lambda b: text_loss(model, b)).losses))  # noqa: B023
             held = {n for part in pipe._engine.assembly.parts.own for n, _ in part.parameters}
             pipe.drain()
-            gc.collect()  # a module and what refers back to it go with the next collection, whenever that is
+            gc.collect()  # frees modules in reference cycles, which otherwise live until some later collection
             undead = [n for n, reference in memory.items() if n not in held and not reference.expired()]
         states = [n for n, module in model.named_modules() if gives_state(module)]
         results.append({"losses": torch.stack(losses), "undead": undead, "states": states})

@@ -13,7 +13,7 @@ from support.split.split_models_own import Layer, Stack
 
 
 class FirstTime(Stack):
-    """Treats the first microbatch differently; ``kind`` says how it remembers that."""
+    """Treats the first microbatch differently; ``kind`` says where it remembers that there was one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class FirstTime(Stack):
 
 
 class CountingLayer(Layer):
-    """Counts its calls in the way that the model says, and computes with the number."""
+    """Counts its calls in the way that the model chooses, and computes with the number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Counter:
 
 
 class Counting(Stack):
-    """``read`` is called with the first layer after the last; only then is it read outside the layer."""
+    """Counting layers. If given, ``read`` reads the first layer's count after the last layer."""
 
     def __init__(self, read: Callable[[CountingLayer], float] | None = None) -> None:
         super().__init__(CountingLayer)
@@ -91,7 +91,7 @@ class CountingRepeats(nn.Module):
 
 
 class CountsGiven(Layer):
-    """Counts in an object that it is given."""
+    """Counts in an object among its arguments."""
 
     def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
         if isinstance(given, list):
@@ -106,7 +106,7 @@ class CountsGiven(Layer):
 
 
 class GivesCounter(Stack):
-    """Its layers count in one object."""
+    """Gives all layers one object, in which they count."""
 
     def __init__(self, kind: Callable[[], Any]) -> None:
         super().__init__(CountsGiven)
@@ -148,7 +148,7 @@ class Cache:
 
 
 class UsesCache(Stack):
-    """Layers keep what they made in a cache that all are given, and read what is their own."""
+    """Layers store their results in a cache that all are given, and each reads only its own entry."""
 
     def __init__(self, kind: Callable[[], Any]) -> None:
         super().__init__(Cached)
@@ -168,7 +168,7 @@ class Settings:
 
 
 class SetsUp(Stack):
-    """All modules share settings; one of them is found out after the blocks, and read there only."""
+    """All modules share an object of settings. One setting is set and read after the blocks only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class SetsUp(Stack):
 
 
 class AsksForGraph(Stack):
-    """Reads the graph of an early layer's tensor at the end, and chooses its way by that."""
+    """Reads the graph of an early layer's result, and chooses a factor at the end by it."""
 
     def __init__(self, asks: Callable[[Tensor], bool]) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from support.split.split_models_own import Layer, picture_loss, pictures, text, 
 
 
 class Recurrent(nn.Module):
-    """Layers pass on a state beside their output."""
+    """A model whose layers pass on a state beside their output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 
 
 class Translator(nn.Module):
-    """torch's own encoder and decoder."""
+    """A model of torch's own encoder and decoder."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Mixer(nn.Module):
 
 
 class TimedBlock(nn.Module):
-    """A residual convolution that is told the time, with attention over the places."""
+    """A residual convolution with a time embedding as input, and attention over the positions."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TimedBlock(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Says which noise was added: skips, a time embedding that all blocks read, noise drawn before the first block."""
+    """Predicts added noise, which it draws before the first block. It has skips, and all blocks read a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def denoising_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Squeeze(nn.Module):
-    """An inverted bottleneck whose channels are weighed."""
+    """An inverted bottleneck whose channels are weighted."""
 
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Mobile(nn.Module):
 
 
 class Dense(nn.Module):
-    """Every block reads what all blocks before it made."""
+    """Every block reads the results of all blocks before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Dense(nn.Module):
 
 
 class Spectral(nn.Module):
-    """Weights whose norm is estimated in buffers as they are used."""
+    """A network with weights whose spectral norm is estimated in buffers in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Spectral(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """Layers of several classes in one list."""
+    """A model with layers of several classes in one list."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """An embedding, layers one after another, a head."""
+    """An embedding, layers one after another, and a head."""
 
     def __init__(self, layer: type[nn.Module] = Layer, depth: int = 4) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class ConvBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skip connections over many blocks, batch statistics."""
+    """A network with skip connections over many blocks, and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Operations in place outside the blocks, batch statistics, dropout before the head."""
+    """A network with operations in place outside the blocks, batch statistics, and dropout before the head."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

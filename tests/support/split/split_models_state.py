@@ -15,7 +15,7 @@ from support.split.split_models_own import Layer, Stack, text_loss
 
 
 class AssignsAtTheEnd(Stack):
-    """A running mean, read at the start and replaced at the end."""
+    """A model with a running mean, which is read at the start and replaced at the end."""
 
     mean: Tensor
 
@@ -68,7 +68,7 @@ class OwnLoads(Stack):
 
 
 class ReadsLoads(OwnLoads):
-    """What the layers left in their buffers is read at the start of the next microbatch, or at the end of the same."""
+    """Reads the layers' buffers at the start of the next microbatch, or at the end of the same one."""
 
     at_the_end = False
 
@@ -86,7 +86,7 @@ class ReadsLoads(OwnLoads):
 
 
 class CountsSteps(Stack):
-    """Has a buffer that all stages would count in the same way if they ran that code."""
+    """Counts steps in a buffer, in glue after some blocks, alike on all stages that run it."""
 
     steps: Tensor
 
@@ -106,7 +106,7 @@ class CountsSteps(Stack):
 
 
 class AveragesWeight(Stack):
-    """A mean of a weight, kept in a buffer."""
+    """Keeps a mean of a weight in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class AveragesWeight(Stack):
 
 
 class Momentum(Stack):
-    """A second, slow encoder follows the first, at the start or at the end of the forward."""
+    """A second encoder is moved slowly towards the first, at the start or at the end of the forward."""
 
     def __init__(self, at_the_end: bool) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Momentum(Stack):
 
 
 class KeepsStates(Stack):
-    """Each layer adds what came out of it in the microbatch before; the states are replaced at the end."""
+    """Adds each layer's result of the microbatch before. These states are replaced at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class KeepsStates(Stack):
 
 
 class KeepsInQueue(Stack):
-    """The mean of the last microbatch, in a queue or in an object."""
+    """Keeps the mean of the last microbatch in a queue or in an object."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class ReadsTables(Stack):
 
 
 class Tables:
-    """A function that has a table, and for which the next microbatch is to have another one if it ``fills`` it."""
+    """A function with a table, which it replaces for the next microbatch if ``fills`` is set."""
 
     def __init__(self, *, fills: bool = False) -> None:
         self.tables = [torch.ones(16, 32)]
@@ -222,7 +222,7 @@ class Tables:
 
 
 class Truncated:
-    """A function that carries the state from one microbatch to the next, for each model by itself."""
+    """A function that carries a state from one microbatch to the next, separately for each model."""
 
     def __init__(self) -> None:
         self.states: dict[nn.Module, Tensor] = {}
@@ -234,7 +234,7 @@ class Truncated:
 
 
 class Logs:
-    """A function that keeps its losses, and reads them only after the model."""
+    """A function that keeps averaged losses, and reads them only after the forward of the model."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor] = [torch.zeros(())]

@@ -45,7 +45,7 @@ class Program(nn.Module):
     STEPS = (
         *("call", "call", "call", "call two", "sum", "fresh", "fresh rows", "scale", "view", "halves", "detached"),
         *("branch", "noise", "rows", "masked", "weight", "left", "where"),
-        *("sum in place", "write through view", "in place unseen"),  # few of these can be differentiated
+        *("sum in place", "write through view", "in place unseen"),  # few uses can be differentiated
     )
 
     def __init__(self, seed: int) -> None:

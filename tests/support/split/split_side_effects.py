@@ -22,12 +22,12 @@ from support.split.split_models_own import Layer, Stack, text, text_loss
 from support.split.stateful_models import CountingLayer
 
 PIPELINE_SEED = 5
-DOUBLED = 5  # the first token by which a microbatch takes the longer way
+DOUBLED = 5  # the first token of microbatches that take the longer path
 
 
-# ---- changes on the way ---------------------------------------------------------------------------------------------
+# ---- changes on the path --------------------------------------------------------------------------------------------
 class Branching(Stack):
-    """Some microbatches take a longer way, which is seen only after the second layer."""
+    """Some microbatches take a longer path, which shows only after the second layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
@@ -108,7 +108,7 @@ class ListMemory(Layer):
 
 
 class HiddenMemory(Layer):
-    """Keeps state in a place that no name leads to."""
+    """Keeps state in a closure, which no attribute path reaches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class HiddenMemory(Layer):
 
 
 class StepsFirst(Branching):
-    """A buffer is written to before the first block."""
+    """Writes to a buffer before the first block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ UNDONE: dict[str, Callable[[], nn.Module]] = {
 
 # ---- generators -----------------------------------------------------------------------------------------------------
 class Shared(Stack):
-    """Two layers draw from one generator."""
+    """A model in which two layers draw from one generator."""
 
     def __init__(self, users: tuple[int, ...] = (1, 2)) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def drawn_anew(model: nn.Module, batch: Batch) -> Tensor:
 
 # ---- modes ----------------------------------------------------------------------------------------------------------
 class FrozenBelow(Stack):
-    """The first layers run without gradients, and a cut may lie between them."""
+    """Runs the first layers without gradients; a cut may lie between them."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad(), torch.profiler.record_function("frozen"):
@@ -192,7 +192,7 @@ class FrozenBelow(Stack):
 
 
 class FailsFrozen(FrozenBelow):
-    """Once ``fails`` is set, Python code fails inside the context."""
+    """Raises an error in glue inside the context, once ``fails`` is set."""
 
     fails = False
 
@@ -209,7 +209,7 @@ class FailsFrozen(FrozenBelow):
         return out
 
 
-# ---- microbatches that torch does not look into ----------------------------------------------------------------------
+# ---- microbatches that are no pytrees --------------------------------------------------------------------------------
 class Encoding(UserDict[str, Tensor]):
     """A microbatch as a tokenizer returns it."""
 
@@ -254,7 +254,7 @@ def noisy(count: int) -> list[Tensor]:
 
 
 def denoising(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The noise comes from a generator of its own."""
+    """Returns a loss function that draws noise from its own generator."""
     generator = torch.Generator().manual_seed(5)
 
     def loss(batch: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ def denoising(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def mixing(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The share comes from numpy, and which microbatch to mix with from Python."""
+    """Returns a loss function that draws its share from numpy, and its partner from Python."""
 
     def loss(batch: Tensor) -> Tensor:
         share, place = float(np.random.beta(1.0, 1.0)), random.randrange(1, 6)
@@ -281,7 +281,7 @@ LOSSES: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {"denoisi
 
 @dataclass(frozen=True)
 class Training:
-    """Two steps of two microbatches, in several processes."""
+    """A training of two steps of two microbatches in several processes."""
 
     loss: str
     cuts: tuple[str, ...] | None = None

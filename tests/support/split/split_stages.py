@@ -31,14 +31,15 @@ SEED = 7
 
 @dataclass
 class Outcome:
-    """Of one or several microbatches.
+    """The results of one or several microbatches.
 
     Attributes:
-        losses: what each gave.
-        gradients: of all parameters that got one; those of shared ones added up, the last stage's first.
-        buffers: each as the stage has it that writes it.
-        metrics: of the last microbatch.
-        summands: of the gradients.
+        losses: Loss of each microbatch.
+        gradients: Gradients of all parameters that got one. Those of shared parameters are summed, the last stage's
+            first.
+        buffers: Buffers, each from the stage that owns it.
+        metrics: Metrics of the last microbatch.
+        summands: Summands of the gradients.
     """
 
     losses: list[Tensor]
@@ -53,8 +54,8 @@ class Stages:
     """A model cut into stages.
 
     Attributes:
-        kept: names of the parameters of each stage.
-        summands: of the gradients of all stages.
+        kept: Names of the parameters of each stage.
+        summands: Summands of the gradients of all stages.
     """
 
     fn: Fn
@@ -66,7 +67,7 @@ class Stages:
     summands: Summands = field(default_factory=Summands)
 
     def forward(self, batch: Any, *, seed: int = SEED, divisor: int = 1, copies: bool = True) -> list[SplitPass]:
-        """``copies``: what crosses gets other memory on the way, as between processes."""
+        """Runs all stages forward. With ``copies``, crossing values get other memory, as between processes."""
         passes: list[SplitPass] = []
         crossing: Crossing | None = None
         for model, program in zip(self.models, self.programs, strict=True):
@@ -99,7 +100,7 @@ def bound(fn: Fn, model: nn.Module) -> Callable[[Any], Any]:
 
 
 def sent(crossing: Crossing | None) -> Crossing | None:
-    """Copies values to other memory, as on the way between processes."""
+    """Copies crossing values to other memory, as between processes."""
     if crossing is None:
         return None
     return Crossing(tuple(map(through_a_link, crossing.tensors)), crossing.requires_grad, crossing.structure)
@@ -121,7 +122,7 @@ def cut(model: nn.Module, fn: Fn, rehearsal: Rehearsal, cuts: Sequence[int]) -> 
 
 
 def run(model: nn.Module, fn: Fn, batches: Sequence[Any], cuts: Sequence[int], rehearsal: Rehearsal) -> Outcome:
-    """Forwards and backwards in turn."""
+    """Runs each batch forward and backward, one after the other."""
     stages = cut(model, fn, rehearsal, cuts)
     runs = []
     for number, batch in enumerate(batches):
@@ -162,9 +163,9 @@ def assert_same(
     *,
     tolerance: float | None = None,
 ) -> None:
-    """Equal to the bit, but for gradients of parameters that several stages hold.
+    """Asserts equality to the last bit, except for gradients of parameters that several stages hold.
 
-    Those lie within what another order of the summands makes, or within ``tolerance`` of their largest element.
+    Those may differ as sums in another order can, or by ``tolerance`` times their largest element.
     """
     for one, other in zip(found.losses, expected.losses, strict=True):
         assert torch.equal(one, other), f"loss {one.item()!r}, expected {other.item()!r}"

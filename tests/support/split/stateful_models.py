@@ -19,11 +19,11 @@ from support.split.split_models import Batch
 from support.split.split_models_own import Layer, Stack, text, text_loss
 
 STEPS, MICROBATCHES = 3, 2
-CUTS = {2: ["layers.2"], 4: ["layers.0", "layers.2", "head"]}  # by stages
+CUTS = {2: ["layers.2"], 4: ["layers.0", "layers.2", "head"]}  # by the number of stages
 
 
 class CountsFirst(Stack):
-    """A number that it sets before its first block."""
+    """Counts in a number before its first block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class CountsFirstInBuffer(Stack):
 
 
 class CountsBetween(Stack):
-    """A buffer, and a tensor in a list, that it writes to after its second layer."""
+    """Writes to a buffer, and to a tensor in a list, after its second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CountsBetween(Stack):
 
 
 class KeepsList(Stack):
-    """Its list grows."""
+    """Appends to a list in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class KeepsList(Stack):
 
 
 class AveragingLayer(Layer):
-    """Its average of all microbatches is a tensor that is no buffer."""
+    """Keeps an average over microbatches in a tensor that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class CountingLayer(Layer):
 
 
 class RemembersBetween(Stack):
-    """Between two blocks it reads, and sets, what is on the module."""
+    """Reads and sets an attribute of the module between two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# ---- counters wherever a module may have them ------------------------------------------------------------------------
+# ---- counters in all places of a module ------------------------------------------------------------------------------
 @dataclass(slots=True)
 class Slotted:
     calls: int = 0
@@ -190,7 +190,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 
 
 class CountsInLayer(Layer):
-    """``count`` of ``counter`` gives a number."""
+    """Computes with the number that ``count(counter)`` returns. A test sets both attributes."""
 
     counter: Any = None
     count: Any = None
@@ -205,7 +205,7 @@ class Case:
     """One training.
 
     Attributes:
-        changed: before the second step the model's counters are set back, and what else can be changed.
+        changed: Whether counters and other state of the model are changed before the second step.
     """
 
     model: str
@@ -221,7 +221,7 @@ def data() -> list[list[Batch]]:
 
 
 def set_back(model: nn.Module) -> None:
-    """In every way in which a model is changed between two steps."""
+    """Changes the model's state in every way in which users do between two steps."""
     calls: Any = getattr(model, "calls", None)
     if isinstance(calls, Tensor):
         calls.fill_(5)
@@ -247,7 +247,7 @@ def remembered(model: nn.Module) -> dict[str, Any]:
 
 
 def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Of each the losses, what the modules show at the end, the state_dict's buffers, and which blocks are here."""
+    """Returns, for each case, losses, the modules' final state, buffers of the state_dict, and this rank's blocks."""
     results = []
     for case in cases:
         torch.manual_seed(0)
@@ -276,7 +276,7 @@ def train_all(rank: int, cases: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def told_and_trained(rank: int, case: Case) -> dict[str, Any]:
-    """With what was told of checkpoints."""
+    """Returns the results of a training, and the messages that were logged about checkpoints."""
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A small model, and stashes for which parts of a model are called again in backward."""
+"""A small model, and stashes with which parts of a model are called again in backward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from support.stash.stashed import assert_empty, assert_same, gradients
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
-_CALLS: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()  # no module's own: what a repetition adds stays
+_CALLS: WeakKeyDictionary[nn.Module, list[bool]] = WeakKeyDictionary()  # outside of modules: repeated calls count
 
 
 class Counting(nn.Linear):
-    """Knows how often it was called."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         super().__init__(64, 64)
 
     @property
     def calls(self) -> list[bool]:
-        """Whether each was with a graph."""
+        """Whether each call had gradients enabled."""
         return _CALLS.setdefault(self, [])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def net(depth: int = 3) -> nn.Sequential:
 
 
 def recomputing(model: nn.Module, *names: str, **options: Any) -> hydra_ext.stash:
-    """A stash that everything but what is called so leaves for."""
+    """Makes a stash that calls the named modules again, and offloads all other saved tensors."""
     return hydra_ext.stash(
         {"": hydra_ext.Offload(), **dict.fromkeys(names, hydra_ext.Recompute())},
         model=model,
@@ -50,7 +50,7 @@ def recomputing(model: nn.Module, *names: str, **options: Any) -> hydra_ext.stas
 
 
 def compare(model: nn.Module, loss: Callable[[], Tensor], *names: str, calls: int) -> hydra_ext.stash:
-    """One step with a stash and one without; so many calls are made again."""
+    """Compares a step with a stash and one without. Asserts the number of repeated calls."""
     expected = gradients(model, loss)
     stash = recomputing(model, *names)
     assert_same(gradients(model, loss, stash), expected)
@@ -60,7 +60,7 @@ def compare(model: nn.Module, loss: Callable[[], Tensor], *names: str, calls: in
 
 
 def recomputed_blocks(around: hydra_ext.Offload | None) -> Callable[[str, nn.Module], object]:
-    """A policy: what modules have numbered names, such as ``layers.3``, is called again; ``around`` is the root's."""
+    """A policy that calls modules with numbered names, such as ``layers.3``, again; ``around`` is the root's policy."""
 
     def policy(name: str, _module: nn.Module) -> object:
         if name.rpartition(".")[2].isdigit():

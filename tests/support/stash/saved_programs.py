@@ -1,5 +1,5 @@
-"""Random programs of operations whose backwards need what was saved: views, in-place writes, expanded, overlapping,
-complex, 0-d and empty tensors."""
+"""Random programs of operations whose backwards need saved tensors: views, expanded, overlapping, complex, 0-d, empty
+and written ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import hydra_ext
 
-SIDE = 24  # 24 * 24 floats are more than what is left alone
+SIDE = 24  # tensors of 24 * 24 floats are large enough for the stash
 
 Operation = Callable[[Tensor], Tensor]
 
-# Each takes and gives a matrix of SIDE by SIDE that requires a gradient.
+# Each takes and returns a matrix of SIDE by SIDE that requires a gradient.
 PLAIN: dict[str, Operation] = {
     "sin": torch.sin,
     "exp": lambda x: (x * 0.1).exp(),
@@ -48,7 +48,7 @@ WRITES: dict[str, Operation] = {
     "a part written": lambda x: _written_part(x),
     "written after its last use": lambda x: _written_after(x),
 }
-# What they save may come back changed, but for signs and places; only gradients of the weights may show it.
+# Their saved tensors may come back changed, except for signs and positions. Only weights' gradients may show it.
 _WEIGHT = nn.Parameter(torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(1)) / SIDE**0.5)
 _KERNEL = nn.Parameter(torch.randn(1, 1, 3, 3, generator=torch.Generator().manual_seed(2)) / 3)
 INEXACT: dict[str, Operation] = {
@@ -81,11 +81,11 @@ def _written_after(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation, on the value so many before the latest."""
+    """One operation on an earlier value; ``source`` counts back from the latest."""
 
     operation: str
     source: int
-    added: bool  # the source is added to what it gives
+    added: bool  # whether the source is added to the result
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What users do around forward and backward, one function each."""
+"""Typical user code around forward and backward, one function each."""

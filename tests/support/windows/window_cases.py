@@ -37,7 +37,7 @@ case = case_of(CASES)
 
 
 def train(bench: Bench, loss_of: Loss | None = None, *, steps: int = 3, first: int = 0) -> Outcome:
-    """Runs a user's loop. Between its lines the models look like plain ones."""
+    """Runs a user's loop, and asserts between its lines that the models look like plain ones."""
     loss_of = loss_of or language_loss
     optimizer = torch.optim.AdamW(bench.model.parameters(), lr=1e-2)
     losses: Outcome = []

@@ -48,7 +48,7 @@ def during_backward(module: nn.Module, error: type[BaseException]) -> Iterator[N
 
 
 def interrupted_call(bench: Bench) -> BaseException:
-    """A direct call of a block that Ctrl-C ends; its exception keeps all frames alive."""
+    """Calls a block directly, and ends the call by Ctrl-C. The returned exception keeps all frames alive."""
     block = bench.model.transformer.h[1]
     with before_call(block.mlp, KeyboardInterrupt), pytest.raises(KeyboardInterrupt) as caught:
         block(hidden(0))

@@ -39,7 +39,7 @@ def language_loss(model: nn.Module, index: int) -> torch.Tensor:
 
 
 class Recurrent(nn.Module):
-    """Embedding, recurrent layers, a head."""
+    """A model of an embedding, recurrent layers and a head."""
 
     def __init__(self, cell: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Recurrent(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT's form: embeddings, torch's own encoder layers, one more attention on top, a head."""
+    """A model like BERT: embeddings, torch's own encoder layers, one more attention on top, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Encoder(nn.Module):
 
 
 class Borrower(nn.Module):
-    """The head reads the embedding's weight without calling the module it belongs to."""
+    """Reads weights of other modules at its end, without calling these modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Borrower(nn.Module):
 
 
 class Shuffled(nn.Module):
-    """Layers that run in another order whenever the caller says so."""
+    """Runs its layers in the order that the caller sets."""
 
     def __init__(self) -> None:
         super().__init__()
