@@ -1,8 +1,8 @@
 """A wrapper of autograd's engine: device parameters stay in place while backward runs.
 
 torch calls ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model whose graph
-the backward reaches, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way
-out. It forwards to the engine that was installed before. The first context installs it, and the last one removes it.
+the backward reaches, and closes it on every way out. Host parameters among ``inputs=`` become device parameters. The
+wrapper forwards to the engine that was installed before. The first context installs it, and the last one removes it.
 """
 
 from __future__ import annotations

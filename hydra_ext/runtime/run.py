@@ -1,4 +1,4 @@
-"""One model inside its offload context: what its windows, hooks and reports share."""
+"""The run: one model inside its offload context, with the objects that its windows, hooks and reports share."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Run:
 
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
         blocks happen in another order than in a loop. A round that runs out of device memory is undone and retried
-        with fewer microbatches, then with recomputation; side effects outside the model then happen twice.
+        with fewer microbatches, then with recomputation. Side effects outside the model then happen twice.
         Microbatches run one at a time if together they would draw random numbers, or access state that modules hold,
         in another order than a loop.
 

@@ -3,9 +3,10 @@
 The fibers need not take the same path. The executor selects the first site at which fibers are parked, pins its blocks,
 and resumes the fibers parked there; that is a *stay*. The backward runs through the stays from the last to the first.
 
-The *last piece* of a microbatch is the part of its graph after it entered its last block: the head and the loss. If all
-microbatches end in the same stay, the backward of each last piece runs right after its forward, before the next
-microbatch allocates equally large activations. Its sums can be undone until all forwards have ended.
+The *last piece* of a microbatch is the part of its graph from the entry of its last block on: head and loss, say. If
+all microbatches end in the same stay, each last piece runs backward right after its forward. That frees its
+activations, often the largest, before the next microbatch allocates its own. The gradients that the early backwards
+accumulate can be undone until all forwards have ended.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def _set_cache(enabled: bool) -> None:
 
 @contextmanager
 def replaced_functions() -> Iterator[None]:
-    """Replaces the functions; the last one to leave puts them back, unless ours were replaced meanwhile."""
+    """Replaces the functions. The last user to leave restores them, unless they were replaced again meanwhile."""
     global _plain_setattr, _plain_set_cache
     user = object()
     try:

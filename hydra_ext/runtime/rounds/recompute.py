@@ -70,7 +70,7 @@ class _SiteCall(RepeatableCall):
 
 
 class Recomputation:
-    """Which sites of a run are recomputed.
+    """The recomputation of a run's sites: chooses the sites, makes their calls, and checks that calls can be repeated.
 
     Attributes:
         checked: Whether the calls of one microbatch have been repeated and compared.

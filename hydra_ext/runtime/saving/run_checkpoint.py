@@ -115,7 +115,7 @@ class RunCheckpoint:
             self.gradients_used = True
             self._run.meter.updates = reader.manifest.step
             if self._saving is not None and self._saving.learns:
-                logger.warning("the adaptive bounds of hydra_ext.Compress begin anew, and are in no checkpoint")
+                logger.warning("the adaptive bounds of hydra_ext.Compress start over, as no checkpoint contains them")
             return loading.loaded(reader)
 
     # ---- saving -----------------------------------------------------------------------------------------------------

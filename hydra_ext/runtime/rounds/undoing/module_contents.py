@@ -1,9 +1,9 @@
 """State of modules beside parameters and the values of buffers, so that a round can be undone.
 
-Covered are attributes and everything reachable from them at any depth: containers, tensors, arrays, objects of the
-user's classes and data of these classes, modules that are registered nowhere, iterators, and generators of random
-numbers. The names of buffers are covered as well, and hooks: libraries install some in the first forward, and note in
-an attribute that they have.
+Covered are attributes and all objects reachable from them at any depth. These are containers, tensors, arrays, objects
+of the user's classes, data of these classes, unregistered modules, iterators, and generators of random numbers. The
+names of buffers are covered as well, and hooks: libraries install some in the first forward, and note in an attribute
+that they have.
 
 Objects that only closures hold are not covered. Containers of more than 4096 members are treated as data: they are
 restored, but objects inside their members are not.
