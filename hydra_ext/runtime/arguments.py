@@ -1,10 +1,11 @@
-"""The arguments of the root's call, on the device for as long as it lasts.
+"""The arguments of the root's call, which are on the device while the call lasts.
 
-A forward may write to what it is given: append to a list, put a state into a dictionary, add to a tensor. So lists and
-dictionaries stay the caller's own objects: tensors in them are exchanged for the call and put back afterwards, except
-where the forward has put something else. What cannot be written to (a tuple, say) is made anew around moved tensors.
-Tensors that share memory are apart on the device: a write to one of them is refused.
-Not for one list in two calls at the same time.
+A forward may write to its arguments: append to a list, put a state into a dictionary, add to a tensor. So lists and
+dictionaries stay the caller's own objects. Tensors in them are replaced for the call and put back afterwards, except
+those that the forward has replaced. Immutable containers, such as tuples, are rebuilt around moved tensors. Tensors
+that share memory get separate memory on the device, so a write to one of them is refused.
+
+Two concurrent calls must not share a list or dictionary.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from hydra_ext.runtime.placement.devices import MOVED
 from hydra_ext.state.copies import sharing
 from hydra_ext.tracing import nothing_traced
 
-# Exactly these: a subclass may do more in __setitem__ than keep what it is given.
+# Exactly these types: the __setitem__ of a subclass may do more than store the item.
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 
 
 class Arguments:
-    """One call's. :meth:`place` before it; :meth:`give_back` after it, on every way out."""
+    """The arguments of one call. :meth:`place` is called before it, :meth:`give_back` after it on every way out."""
 
     def __init__(self, move: Callable[[Any], Any]) -> None:
         self._move = move
-        # By identity, with the objects, so that no other can take their place: each value and what stands for it, and
-        # whether that differs anywhere inside.
+        # By identity of a value: the value, its replacement, and whether that differs anywhere inside. The value is
+        # kept so that no other object gets its identity.
         self._placed: dict[int, tuple[Any, Any, bool]] = {}
-        self._moved: dict[int, tuple[Any, Any, int]] = {}  # by the moved one's identity: host, moved, its version
-        self._lent: list[Any] = []  # containers with moved tensors in them
+        self._moved: dict[int, tuple[Any, Any, int]] = {}  # by identity of the moved tensor: host, moved, version
+        self._lent: list[Any] = []  # the caller's containers that hold moved tensors
 
     @nothing_traced
     def place(self, value: Any) -> Any:
@@ -57,27 +58,29 @@ class Arguments:
             self._expect_apart(written)
 
     def _expect_apart(self, written: Sequence[Tensor]) -> None:
-        """On the device each argument has memory of its own: a write to one was not seen in another.
+        """Checks that no argument that was written to shares memory on the host with another.
+
+        On the device each argument has memory of its own, so the write did not reach the other.
 
         Raises:
-            StateError: on the host they share it.
+            StateError: two arguments share memory, and one of them was written to.
         """
         every = [host for host, _, _ in self._moved.values() if isinstance(host, Tensor)]
-        with torch._C.DisableTorchFunction():  # modes are to see what the program calls
+        with torch._C.DisableTorchFunction():  # modes should see only the program's own calls
             groups = sharing(every)
         for group in groups:
             wrote = [host for host in group if any(host is each for each in written)]
             if wrote and len(group) > 1:
                 raise StateError(
                     f"the forward has written in place to an argument of shape {list(wrote[0].shape)}, and another "
-                    "argument shares its memory: on the device they are apart, so the numbers are wrong; give the "
-                    "model clones, as with x.clone()"
+                    "argument shares its memory: on the device their memory is separate, so the numbers are wrong; "
+                    "give the model clones, as with x.clone()"
                 )
 
     def _place(self, value: Any) -> tuple[Any, bool]:
-        """What stands for ``value`` in the call, and whether it, or anything inside it, is another."""
+        """The replacement of ``value`` for the call, and whether it, or anything inside it, differs from ``value``."""
         if id(value) not in self._placed:
-            self._placed[id(value)] = (value, value, False)  # for a container that holds itself
+            self._placed[id(value)] = (value, value, False)  # ends the recursion for a container that holds itself
             self._placed[id(value)] = (value, *self._place_anew(value))
         return self._placed[id(value)][1:]
 
@@ -86,14 +89,14 @@ class Arguments:
             return self._place_tensor(value)
         if type(value) in _MAPPINGS + _SEQUENCES:
             return value, self._exchange(value)
-        # One level. Not by a function that knows ``value``: torch leaves it, and all it holds, in a reference cycle.
+        # Flattens one level. The function must not refer to ``value``: torch leaves the function in a reference cycle.
         is_leaf = chain([False], repeat(True))
         parts, spec = tree_flatten(value, lambda _: next(is_leaf))
-        if len(parts) == 1 and parts[0] is value:  # no container
+        if len(parts) == 1 and parts[0] is value:  # not a container
             return value, False
         placed = [self._place(part) for part in parts]
         exchanged = any(inside for _, inside in placed)
-        # The parts of a tuple are its own; those of another kind may have been made by flattening it.
+        # Flattening a tuple gives its own parts; flattening another kind may have created new ones.
         same = all(new is part for part, (new, _) in zip(parts, placed, strict=True))
         if same and (isinstance(value, tuple) or not exchanged):
             return value, exchanged
@@ -126,22 +129,25 @@ def _writes(moved: Any) -> int:
     return moved._version if isinstance(moved, torch.Tensor) else 0
 
 
-# Modes that follow the calls of a program see these two as what they are, and not the operations in them, which depend
-# on where the memory of an argument was made.
+# A torch function mode sees a call of one of these two functions as one operation. The operations inside depend on
+# where an argument's memory was allocated.
 def to_device(host: Any, move: Callable[[Any], Any]) -> Any:
-    """What stands for the tensor in the call; itself where it is there already."""
+    """The tensor's replacement for the call; the tensor itself if it is on the device already."""
     if torch._C._is_torch_function_mode_enabled():
         return handle_torch_function(to_device, (), host, move)
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
-            # Tensors made in inference mode do not count writes.
+            # Tensors created in inference mode do not count writes.
             modes.enter_context(torch.inference_mode(False))
             modes.enter_context(torch.no_grad())
         return move(host)
 
 
 def bring_home(host: Any, moved: Any, version: int) -> bool:
-    """What the forward wrote. True where the moved tensor has become a result, with a history that the host's lacks."""
+    """Copies the forward's writes to the host tensor.
+
+    Returns True if the moved tensor has become a result, with an autograd history that the host tensor lacks.
+    """
     if torch._C._is_torch_function_mode_enabled():
         return bool(handle_torch_function(bring_home, (), host, moved, version))
     if _writes(moved) == version:

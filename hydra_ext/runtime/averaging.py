@@ -1,22 +1,23 @@
-"""Gradients on their way to their mean over the ranks.
+"""Averages gradients over the ranks while backward runs.
 
-A rank's gradient of the step is the sum over its microbatches; the mean is the sum over ranks in the gradient's own
-dtype, divided by their number, and has the same bits on every rank. Two ranks add in one order only; with more of them
-the order is the backend's, and the mean within (size - 1) roundings of the gradients' largest partial sum.
+A rank's gradient of the step is the sum over its microbatches. The mean is the sum over ranks in the gradient's own
+dtype, divided by their number, and has the same bits on every rank. Two ranks add in one order only. With more ranks
+the backend determines the order, and the mean is within (size - 1) roundings of the gradients' largest partial sum.
 
-Ranks may take different ways through the model. So that they never answer one another's questions, each issues exactly
-the same collectives, whatever its microbatches did:
+Ranks may take different paths through the model. To match collectives, each rank issues exactly the same ones,
+whatever its microbatches did:
 
 1. one *agreement*: has a rank failed, are all at the same place, do they train the same parameters;
 2. for every block with trained parameters, from the last to the first: the marks of its parameters, then each
-   parameter's gradient, zeros where the rank has none. A gradient that backward has brought to no rank since it was
-   last averaged stays as it is, or stays None.
+   parameter's gradient, or zeros if the rank has none. If backward has produced a gradient on no rank since it was last
+   averaged, it stays as it is, or stays None.
 
-A block is issued once nothing more will be added to its gradients and those after it have been issued, and waited for
-one stay later, so that communication goes on behind the backward of the blocks before it. A rank that fails after the
-agreement goes on with zeros and says so in the marks; then every rank raises, or, where that rank has run out of device
-memory and will try otherwise, every rank undoes the step and makes it again. One that fails after that has done a step
-less, which the next agreement finds.
+A block is issued once its gradients are complete and all blocks after it have been issued. The rank waits for it one
+stay later, so communication overlaps with the backward of the blocks before it.
+
+A rank that fails after the agreement continues with zeros and tells the others in the marks; then every rank raises.
+If that rank can retry, as after running out of device memory, every rank undoes the step and makes it again instead.
+A rank that fails after the averaging has made one step less, which the next agreement detects.
 """
 
 from __future__ import annotations
@@ -37,25 +38,25 @@ from hydra_ext.runtime.replicas import Reduction, Replicas
 
 logger = logging.getLogger(__name__)
 
-# Marks of a parameter; the greatest of all ranks' counts. From _FAILED on: the rank that failed.
+# Marks of a parameter; the ranks take their maximum. A mark of _FAILED + n says that rank n has failed.
 _NONE, _UNCHANGED, _ARRIVED, _UNFIT, _AGAIN, _FAILED = range(6)
 
-IN_STEP, IN_BACKWARD = range(2)  # places where gradients are averaged
+IN_STEP, IN_BACKWARD = range(2)  # callers that average gradients: run.step, or a backward
 
 
 class StepAgain(Exception):
-    """A rank has run out of memory in the step's last backward: every rank undoes the step, and makes it again."""
+    """A rank has to make the step again after its last backward began: every rank undoes the step and repeats it."""
 
 
 @dataclass
 class _Share:
-    """One parameter's part in a reduction.
+    """One parameter's contribution to the reduction of its block.
 
     Attributes:
-        index: of the parameter, in its block.
-        mark: of the parameter.
-        buffer: what this rank adds, and the sum afterwards; lies as the parameter does.
-        from_device: it was taken from the device, and is to go back to it or to leave it.
+        index: Index of the parameter in its block.
+        mark: Mark that this rank sends for the parameter.
+        buffer: Contribution of this rank, and the sum afterwards, with the layout of the parameter.
+        from_device: Whether the buffer was taken from the device, to which the mean is returned.
     """
 
     index: int
@@ -67,7 +68,7 @@ class _Share:
 
 @dataclass
 class _BlockReduction:
-    """A block whose reductions have begun: first that of the marks, then the shares'."""
+    """A block whose reductions have begun: first the marks, then the shares."""
 
     block: int
     shares: list[_Share]
@@ -78,7 +79,7 @@ class _BlockReduction:
             share.mark = mark
 
     def issue(self, replicas: Replicas) -> None:
-        """Whatever of it has not been issued."""
+        """Issues the reductions that have not been issued yet."""
         if not self.reductions:
             self.reductions.append(replicas.start_maximum([share.mark for share in self.shares]))
         while len(self.reductions) <= len(self.shares):
@@ -86,13 +87,13 @@ class _BlockReduction:
 
 
 class _Agreement:
-    """The ranks' word that none has failed, that all are at the same place, and train the same parameters.
+    """A collective check that no rank has failed, and that all are at the same place and train the same parameters.
 
     Args:
-        place: :data:`IN_STEP` or :data:`IN_BACKWARD`.
+        place: Either :data:`IN_STEP` or :data:`IN_BACKWARD`.
 
     Attributes:
-        made: every rank has come here, and all agree.
+        made: Whether every rank has asked, and all agree.
     """
 
     def __init__(self, replicas: Replicas, layout: Layout, place: int) -> None:
@@ -114,10 +115,11 @@ class _Agreement:
             self._answers = self._replicas.start_maximum([failure, *same, *(-value for value in same)])
 
     def conclude(self) -> None:
-        """
+        """Waits for the answers, if this rank has asked.
+
         Raises:
             RankFailed: a rank has asked because its step has failed.
-            ReplicasDiffer: they do not agree.
+            ReplicasDiffer: the ranks do not agree.
         """
         if self._answers is None:
             return
@@ -137,11 +139,11 @@ class _Agreement:
 
 
 class _Order:
-    """In which order, and how early, blocks are issued: from the last one with trained parameters to the first.
+    """The order in which blocks are issued, and when: from the last one with trained parameters to the first.
 
     Attributes:
-        trained: of each block, its trained parameters and their places in it; settled by :meth:`begin`.
-        left: blocks to be issued, the next one last.
+        trained: Trained parameters of each block, with their indices in it; set by :meth:`begin`.
+        left: Blocks still to be issued, the next one last.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -149,7 +151,7 @@ class _Order:
         self.left: list[int] = []
         self._layout = layout
         self._last_turns: list[int] = []  # by block, the last turn that adds to its gradients
-        self._seen = 0  # turns that were run when a block was last looked for
+        self._seen = 0  # number of turns that had run at the last call of looked()
 
     def begin(self) -> None:
         blocks = self._layout.blocks
@@ -158,7 +160,7 @@ class _Order:
 
     def follow(self, staged: _C.StagedBackward, turns: int, faces: Sequence[Tensor]) -> None:
         hosts = [parameter for block in self._layout.blocks for _, parameter in block.parameters]
-        if staged.nested:  # what backwards inside the backward add to is not known
+        if staged.nested:  # it is unknown which gradients the nested backwards add to
             self._last_turns = [turns - 1] * len(self._layout.blocks)
             return
         by_leaf = staged.last_turns([*faces, *hosts])
@@ -166,26 +168,26 @@ class _Order:
         self._last_turns = [max(next(by_parameter) for _ in block.parameters) for block in self._layout.blocks]
 
     def finished(self, turns: int) -> int | None:
-        """The next block, if nothing more is added to it after so many turns.
+        """The next block to issue, if its gradients are complete after this number of turns; else None.
 
-        The last one is kept back: until the backward has ended, this rank may have to say that it has failed.
+        The last block is kept until the backward has ended: with its marks this rank may have to report a failure.
         """
         return self.left[-1] if len(self.left) > 1 and self._last_turns[self.left[-1]] < turns else None
 
     def finished_before(self, block: int) -> bool:
-        """Whether it was finished when blocks were last looked for."""
+        """Whether the block's gradients were complete at the last call of :meth:`looked`."""
         return self._last_turns[block] < self._seen
 
     def looked(self, turns: int) -> None:
-        """Blocks were looked for after so many turns."""
+        """Notes that finished blocks were issued after this number of turns."""
         self._seen = turns
 
 
 class _Reductions:
-    """Blocks whose reductions have begun, in order, and what the ranks have said in their marks.
+    """Blocks whose reductions have begun, in order, and the results of the ranks' marks.
 
     Attributes:
-        failed: the rank that has.
+        failed: Rank that has failed, or None.
     """
 
     def __init__(self, replicas: Replicas, layout: Layout) -> None:
@@ -205,17 +207,18 @@ class _Reductions:
         reduction.issue(self._replicas)
 
     def issue_all(self, mark: int) -> None:
-        """With this mark where none has left yet."""
+        """Issues every reduction that is not issued yet; marks that have not been sent become ``mark``."""
         for reduction in self._under_way:
             if not reduction.reductions:
                 reduction.mark(mark)
             reduction.issue(self._replicas)
 
     def wait(self, deliver: Callable[[int, _Share], None] | None = None, *, blocks: int | None = None) -> None:
-        """For the first so many blocks; for all unless given.
+        """Waits for reductions, in order.
 
         Args:
-            deliver: takes a block and a sum that has arrived.
+            deliver: Function that takes a block and a share with its sum, for gradients that some rank has produced.
+            blocks: Number of blocks to wait for; all by default.
         """
         for _ in range(len(self._under_way) if blocks is None else blocks):
             reduction = self._under_way[0]
@@ -234,7 +237,8 @@ class _Reductions:
             self._under_way.pop(0)
 
     def expect_means(self) -> None:
-        """
+        """Checks the marks of all ranks: every gradient has become its mean.
+
         Raises:
             RankFailed, StepAgain, StateError: see :meth:`Averaging.complete`.
         """
@@ -250,10 +254,10 @@ class _Reductions:
 
 
 class Averaging:
-    """The gradients of one step, or of one backward.
+    """Averages the gradients of one step, or of one backward.
 
     Args:
-        place: :data:`IN_STEP` or :data:`IN_BACKWARD`.
+        place: Either :data:`IN_STEP` or :data:`IN_BACKWARD`.
     """
 
     def __init__(self, replicas: Replicas, core: _C.PagedModel, layout: Layout, place: int) -> None:
@@ -261,21 +265,21 @@ class Averaging:
         self._core = core
         self._layout = layout
         self._place = place
-        self._arrived: dict[int, list[bool]] = {}  # by block: gradients that were settled, and undone since
+        self._arrived: dict[int, list[bool]] = {}  # by block: gradients that backward had produced before an undo
         self._reset()
 
     def _reset(self) -> None:
         self._agreement = _Agreement(self._replicas, self._layout, self._place)
         self._order = _Order(self._layout)
         self._reductions = _Reductions(self._replicas, self._layout)
-        self._settled: dict[int, list[bool]] = {}  # by block: which gradients backward had brought
+        self._settled: dict[int, list[bool]] = {}  # by block: which gradients backward has produced
 
     def agree(self) -> None:
-        """Returns when every rank has come here, on the first call.
+        """The first call waits until every rank has made it, and checks that they agree.
 
         Raises:
-            RankFailed: one of them came because its step has failed.
-            ReplicasDiffer: one is at another place, or trains other parameters.
+            RankFailed: a rank's step has failed.
+            ReplicasDiffer: a rank is at another place, or trains other parameters.
         """
         if not self._agreement.made:
             self._ask(failed=False)
@@ -288,38 +292,41 @@ class Averaging:
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def follow(self, staged: _C.StagedBackward, turns: int) -> None:
-        """This backward is about to run, in so many turns: :meth:`advance` may be called between them."""
+        """Prepares for a backward in this number of turns, so that :meth:`advance` may be called between them."""
         self._order.follow(staged, turns, self._core.blocks.faces())
 
     @torch.no_grad()
     def advance(self, turns: int) -> None:
-        """After so many turns of the backward, before what it has gathered leaves: hands over what is averaged by
-        now, and issues the blocks that are finished."""
+        """Delivers finished averages, and issues the blocks whose gradients are complete after this number of turns.
+
+        It is called before gathered gradients leave the device.
+        """
         with _C.Uncharged():
             self._reductions.wait(self._deliver)
             while (block := self._order.finished(turns)) is not None:
                 gathered = self._gathered(block)
                 on_its_way = not any(gradient is not None for gradient in gathered)
                 if on_its_way and not self._order.finished_before(block):
-                    break  # to the host, which takes as long as the next turns
+                    break  # its transfer to the host overlaps with the next turns
                 self._issue(gathered)
         self._order.looked(turns)
 
     @torch.no_grad()
     def complete(self) -> None:
-        """All that is left. Afterwards every gradient is its mean, once the window, if one is open, has closed.
+        """Averages all remaining gradients. Each gradient is its mean once any open window has closed.
 
         Raises:
             RankFailed: a rank has failed.
-            StepAgain: a rank makes the step again, and so all do: see :meth:`begin_again`.
+            StepAgain: a rank makes the step again, so every rank has to; see :meth:`begin_again`.
             StateError: a gradient cannot be averaged, or a parameter was written to.
+            ReplicasDiffer: see :meth:`agree`.
         """
         self.agree()
         moved = self._core.changes.moved()
         if moved:
             raise StateError(
                 f"something wrote to {moved} during the backward. An optimizer that steps inside backward has this "
-                "rank's gradients only: step after it, or give process_group=False"
+                "rank's gradients only: step after backward, or give process_group=False"
             )
         with _C.Uncharged():
             while self._order.left:
@@ -330,8 +337,10 @@ class Averaging:
         self._reductions.expect_means()
 
     def abandon(self) -> None:
-        """This rank has failed: the others are told, and get what they wait for, zeros. Does nothing after
-        :meth:`complete`, nor where the agreement has failed already."""
+        """Tells the other ranks that this one has failed, and sends zeros for the gradients that they wait for.
+
+        No-op after :meth:`complete`, and after a failed agreement.
+        """
         try:
             with torch.no_grad(), _C.Uncharged():
                 if not self._agreement.is_asked:
@@ -340,20 +349,21 @@ class Averaging:
                     self._agreement.conclude()
                 self._answer(_FAILED + self._replicas.rank)
         except (RankFailed, ReplicasDiffer):
-            pass  # which the others know as well
-        except RuntimeError as error:  # of torch.distributed; another error is on its way already
+            pass  # the other ranks raise it as well
+        except RuntimeError as error:  # raised by torch.distributed; the caller is raising another error already
             logger.warning("the other ranks could not be told of this rank's failure: %s", error)
 
     @torch.no_grad()
     def ask_again(self) -> bool:
-        """This rank will make the step again: the others are told, get zeros, and will, too. False if it is too late
-        to tell them.
+        """Tells the other ranks to make the step again, as this rank will, and sends zeros for its gradients.
+
+        Returns False if it is too late to tell them.
 
         Raises:
             RankFailed: another rank has failed meanwhile.
         """
         if not self._agreement.made:
-            return True  # none of them has gone on
+            return True  # the other ranks still wait in the agreement
         if not self._order.left:
             return False
         with _C.Uncharged():
@@ -363,12 +373,12 @@ class Averaging:
         return True
 
     def begin_again(self) -> None:
-        """As if nothing had been asked: what was done to gradients the caller has undone."""
+        """Starts over for another attempt at the step. The caller has undone the changes to gradients."""
         self._arrived.update(self._settled)
         self._reset()
 
     def _answer(self, mark: int) -> None:
-        """All blocks that have not been reduced, with this mark, and with zeros."""
+        """Reduces all remaining blocks, with this mark and with zeros."""
         self._reductions.issue_all(mark)
         self._reductions.wait()
         while self._order.left:
@@ -379,7 +389,7 @@ class Averaging:
     # ---- one block --------------------------------------------------------------------------------------------------
 
     def _gathered(self, block: int) -> list[Tensor | None]:
-        """What is on the device still, if it can be reduced there."""
+        """The block's gradients that are still on the device, if the group reduces there; None for each other one."""
         if self._replicas.takes_gathered:
             return self._core.gradients.take_gathered(block)
         return [None] * len(self._layout.blocks[block].parameters)
@@ -417,7 +427,7 @@ def _share(index: int, parameter: nn.Parameter, gathered: Tensor | None, arrived
     lying = as_parameter_lies(gradient, parameter)
     if arrived:
         return _Share(index, parameter, _ARRIVED, lying)
-    return _Share(index, parameter, _UNCHANGED, lying.clone())  # it may have to stay as it is
+    return _Share(index, parameter, _UNCHANGED, lying.clone())  # a copy, as the gradient may have to stay as it is
 
 
 def _zeros_like(parameter: nn.Parameter) -> Tensor:
@@ -427,7 +437,7 @@ def _zeros_like(parameter: nn.Parameter) -> Tensor:
 
 def _failure_of(rank: int) -> RankFailed:
     return RankFailed(
-        f"rank {rank} has failed in this step, whose gradients are therefore not averaged: its own error says why. If "
-        "that rank goes on, call optimizer.zero_grad() and go on",
+        f"rank {rank} has failed in this step, so the gradients are not averaged: that rank's own error says why. If "
+        "it continues, call optimizer.zero_grad() and continue as well",
         rank=rank,
     )

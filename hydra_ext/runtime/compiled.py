@@ -1,12 +1,12 @@
-"""Calls of a model, and of its parts, in what torch.compile traces.
+"""Calls of a model and of its modules inside code that torch.compile traces.
 
-Dynamo traces what is inside a module's ``__call__`` and passes by the stand-in that opens the window. Where the window
-is open already, that is as well: faces are in place. Elsewhere the graph is broken at the call of a site or the root,
-which is then made as it is, and what is inside it is compiled as usual. With ``fullgraph=True`` there can be no break,
-and the caller gets a :class:`StateError`.
+Dynamo traces the body of a module's ``__call__`` and bypasses the stand-in that opens the window. If the window is open
+already, that does no harm, as modules show faces. Otherwise the graph breaks at the call of a site or the root. That
+call runs eagerly, and the code inside it is compiled as usual. ``fullgraph=True`` forbids breaks, so the caller gets a
+:class:`StateError`.
 
-One method of dynamo's is replaced while a context is active. What was traced before is traced anew, with the first call
-inside the context as after it: its guards know nothing of windows.
+One method of dynamo is replaced while a context is active. Dynamo's caches are reset when a context begins and when it
+ends, since their guards do not check for windows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydra_ext.errors import MissingDependency, StateError
 
 
 class TracedModel(Protocol):
-    """What is needed of a model's context."""
+    """The interface of a model's context that this module uses."""
 
     model: nn.Module
     core: _C.PagedModel
@@ -32,15 +32,15 @@ class TracedModel(Protocol):
 
 
 _lock = threading.Lock()
-_models: dict[nn.Module, TracedModel] = {}  # by root and site
+_models: dict[nn.Module, TracedModel] = {}  # by root and by modules of sites
 _plain: Any = None
 
 
 def join(model: TracedModel) -> None:
-    """From now on calls of it are not traced while its window is closed. :func:`leave` undoes it.
+    """From now on dynamo does not trace calls of the model while its window is closed. :func:`leave` undoes it.
 
     Raises:
-        MissingDependency: this torch has not what it takes.
+        MissingDependency: dynamo of this torch lacks the method that has to be replaced.
     """
     global _plain
     reset, variable = _dynamo()
@@ -52,7 +52,7 @@ def join(model: TracedModel) -> None:
 
 
 def leave(model: TracedModel) -> None:
-    """Does nothing to one that has not joined."""
+    """Undoes :func:`join`; no-op for a model that has not joined."""
     global _plain
     with _lock:
         mine = [module for module, owner in _models.items() if owner is model]
@@ -68,28 +68,28 @@ def leave(model: TracedModel) -> None:
 
 
 def _dynamo() -> tuple[Any, Any]:
-    """How to have everything traced anew, and the class of what dynamo traces a module as.
+    """The function that resets dynamo's caches, and dynamo's class for a module that it traces.
 
-    Imported here: it takes seconds, and torch's optimizers have it imported already.
+    The import is here because it takes seconds; programs with an optimizer of torch have imported dynamo already.
     """
     try:
         from torch._dynamo import reset_code_caches
         from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-        vars(UnspecializedNNModuleVariable)["call_function"]  # is there, and its own
+        vars(UnspecializedNNModuleVariable)["call_function"]  # KeyError unless the class itself defines the method
         _refusal_type()
     except (ImportError, KeyError) as error:
         raise MissingDependency(
-            "hydra_ext.offload() has to see the calls of modules that torch.compile traces: such models would compute "
-            f"with host parameters. In torch {torch.__version__} dynamo does not have what that takes ({error}). "
-            'Install one that does: pip install "torch==2.13.*"'
+            "hydra_ext.offload() has to intercept the calls of modules that torch.compile traces, or else they would "
+            f"compute with host parameters. Dynamo of torch {torch.__version__} does not allow that ({error}). "
+            'Install a supported torch: pip install "torch==2.13.*"'
         ) from error
     return reset_code_caches, UnspecializedNNModuleVariable
 
 
 @functools.cache
 def _refusal_type() -> type[StateError]:
-    """Dynamo breaks the graph where one is raised; where it must not, it lets it through to the caller."""
+    """The error that makes dynamo break the graph; with ``fullgraph=True`` dynamo passes it on to the caller."""
     from torch._dynamo.exc import Unsupported
 
     class CallInGraph(StateError, Unsupported):
@@ -105,8 +105,8 @@ def _call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     if owner is not None and (variable.value is owner.model or not owner.core.gate.open):
         raise _refusal_type()(
             f"a call of a {type(variable.value).__name__} cannot be a part of one graph, as fullgraph=True asks: "
-            "inside hydra_ext.offload() it brings weights to the device, or else would compute with host parameters. "
-            "Compile the model in place, and call it where nothing is traced: model.compile(fullgraph=True); model(x). "
-            "Or leave fullgraph=True out"
+            "inside hydra_ext.offload() the call has to bring weights to the device, outside of the graph. Compile the "
+            "model in place, and call it from code that is not traced: model.compile(fullgraph=True); model(x). Or "
+            "leave fullgraph=True out"
         )
     return _plain(variable, tx, args, kwargs)

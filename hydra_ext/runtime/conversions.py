@@ -1,7 +1,7 @@
-"""``model.to(...)``, ``.half()`` and their like inside a context: what changes nothing passes, all else raises.
+"""``model.to(...)``, ``.half()`` and similar calls inside a context: a call that changes nothing passes, others raise.
 
-All of them hand a function to ``nn.Module._apply``. What it would do is tried out on small tensors, one for each kind
-of tensor that the model has: converting the model and finding out afterwards would be too late.
+All of them pass a function to ``nn.Module._apply``. It is tried on small probes first, one for each kind of tensor in
+the model, because a conversion of the model itself could not be undone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _Kind = tuple[Any, ...]
 def refuse_changes(
     model: nn.Module, function: Callable[[torch.Tensor], Any], device: torch.device, recurse: bool
 ) -> None:
-    """Tries ``function`` out. To bring the model to ``device``, where its forward runs, counts as no change.
+    """Tries ``function`` on probes. Moving the model to ``device``, where its forward runs, counts as no change.
 
     Raises:
-        ModelChanged: a parameter or a buffer would become another.
+        ModelChanged: the function would change or replace a parameter or buffer.
     """
     seen: set[_Kind] = set()
     for name, tensor in (*model.named_parameters(recurse=recurse), *model.named_buffers(recurse=recurse)):
@@ -46,17 +46,17 @@ def _kind(tensor: torch.Tensor) -> _Kind:
 
 
 def _small(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Sizes with the same memory formats to choose from."""
+    """Sizes of at most 2 that allow the same memory formats as the tensor's."""
     return tuple(min(size, 2) for size in tensor.shape)
 
 
 def _dimensions(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Outermost in memory first."""
+    """The order of the dimensions in memory, outermost first."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def _probe(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in host memory, as parameters are to the user, that counts writes even in inference mode."""
+    """A tensor of the same kind in host memory, where users see parameters; it counts writes even in inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor.detach().to("cpu", copy=True)
@@ -64,7 +64,7 @@ def _probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _change(probe: torch.Tensor, function: Callable[[torch.Tensor], Any], device: torch.device) -> str:
-    """What ``function`` does to ``probe``; empty if nothing."""
+    """The change that ``function`` makes to ``probe``, in words; empty if there is none."""
     before = probe._version
     made = function(probe)
     if not isinstance(made, torch.Tensor):

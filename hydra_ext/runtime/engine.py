@@ -1,8 +1,8 @@
 """A wrapper of autograd's engine: device parameters stay in place while backward runs.
 
-torch asks ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model whose
-graph it is, maps host parameters among ``inputs=`` to device parameters, and closes the windows on every way out. It
-chains to whatever engine was there, is installed with the first context and taken out with the last.
+torch calls ``Variable._execution_engine`` for every backward. The wrapper opens the window of each model whose graph
+the backward reaches, and closes it on every way out. Host parameters among ``inputs=`` become device parameters. The
+wrapper forwards to the engine that was installed before. The first context installs it, and the last one removes it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hydra_ext.runtime.replicas import Replicas
 
 
 class BackwardParticipant(Protocol):
-    """What the wrapper needs of a model's context.
+    """The interface of a model's context that the wrapper uses.
 
     Attributes:
-        backwards: how many have begun that may sum into gradients.
+        backwards: Number of backwards that have begun and may accumulate gradients.
     """
 
     core: _C.PagedModel
@@ -38,7 +38,7 @@ class BackwardParticipant(Protocol):
 
 
 class EngineWrapper:
-    """Stands in for the engine; everything but ``run_backward`` goes to the engine it wraps."""
+    """Stands in for the engine; every attribute but ``run_backward`` is forwarded to the engine it wraps."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
@@ -63,7 +63,7 @@ class EngineWrapper:
         accumulated = kwargs.get("accumulate_grad", True)
         for participant in awaiting if accumulated else ():
             participant.backwards += 1
-        with windows_of(awaiting):  # made of C: no interrupt comes between entering and leaving
+        with windows_of(awaiting):  # implemented in C: no interrupt arrives between entering and leaving
             wanted = _Wanted(_roots(tensors), inputs, awaiting)
             gradients = self._wrapped.run_backward(
                 tensors, grad_tensors, keep_graph, create_graph, wanted.inputs, *args, **kwargs
@@ -74,10 +74,13 @@ class EngineWrapper:
         return gradients
 
     def reached_by(self, roots: Any) -> list[BackwardParticipant]:
-        """Those whose graph this backward runs through: no other opens a window, or pays for what is allocated."""
+        """The contexts whose graphs this backward runs through.
+
+        Only they open windows and are charged for allocations.
+        """
         roots = _roots(roots)
         if not all(isinstance(root, torch.Tensor) for root in roots):
-            return list(self.participants)  # gradient edges: their graphs are not looked at
+            return list(self.participants)  # the graphs behind gradient edges are not searched
         reached = _C.reached_models(roots, [known.core for known in self.participants])
         return [known for known in self.participants if any(known.core is core for core in reached)]
 
@@ -87,7 +90,10 @@ def _roots(roots: Any) -> list[Any]:
 
 
 class _Wanted:
-    """``inputs=`` with device for host parameters; beside them those host parameters that the loss uses by itself."""
+    """``inputs=`` with device parameters in place of host parameters.
+
+    A host parameter that the loss also uses outside the model is requested in addition.
+    """
 
     def __init__(self, roots: list[Any], inputs: tuple[Any, ...], awaiting: list[BackwardParticipant]) -> None:
         self._asked = len(inputs)
@@ -100,7 +106,7 @@ class _Wanted:
                     mapped[index] = face
                     self._owners[index] = participant
                     break
-        self._also: list[int] = []  # indices of inputs whose host parameter is wanted, too
+        self._also: list[int] = []  # indices of inputs whose host parameter is requested in addition
         if self._owners:
             for index, by_itself, by_face in self._reached(roots, inputs, mapped):
                 if by_itself and by_face:
@@ -121,7 +127,7 @@ class _Wanted:
         return list(zip(owned, reached[: len(owned)], reached[len(owned) :], strict=True))
 
     def gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-        """For the inputs that were asked for: each on its own device, host parameters' parts summed."""
+        """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed."""
         asked = list(gradients[: self._asked])
         for index, owner in self._owners.items():
             if asked[index] is not None:
@@ -146,13 +152,13 @@ def _leaves_behind(nodes: list[Any]) -> set[int]:
     return leaves
 
 
-_torch: Any = Variable  # whose engine is whatever answers like one
+_torch: Any = Variable  # untyped, for its engine is replaced by the wrapper
 _lock = threading.Lock()
 _installed: EngineWrapper | None = None
 
 
 def join(participant: BackwardParticipant) -> None:
-    """From now on backward runs through the wrapper."""
+    """Registers a context: from now on backward runs through the wrapper."""
     global _installed
     with _lock:
         if _installed is None:
@@ -162,7 +168,7 @@ def join(participant: BackwardParticipant) -> None:
 
 
 def leave(participant: BackwardParticipant) -> None:
-    """Undoes :func:`join`. The last one to leave restores the engine, unless ours was wrapped meanwhile."""
+    """Undoes :func:`join`. The last context to leave restores the engine, unless the wrapper was wrapped meanwhile."""
     global _installed
     with _lock:
         if _installed is None:
@@ -174,13 +180,13 @@ def leave(participant: BackwardParticipant) -> None:
 
 
 def participants() -> list[BackwardParticipant]:
-    """Those whose contexts are active."""
+    """The active contexts."""
     with _lock:
         return [] if _installed is None else list(_installed.participants)
 
 
 def reached_by(roots: Sequence[torch.Tensor]) -> list[BackwardParticipant]:
-    """The models whose graph a backward from these roots runs through."""
+    """The contexts whose graphs a backward from these roots runs through."""
     with _lock:
         installed = _installed
     return [] if installed is None else installed.reached_by(roots)
@@ -192,12 +198,12 @@ def windows_of(participants: Sequence[BackwardParticipant]) -> _C.Windows:
 
 
 def holds(parameter: torch.Tensor) -> bool:
-    """Whether a context that is active moves this host parameter."""
+    """Whether an active context moves this host parameter."""
     with _lock:
         participants = _installed.participants if _installed is not None else []
         return any(known.face_of(parameter) is not None for known in participants)
 
 
 def installed() -> bool:
-    """Whether any context is active, as far as the engine is concerned."""
+    """Whether the wrapper is torch's engine now."""
     return isinstance(_torch._execution_engine, EngineWrapper)

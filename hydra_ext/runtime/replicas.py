@@ -1,6 +1,6 @@
-"""The ranks that train copies of one model: which they are, whether their copies are alike, and how they talk.
+"""The ranks that train copies of one model: their process group, checks that the copies match, and collectives.
 
-Nothing here knows what a step is: that is :mod:`hydra_ext.runtime.averaging`.
+This module does not know about steps; :mod:`hydra_ext.runtime.averaging` does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from hydra_ext.errors import InvalidArgument, RankFailed, ReplicasDiffer
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-_FAILED = "\0"  # before what went wrong, which may be an empty text
+_FAILED = "\0"  # precedes the text of an error, which may be empty
 
 
 def check_group(group: object) -> None:
-    """
+    """Checks the argument ``process_group=``.
+
     Raises:
-        InvalidArgument: this is nothing to give as ``process_group``.
+        InvalidArgument: it is neither a process group nor None nor False.
     """
     known = dist.is_available() and isinstance(group, dist.ProcessGroup)
     if group is not None and group is not False and not known:
@@ -40,7 +41,7 @@ def check_group(group: object) -> None:
 
 
 def choose_group(group: dist.ProcessGroup | bool | None) -> dist.ProcessGroup | None:
-    """The group for what ``offload(process_group=...)`` was given; None where there is no other rank."""
+    """The process group that ``offload(process_group=...)`` selects; None if there is no other rank."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None or isinstance(group, bool) or dist.get_world_size(group) == 1:
@@ -53,7 +54,7 @@ class Reduction:
     """One reduction under way."""
 
     tensor: Tensor
-    sent: Tensor  # the tensor's memory, or a copy where the ranks' messages are taken from
+    sent: Tensor  # the tensor itself, or a copy on the device from which the backend sends
     work: dist.Work
 
 
@@ -63,16 +64,16 @@ class Replicas:
     All ranks have to call the same methods in the same order.
 
     Attributes:
-        rank: this one's, in the group.
-        size: how many there are.
-        gradient_device: where gradients are reduced: on the GPU where the group can, else on the host.
-        takes_gathered: whether that is where backward leaves them.
-        reduced_bytes: of gradients, so far.
-        waited_seconds: this rank waited so long for the others. Waits of a GPU's streams are not seen.
-        passes: how often gradients have been averaged, and the step that they were for was done.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
+        gradient_device: Device on which gradients are reduced: the GPU if the group can reduce there, else the host.
+        takes_gathered: Whether that is the device on which backward leaves gradients.
+        reduced_bytes: Bytes of gradients reduced so far.
+        waited_seconds: Time that this rank has waited for others, without the waits of a GPU's streams.
+        passes: Number of steps and backwards whose gradients were averaged, and that have ended without an error.
 
     Raises:
-        InvalidArgument: the group has no backend that can be used.
+        InvalidArgument: the group has no usable backend.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -84,7 +85,7 @@ class Replicas:
         self._group: dist.ProcessGroup | None = group
         config = dist.get_backend_config(group)
         backends = dict(entry.split(":") for entry in config.split(","))
-        direct = backends.get(device.type, "gloo") != "gloo"  # gloo's way from a GPU is slower than ours
+        direct = backends.get(device.type, "gloo") != "gloo"  # gloo's own copies from a GPU are slower than the lanes
         if not direct and "cpu" not in backends:
             raise InvalidArgument(
                 f"process_group has the backends {config!r}, and the model is on {device}: initialise it with a "
@@ -96,18 +97,18 @@ class Replicas:
         logger.info("gradients are averaged over %d ranks (%s); this is rank %d", self.size, config, self.rank)
 
     def leave(self) -> None:
-        """The others are not heard any more; what is counted stays. The group is let go, so that it can end."""
+        """Ends communication and drops the group, so that it can be destroyed. The counts stay."""
         self._group = None
 
     # ---- reductions -------------------------------------------------------------------------------------------------
 
     def start_sum(self, gradient: Tensor) -> Reduction:
-        """Of gradients that lie alike, without gaps, on every rank; in place."""
+        """Starts a sum over ranks, in place. The gradient has the same layout, without gaps, on every rank."""
         self.reduced_bytes += gradient.nbytes
         return self._start(gradient, dist.ReduceOp.SUM, self.gradient_device)
 
     def start_maximum(self, values: Sequence[int]) -> Reduction:
-        """Of each of the values by itself."""
+        """Starts an elementwise maximum over ranks."""
         message = torch.tensor(values, dtype=torch.int64, device="cpu")
         return self._start(message, dist.ReduceOp.MAX, self._message_device)
 
@@ -118,7 +119,7 @@ class Replicas:
         return Reduction(flat, sent, work)
 
     def wait(self, reduction: Reduction) -> Tensor:
-        """The result, flat, in the memory of what was given."""
+        """Waits for a reduction. Returns its result, flat, in the memory of the tensor that was given."""
         start = time.perf_counter()
         reduction.work.wait()
         self.waited_seconds += time.perf_counter() - start
@@ -129,9 +130,10 @@ class Replicas:
     # ---- at the beginning -------------------------------------------------------------------------------------------
 
     def expect_alike(self, description: Sequence[str]) -> None:
-        """
+        """Checks that every rank gives the same description of its copy.
+
         Raises:
-            ReplicasDiffer: a rank has described its copy in other words, on every rank.
+            ReplicasDiffer: a description differs; every rank raises it.
         """
         text = "\n".join(description).encode()
         digests = self._gather(torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8))
@@ -143,21 +145,21 @@ class Replicas:
         expected, found = next((a, b) for a, b in lines if a != b)
         raise ReplicasDiffer(
             f"the ranks' models differ: rank {rank} has {found} where rank 0 has {expected}. Build the same model on "
-            "every rank, with the same budget= and blocks=, which say what moves together; or give "
-            "process_group=False if each rank is to train a model of its own",
+            "every rank, with the same budget= and blocks=, which determine the blocks; or give process_group=False if "
+            "each rank is to train a model of its own",
             rank=rank,
         )
 
     @torch.no_grad()
     def follow_first(self, tensors: Sequence[Tensor]) -> None:
-        """Gives the tensors rank 0's values. Those that have them already are not written to."""
+        """Copies rank 0's values to the tensors of the other ranks. Tensors with equal values are not written to."""
         for tensor in tensors:
             if tensor.numel() == 0:
                 continue
             values = tensor.detach().contiguous()
             own = values.reshape(-1).view(torch.uint8)
-            # A copy on rank 0, too: a thread of the backend's may hold it for a while yet, and memory that others hold
-            # stays out of the arena.
+            # A copy on rank 0 as well: a thread of the backend may hold it for a while, and a tensor whose memory has
+            # another owner cannot move to the arena.
             sent = own.to(self._message_device, copy=True)
             dist.broadcast(sent, group=self._group, group_src=0)
             received = sent.to(own.device)
@@ -167,17 +169,17 @@ class Replicas:
     # ---- anything else ----------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes) -> list[bytes]:
-        """What every rank has given, by rank."""
+        """The data of every rank, in the order of the ranks."""
         lengths = [int(length) for length in self._gather(torch.tensor([len(data)], device="cpu"))]
         padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
         return [received.numpy().tobytes()[:n] for received, n in zip(self._gather(padded), lengths, strict=True)]
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Does something on this rank that talks to no other, and returns when all have done theirs.
+        """Runs ``work``, which must not communicate, and returns when every rank has run its own.
 
         Raises:
-            RankFailed: another rank has failed. What this one fails with, it raises itself.
+            RankFailed: another rank has failed. If this rank fails, it raises its own error.
         """
         try:
             result = work()
@@ -198,7 +200,7 @@ class Replicas:
 
 
 def describe(model: nn.Module, layout: Layout) -> list[str]:
-    """What has to be the same on every rank, a line each."""
+    """Lines that have to be the same on every rank, one for each parameter and buffer."""
     lines = [
         f"{'a trained' if parameter.requires_grad else 'a frozen'} parameter '{name}' of {_kind(parameter)}, in block "
         f"{number} ('{block.name}')"
@@ -214,5 +216,5 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The memory of a tensor without gaps, in its order there."""
+    """The elements of a tensor without gaps, in the order of its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))

@@ -1,11 +1,11 @@
 """The root's class: its ``__call__`` opens the window, and closes it on every way out.
 
 Hooks would miss a ``KeyboardInterrupt``; a class of the same name whose ``__call__`` has a ``finally`` does not. Only
-the root's class is changed: libraries find submodules by their exact class. Copies and pickles of the model are of the
-plain class. Neither the class nor its metaclass is told of the new one: some keep a register of their subclasses.
+the root's class is changed, because libraries find submodules by their exact class. Copies and pickles of the model
+have the plain class. The plain class and its metaclass are not notified of the subclass, as some register subclasses.
 
-What ``torch.compile`` made of the model before the context calls the plain class's ``__call__``. For that the root's
-call has a stand-in, too, which opens the window unless the swapped class just did.
+A model that ``torch.compile`` wrapped before the context calls the plain class's ``__call__``. So the root's call also
+has a stand-in, which opens the window unless the swapped class just did.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hydra_ext.tracing import not_traced
 
 
 class RootContext(Protocol):
-    """What the swapped class needs of a model's context."""
+    """The interface of a model's context that the swapped class uses."""
 
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def unhooked(self) -> Any: ...
@@ -42,7 +42,7 @@ _NEW_OBJECT = copyreg.__newobj__  # type: ignore[attr-defined]
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(self).__mro__[1]
     context: RootContext | None = self.__dict__.get(_CONTEXT)
-    if context is None:  # made by a method of the root as type(self)(...), as slices of nn.Sequential are
+    if context is None:  # a method of the root created it by type(self)(...), as slicing an nn.Sequential does
         return plain.__call__(self, *args, **kwargs)
     top = next(standing_in(self), None)
     if isinstance(top, _RootCall):
@@ -51,7 +51,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _RootCall(StandIn):
-    """Called by what was bound to the plain class's ``__call__``: the swapped class's own passes it by."""
+    """Called through references to the plain class's ``__call__``; the swapped class's own ``__call__`` bypasses it."""
 
     def __init__(self, module: nn.Module, context: RootContext) -> None:
         super().__init__(module)
@@ -82,7 +82,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     plain: Any = type(self).__mro__[1]
     reduced = list(plain.__reduce_ex__(self, protocol))
     if reduced[0] is _NEW_OBJECT and reduced[1] == (type(self),):
-        # pickle would insist on the class that the module has now.
+        # With __newobj__ pickle requires the class to be the module's present one.
         reduced[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
     else:
         reduced[1] = tuple(plain if part is type(self) else part for part in reduced[1])
@@ -104,13 +104,13 @@ def _apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     context: RootContext | None = self.__dict__.get(_CONTEXT)
     if context is not None:
-        context.sync()  # to save it takes the bytes
+        context.sync()  # a state dict's tensors need their bytes to be saved
     plain: Any = type(self).__mro__[1]
     return plain.state_dict(self, *args, **kwargs)
 
 
 def _device(self: nn.Module) -> torch.device:
-    """Where the forward runs: what code asks a model's ``device`` for."""
+    """The device on which the forward runs, as code expects of a model's ``device``."""
     context: RootContext | None = self.__dict__.get(_CONTEXT)
     return context.device if context is not None else type(self).__mro__[1].device.__get__(self)  # type: ignore[attr-defined]
 
@@ -132,19 +132,19 @@ def swap(root: nn.Module, context: RootContext) -> None:
         namespace["device"] = property(_device)
     root.__dict__[_CONTEXT] = context
     _set_class(root, _subclass(cls, namespace))
-    if cls.__call__ is nn.Module.__call__:  # one of its own does things first
+    if cls.__call__ is nn.Module.__call__:  # a __call__ of the class's own runs code before the stand-in is reached
         _RootCall(root, context).install()
 
 
 class _Shield:
-    """Before another base, keeps that one's ``__init_subclass__`` from being called."""
+    """As the first base, keeps the other base's ``__init_subclass__`` from being called."""
 
     def __init_subclass__(cls, **_options: Any) -> None:
         pass
 
 
 def _subclass(cls: type[nn.Module], namespace: dict[str, Any]) -> type[nn.Module]:
-    # Past the metaclass's own __new__ and __init__; but without ABCMeta's, isinstance() would mix the two classes up.
+    # Bypasses the metaclass's own __new__ and __init__, but not ABCMeta's: isinstance() would confuse the two classes.
     meta = type(cls)
     new = abc.ABCMeta.__new__ if issubclass(meta, abc.ABCMeta) else type.__new__
     made: type[nn.Module] = new(meta, cls.__name__, (_Shield, cls), namespace)

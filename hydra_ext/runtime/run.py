@@ -1,4 +1,4 @@
-"""One model inside its offload context: what its windows, hooks and reports share."""
+"""The run: one model inside its offload context, with the objects that its windows, hooks and reports share."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The handle that ``with hydra_ext.offload(...) as run`` gives.
+    """The handle that ``with hydra_ext.offload(...) as run`` yields.
 
     Attributes:
-        budget: device bytes the run keeps to.
-        device: where the forward's tensors live.
-        layout: the model's blocks, and the modules that use them.
-        replicas: the ranks that train copies of the model together; None without others.
-        version: of the weights that modules show, where each has several; see :class:`hydra_ext.blocks.Site`.
+        budget: Device bytes that the run may use.
+        device: Device on which the forward's tensors live.
+        layout: Blocks of the model, and the modules that use them.
+        replicas: Ranks that train copies of the model together; None without other ranks.
+        version: Number of the weight version that modules show, where there are several; see
+            :class:`hydra_ext.blocks.Site`.
     """
 
     model: nn.Module
@@ -88,7 +89,7 @@ class Run:
         self.replicas = replicas
         self.version = 0
         self.backwards, self.spills = 0, spilling is not None
-        self._averages = True  # at the end of a backward
+        self._averages = True  # whether the end of a backward averages gradients over the ranks
         self._optimizer_handles: list[RemovableHandle] = []
         self._faces: dict[int, torch.Tensor] = {}
         self.updates: Updates | None = None
@@ -102,7 +103,7 @@ class Run:
     # ---- for users --------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What the run did so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
+        """Figures of the run so far: bytes by class, bytes moved, waits by cause, faults. See :class:`Report`."""
         report = make_report(self.core, self.layout, self._stepper, self._homes, self.replicas, budget=self.budget)
         peak = self._place.peak_bytes()
         report = report if peak is None else replace(report, peak_bytes=peak)
@@ -120,31 +121,38 @@ class Run:
         scaler: torch.amp.GradScaler | None = None,
         seeds: Sequence[int] | None = None,
     ) -> StepOutput:
-        """One training step over several microbatches.
+        """Runs one training step over several microbatches.
 
-        It means ``(fn(mb) / len(microbatches)).backward()`` for each, averaging over ranks, clipping, the optimizer's
-        ``step()`` and ``zero_grad()``, with the bits of a loop with ``torch.manual_seed(seeds[i])`` before microbatch i
-        and, under autocast, ``cache_enabled=False``. But all microbatches pass a block before the next one is fetched:
-        each block moves once per forward and once per backward. ``fn`` runs in threads that take turns; it must not
-        wait for another microbatch. What it does outside blocks happens in another order, and once more where a round
-        has run out of device memory: it is undone, and tried smaller, then with recomputation. Microbatches that draw
-        random numbers, or read and write what modules hold, in another order than a loop run one at a time.
+        A step calls ``(fn(mb) / len(microbatches)).backward()`` for each microbatch, averages gradients over ranks,
+        clips them, and calls the optimizer's ``step()`` and ``zero_grad()``. Its results are bit-identical to those of
+        a loop that calls ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, sets
+        ``cache_enabled=False``. Unlike in that loop, all microbatches pass a block before the next block is fetched:
+        each block moves once per forward and once per backward.
+
+        ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
+        blocks happen in another order than in a loop. A round that runs out of device memory is undone and retried
+        with fewer microbatches, then with recomputation. Side effects outside the model then happen twice.
+        Microbatches run one at a time if together they would draw random numbers, or access state that modules hold,
+        in another order than a loop.
 
         Args:
-            microbatches: whatever ``fn`` is to be called with.
-            fn: returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
-            max_norm: gradients are clipped to this total norm.
-            round_size: microbatches that run together, and then nothing else is tried; unless given, all that fit.
-            recompute: make blocks' activations again in backward, with their hooks; by the budget unless given.
+            microbatches: Arguments for ``fn``, one for each call.
+            fn: Function that returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
+            max_norm: Total norm that gradients are clipped to.
+            round_size: Number of microbatches that run together, with no retry at another size; by default, all that
+                fit.
+            recompute: Whether backward recomputes blocks' activations, hooks included; by default, the budget decides.
             reduction: "mean", or "sum", which leaves out the division.
-            scaler: scales the losses, and decides about the step.
-            seeds: of each microbatch's random state; drawn unless given.
+            scaler: Scaler of the losses; it may skip the step.
+            seeds: Random seeds, one for each microbatch; drawn by default.
 
         Raises:
             StateError: the run has no optimizer.
-            ValueError: no microbatches, or arguments that do not go together.
-            UnsupportedModel: a recomputed block has begun to give something else; it is kept from then on.
-            RankFailed, ReplicasDiffer: another rank has failed in this step, or gone another way.
+            ValueError: there are no microbatches, or arguments are out of range or do not go together.
+            UnsupportedModel: a recomputed block has computed something else than before, or the step differs from a
+                loop, and the step cannot be undone.
+            torch.OutOfMemoryError: no round that may be tried fits on the device.
+            RankFailed, ReplicasDiffer: another rank has failed in this step, or makes other calls than this one.
         """
         self._checkpoint.step_begins()
         given: list[Microbatch] = []
@@ -169,8 +177,11 @@ class Run:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside leave their gradients as this rank's own; the next one outside averages the sums over the
-        ranks. As that of ``DistributedDataParallel``. Without other ranks it changes nothing."""
+        """Defers averaging: backwards inside accumulate this rank's own gradients.
+
+        The next backward outside averages the sums over the ranks, as after ``DistributedDataParallel.no_sync()``.
+        Without other ranks this context has no effect.
+        """
         before, self._averages = self._averages, False
         try:
             yield
@@ -179,7 +190,10 @@ class Run:
 
     @contextmanager
     def _averaging(self, place: int) -> Iterator[Averaging | None]:
-        """Around what the ranks do together. None without other ranks."""
+        """A context for gradients that the ranks average together; it yields None without other ranks.
+
+        On an error it tells the other ranks that this one has failed.
+        """
         if self.replicas is None:
             yield None
             return
@@ -199,20 +213,21 @@ class Run:
     def on_step(self, callback: Callback, *, tokens: TokenCount | None = None) -> RemovableHandle:
         """Calls ``callback`` with the :class:`StepFigures` of each step from now on, on the thread that made the step.
 
-        A step is a ``run.step``, or in a plain loop what happens from one ``optimizer.step()`` to the next. What the
-        callback raises comes out of that call, after the step has been made.
+        A step is a call of ``run.step``; in a plain loop it lasts from one ``optimizer.step()`` to the next. An
+        exception of the callback propagates from that call; the step has been made by then.
 
         Args:
-            callback: takes the figures.
-            tokens: how many tokens one microbatch of ``run.step`` has, such as
-                ``lambda microbatch: microbatch["input_ids"].numel()``. In plain loops the microbatches are not known.
+            callback: Function that takes the figures.
+            tokens: Function that counts the tokens of one microbatch of ``run.step``, such as
+                ``lambda microbatch: microbatch["input_ids"].numel()``. It is not called in plain loops, where the run
+                does not see the microbatches.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` unregisters the callback.
 
         Raises:
             StateError: the run has no optimizer, and so no steps.
-            InvalidArgument: what is given cannot be called.
+            InvalidArgument: an argument is not callable.
         """
         if self.optimizer is None:
             raise StateError("run.on_step needs the optimizer: offload(model, optimizer, budget=...)")
@@ -222,21 +237,24 @@ class Run:
         return self.meter.on_step(callback, tokens)
 
     def live_line(self, *, tokens: TokenCount | None = None) -> AbstractContextManager[None]:
-        """A context that shows a line of each step's figures; where stdout is no terminal, one is logged now and then.
+        """A context that shows one line with the figures of the latest step.
+
+        If stdout is not a terminal, a line is logged every few seconds instead.
 
         Raises:
             MissingDependency: stdout is a terminal, and rich is not installed.
+            StateError: the run has no optimizer, and so no steps.
         """
         return live_line(lambda callback: self.on_step(callback, tokens=tokens))
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """A context that records what lanes, compute and the optimizer do, and writes it to ``path`` on leaving.
+        """A context that records the work of lanes, compute and the optimizer, and writes it to ``path`` on leaving.
 
         The file opens in https://ui.perfetto.dev. Leaving waits for an optimizer step under way. On a GPU the row of
-        compute shows when the host enqueued a block; the lanes' rows are by the device's clock.
+        compute shows when the host enqueued a block; the lanes' rows use the device's clock.
 
         Raises:
-            TraceFileError: there can be no such file.
+            TraceFileError: the file cannot be created or written.
             StateError: a trace is being recorded already, or the offload context has ended.
         """
         if self.closed:
@@ -246,17 +264,20 @@ class Run:
     def refresh(self) -> None:
         """Tells the run that parameters were written in a way that no version counter shows (``.data``, numpy).
 
-        Sampled fingerprints notice most of such writes by themselves; a write of a few elements may escape them.
+        Sampled fingerprints detect most of these writes without this call; a write of a few elements may escape them.
         """
         self.core.changes.refresh()
 
     def sync(self) -> None:
-        """Returns when no optimizer step is under way, and all tensors have their bytes. See :mod:`hydra_ext.optim`."""
+        """Waits for an optimizer step under way, and brings the bytes of all tensors back to the host.
+
+        See :mod:`hydra_ext.optim`.
+        """
         self.core.moves.bring_all_home(from_disk=not self._checkpoint.reads_the_disk)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps made, those before the checkpoint that was loaded included."""
+        """Number of optimizer steps made, including those before the checkpoint that was loaded."""
         return self.meter.updates
 
     def save(
@@ -268,29 +289,30 @@ class Run:
         scaler: Stateful | None = None,
         keep: int = 2,
     ) -> Path:
-        """Saves all that the next step depends on, as ``folder/step-00001234``; safe when it returns.
+        """Saves everything that the next step depends on to ``folder/step-00001234``. Durable on return.
 
-        Parameters, buffers, the optimizer's state, random states and ``steps``. A crash at any moment, of the process
-        or of the machine, leaves the checkpoint before or this one whole. Nothing that is whole is ever written over:
-        where ``step-00001234`` is taken, the new one is ``step-00001234-2``; the newest is the one saved last. With
-        several ranks all of them call it, and rank 0 writes.
+        A checkpoint has the parameters, buffers, the optimizer's state, random states and ``steps``. After a crash of
+        the process or of the machine at any moment, the previous checkpoint or this one is complete. A complete
+        checkpoint is never overwritten: if ``step-00001234`` exists, the new one is ``step-00001234-2``. The newest is
+        the one saved last. With several ranks, all of them call this method, and rank 0 writes.
 
-        Gradients are not saved: those that a step has used are gone after a load, as after ``zero_grad()``.
+        Gradients are not saved: after a load there are none, as after ``zero_grad()``.
 
         Args:
-            folder: of checkpoints; made if it is not there.
-            extra: what else is to be kept: None, numbers, texts, and lists and dicts of them. Rank 0's counts.
-            schedule, scaler: a schedule of learning rates and a ``GradScaler``, whose state is saved, too.
-            keep: how many checkpoints stay in the folder, this one included; older ones are removed afterwards.
+            folder: Folder of the checkpoints; created if missing.
+            extra: Additional data of the caller: None, numbers, strings, and lists and dicts of these. Rank 0's is
+                saved.
+            schedule, scaler: Learning rate scheduler and ``GradScaler``, whose states are saved as well.
+            keep: Number of checkpoints to retain in the folder, including this one; older ones are removed afterwards.
 
         Returns:
             The checkpoint's own folder. Hugging Face's ``from_pretrained`` reads it.
 
         Raises:
             StateError: the model's forward or backward is under way, or gradients wait for a step.
-            InvalidArgument: ``extra`` or ``keep`` is none.
-            UnsupportedState: something of the state can be put into no checkpoint.
-            SaveFailed: it could not be written.
+            InvalidArgument: ``extra`` or ``keep`` has an invalid value.
+            UnsupportedState: a checkpoint cannot represent part of the state.
+            SaveFailed: the checkpoint could not be written.
             RankFailed: another rank has failed.
         """
         helpers = {"schedule": schedule, "scaler": scaler}
@@ -304,22 +326,24 @@ class Run:
         schedule: Stateful | None = None,
         scaler: Stateful | None = None,
     ) -> Loaded | None:
-        """Goes on from the newest checkpoint in a folder: the next step has the bits that it would have had.
+        """Resumes from the newest checkpoint in a folder: the next step has the bits that it would have had.
 
-        Every byte is checked before anything is changed. Gradients are dropped. With several ranks all of them call
-        it, and see the same folder.
+        Every byte is verified before anything is changed. Gradients are dropped. With several ranks, all of them call
+        this method and must see the same folder.
 
         Args:
-            folder: of checkpoints, to which another process may be saving, or one checkpoint.
-            strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
-            schedule, scaler: what :meth:`save` was given.
+            folder: Folder of checkpoints, to which another process may be saving, or a single checkpoint.
+            strict: Whether a damaged newest checkpoint raises; if False, the newest intact one is loaded, and a warning
+                is logged.
+            schedule, scaler: Objects that :meth:`save` was given, whose states are restored.
 
         Returns:
-            What was loaded; None if there is no checkpoint, or no such folder: the training begins.
+            Description of the loaded checkpoint; None if there is no checkpoint or no such folder, and training
+            starts from the beginning.
 
         Raises:
-            CheckpointError: it is damaged, or was removed before it could be read.
-            CheckpointMismatch: it is of another model or optimizer; the error lists all differences.
+            CheckpointError: the checkpoint is damaged, or was removed before it could be read.
+            CheckpointMismatch: the checkpoint is of another model or optimizer; the error lists all differences.
             StateError: the model's forward or backward is under way.
             UnsupportedState: no checkpoint can hold the state of this model or optimizer.
             RankFailed: another rank has failed.
@@ -335,27 +359,30 @@ class Run:
         scaler: Stateful | None = None,
         keep: int = 2,
     ) -> None:
-        """From now on SIGTERM ends the process between two steps, behind a :meth:`save`.
+        """From now on SIGTERM saves a checkpoint and ends the process, between two steps.
 
-        The step under way is finished. The save comes as the next forward with gradients or ``run.step`` begins, or the
-        context ends, so that whatever follows ``optimizer.step()`` in the loop, evaluation included, belongs to it. Of
-        random states those are saved that ``optimizer.step()`` left: what is drawn behind it is drawn again, as the
-        next batch is. Then the handler that was there before is called; if there was none, ``SystemExit(143)`` is
-        raised. A second SIGTERM goes to that handler at once. A signal to one rank is one to all.
+        The step under way is finished first. The run saves when the next forward with gradients or ``run.step`` begins,
+        or when the context ends. So the checkpoint includes the effects of the code that follows ``optimizer.step()``
+        in the loop, evaluation included. Random states are saved as ``optimizer.step()`` left them: numbers drawn
+        after it, such as those for the next batch, are drawn again after a load.
+
+        After the save the previous handler is called; if there was none, ``SystemExit(143)`` is raised. A second
+        SIGTERM goes to that handler at once. A signal to one rank counts for all ranks.
 
         Args:
-            folder, schedule, scaler, keep: as for :meth:`save`.
-            extra: called as the last step ends; what it returns is saved.
+            folder, schedule, scaler, keep: Arguments of :meth:`save`.
+            extra: Function that is called when the last step has ended; its result is saved.
 
         Raises:
             StateError: this is not the main thread, it was called before, or the context has ended.
             UnsupportedState: random states cannot be saved.
         """
-        path, helpers = Path(folder).absolute(), {"schedule": schedule, "scaler": scaler}  # wherever it is by then
+        # Absolute, as the working directory may change until the save.
+        path, helpers = Path(folder).absolute(), {"schedule": schedule, "scaler": scaler}
         self._checkpoint.end_on_sigterm(path, helpers, extra=extra, keep=keep)
 
     def end_steps(self) -> None:
-        """None follows: a signal that was to be served in the next one is served now."""
+        """Declares that no step follows: a SIGTERM that waits for the next step is handled now."""
         self._checkpoint.end_steps()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -370,7 +397,7 @@ class Run:
             self._faces[id(host)] = face
             self.core.gate.show(host, face)
         for name, module in self.model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # without parameters: others were refused
+            if not isinstance(module, torch.jit.ScriptModule):  # scripted modules with parameters were refused
                 self.core.gate.watch(module._parameters, f"the parameters of '{name}'")
                 self.core.gate.watch(module._modules, f"the modules of '{name}'")
         if self._saving is not None:
@@ -398,17 +425,17 @@ class Run:
 
     def _why_no_homes(self) -> str:
         if self._spilling is not None:
-            return "what they hold may be on the disk, with host_budget="
+            return "with host_budget= their weights, gradients and state may be on the disk"
         on_host = self.replicas is not None and not self.replicas.takes_gathered
         return self._casts or ("gradients are averaged over the ranks on the host" if on_host else "")
 
     def close(self) -> None:
-        """Undoes :meth:`open` and ends the core, all of it whatever fails on the way. Idempotent."""
+        """Undoes :meth:`open` and closes the core; an error in one part does not stop the others. Idempotent."""
         if self.closed:
             return
         self.closed = True
         engine.leave(self)
-        with ExitStack() as stack:  # the last one first
+        with ExitStack() as stack:  # runs the callbacks in reverse order
             stack.callback(self._checkpoint.close)
             if self.replicas is not None:
                 stack.callback(self.replicas.leave)
@@ -430,7 +457,7 @@ class Run:
 
     def _wait_for_others(self) -> None:
         while not self.core.gate.wait_for_others(milliseconds=100):
-            pass  # in turns, for the sake of interrupts
+            pass  # short waits, so that Python can deliver an interrupt between them
 
     def _before_optimizer_step(self) -> None:
         _C.suspend_charging()
@@ -451,7 +478,7 @@ class Run:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """The model as a plain one, for the length of a copy."""
+        """A context in which the model is a plain one, so that it can be copied."""
         self.sync()
         root.restore(self.model)
         self._place.suspend()
@@ -465,7 +492,7 @@ class Run:
 
     @not_traced
     def forward(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The root's call, inside a window."""
+        """Makes the root's call inside a window."""
         if torch.is_grad_enabled():
             self._checkpoint.step_begins()
         window, token = self.core.window, _C.WindowToken()
@@ -492,7 +519,7 @@ class Run:
         return self._place.forward_kind()
 
     def backward_ended(self, *, accumulated: bool) -> None:
-        """Gradients are averaged over the ranks, unless the backward ``accumulated`` none, or is part of another."""
+        """Averages gradients over the ranks, unless the backward ``accumulated`` none or is nested in another one."""
         self._place.backward_ended()
         if accumulated:
             self._checkpoint.gradients_used = False
@@ -502,17 +529,17 @@ class Run:
                     averaging.complete()
 
     def window(self, kind: _C.PassKind) -> _C.Windows:
-        """Device parameters are in place meanwhile."""
+        """A context in which modules show device parameters."""
         return _C.Windows([self.core], kind)
 
     def activation_bytes(self) -> int:
-        """What the device holds that is neither weight nor buffer nor gradient."""
+        """Bytes on the device that are neither weights nor buffers nor gradients."""
         return self._place.activation_bytes(self.core)
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))
 
     def to_host(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient that the caller asked for by its host parameter."""
+        """A copy on the host of a gradient that the caller requested by its host parameter."""
         _C.suspend_charging()
         return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")

@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler`` with gradients on the host and a scale on the device.
 
-It copies its factors to the gradients' device without waiting for the copy. Towards the host that is a race: the
-gradients are unscaled by whatever the memory held, and an infinity that was found is overwritten again. While a
-context is open on a GPU, copies to the host are waited for.
+The scaler copies its factors to the gradients' device without waiting for the copies. Copies to the host race with
+their use: gradients are unscaled by stale memory, and the flag for an infinity that was found is overwritten. While a
+context is open on a GPU, copies to the host are synchronous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _get(replicator: Any, device: torch.device) -> torch.Tensor:
 
 
 def read_blocking() -> None:
-    """From now on, until as many calls of :func:`read_as_before`."""
+    """Makes the scaler's copies to the host synchronous, until as many calls of :func:`read_as_before`."""
     global _users, _before
     with _lock:
         _users += 1

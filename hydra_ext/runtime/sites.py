@@ -1,11 +1,11 @@
-"""Sites: what a module's call tells the engine, forward and backward.
+"""Sites: calls of modules that announce their blocks to the core, in forward and in backward.
 
-A site's call has a stand-in (:mod:`hydra_ext.calls`), so that the blocks are pinned before the first of the user's
-hooks and released after the last, on every way out, ``KeyboardInterrupt`` included.
+A site's call has a stand-in (:mod:`hydra_ext.calls`). It pins the blocks before the first of the user's hooks and
+releases them after the last, on every way out, ``KeyboardInterrupt`` included.
 
-Backward, a hook before the node that made a site's output announces the site: autograd runs nodes in the reverse order
-of their making, so that reaching one site means that the later ones are done. That hook holds no tensor and no node: it
-would keep the graph alive.
+In backward, a hook on the node that made a site's output announces the site before that node runs. Autograd runs nodes
+in the reverse order of their creation, so the backward of later sites has ended by then. The hook holds no tensor and
+no node, which would keep the graph alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SiteListener(Protocol):
     """The context a site belongs to.
 
     Attributes:
-        version: of the weights that calls use, where there are several; else 0.
+        version: Number of the weight version that calls use; 0 if there is only one.
     """
 
     core: _C.PagedModel
@@ -48,7 +48,7 @@ class SiteCall(StandIn):
         self._number = number
         self._blocks = [list(site.blocks), *map(list, site.others)]  # by version
 
-    # Not traced: the blocks are pinned around the compiled region. What is called inside is compiled as usual.
+    # Not traced: the blocks are pinned around the compiled region. The call inside is compiled as usual.
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fiber = fibers.current()
@@ -65,7 +65,7 @@ class SiteCall(StandIn):
             # Inside the try: an interrupt that arrives as soon as the call returns finds the visit begun.
             window.begin_visit(visit, self._blocks[self._listener.version], self._listener.forward_kind())
             output = self.inner(*args, **kwargs)
-            # The graph of a repetition is dropped: marked, its nodes would hold its inputs for a while.
+            # The graph of a repetition is dropped at once; hooks on its nodes would keep its inputs alive for a while.
             if torch.is_grad_enabled() and not is_repeating():
                 window.returns(visit, list(tensors_in(output)))
             failed = False

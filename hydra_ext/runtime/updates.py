@@ -1,9 +1,9 @@
 """Optimizer steps that run behind the next forward: each block is updated just ahead of its use.
 
-Of the native optimizers only (:mod:`hydra_ext.optim`): a step is prepared when ``step()`` is called and runs in threads
-of the engine's, in the order of the last forward. Until a block is updated its parameters, gradients and state have no
-bytes: operations on them wait, raw access raises. ``state_dict()`` of the model and of the optimizer, and what copies
-or pickles them, wait for all.
+Only the native optimizers (:mod:`hydra_ext.optim`) defer their steps. ``step()`` prepares the step, and threads of the
+core run it, in the order of the last forward. Until a block is updated, its parameters, gradients and optimizer state
+have no bytes: operations on them wait, and raw access raises. ``state_dict()`` of the model and of the optimizer wait
+for the whole step, as do copies and pickles of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hydra_ext.runtime.placement.spilling import Spilling
 logger = logging.getLogger(__name__)
 
 Gradients = list[tuple[Tensor, Tensor]]
-_NO_BLOCK = -1  # of parameters that the model has not
+_NO_BLOCK = -1  # the block number of parameters outside the model
 
 
 class UpdateOwner(Protocol):
@@ -40,12 +40,12 @@ class UpdateOwner(Protocol):
 
 
 class Updates:
-    """The steps of one optimizer, run for one model. Between :meth:`__init__` and :meth:`close` it is their runner."""
+    """The steps of one optimizer for one model. It is the optimizer's runner from :meth:`__init__` to :meth:`close`."""
 
-    destinations: Mapping[Tensor, Tensor] | None = None  # steps are made in place
+    destinations: Mapping[Tensor, Tensor] | None = None  # steps update parameters in place
 
     def __init__(self, owner: UpdateOwner, optimizer: HostOptimizer, homes: Homes, spilling: Spilling | None) -> None:
-        self._owner: UpdateOwner = weakref.proxy(owner)  # which has this, and would be kept by it
+        self._owner: UpdateOwner = weakref.proxy(owner)  # a reference would be a cycle: the owner refers to this object
         self._core = owner.core
         self._optimizer = optimizer
         self._blocks = len(owner.layout.blocks)
@@ -54,9 +54,9 @@ class Updates:
         self._block_of: dict[Tensor, int] = {
             parameter: index for index, block in enumerate(owner.layout.blocks) for _, parameter in block.parameters
         }
-        self._parts: list[list[int]] = []  # the blocks of what is being prepared
-        self._outside_overlaps = False  # parameters outside the model with blocks of it
-        self._scale = 1.0  # of the gradients of the model's own parameters
+        self._parts: list[list[int]] = []  # blocks of each part of the step being prepared
+        self._outside_overlaps = False  # whether parameters outside the model overlap with its blocks
+        self._scale = 1.0  # factor for the gradients of the model's own parameters
         if optimizer.runner is not None:
             optimizer.runner.sync()
         optimizer.runner = self
@@ -65,29 +65,32 @@ class Updates:
         try:
             self.sync()
         finally:
-            if self._optimizer.runner is self:  # it may serve another context, too
+            if self._optimizer.runner is self:  # another context with this optimizer may have replaced it
                 self._optimizer.runner = None
 
     def sync(self) -> None:
-        """Returns when no step is under way, and all tensors have their bytes; as :meth:`hydra_ext.Run.sync`."""
+        """Waits for a step under way, and brings all bytes back to the host, as :meth:`hydra_ext.Run.sync`."""
         self._owner.sync()
 
     def expect_last_gradients(self) -> None:
-        """Gradients that come home from now on are the step's last: their squares are summed as they arrive.
+        """Declares that gradients from now on are the step's final ones: their squares are summed on arrival.
 
-        What changes one afterwards through torch's operations is seen; other writers call ``gradients.norm.forget()``.
+        Later writes through torch's operations are detected. Other writers have to call ``gradients.norm.forget()``.
         """
         self._core.gradients.norm.begin(self._optimizer.pool)
 
     def step_ended(self) -> None:
-        """However it did."""
+        """Stops summing squares, whether or not the step succeeded."""
         self._core.gradients.norm.end()
 
     def step(self, parameters: Sequence[Tensor], max_norm: float | None) -> tuple[Tensor | None, bool]:
-        """A step with the gradients of the model's ``parameters`` clipped together, and whether it was skipped.
+        """Clips the gradients of the model's ``parameters`` together and makes a step.
 
-        As ``clip_grad_norm_`` and ``optimizer.step()``, to the bit; but the update itself scales the gradients, and a
-        norm that is not finite skips the step before anything is touched.
+        The updated parameters have the same bits as after ``clip_grad_norm_`` and ``optimizer.step()``. Unlike there,
+        the update itself scales the gradients, and a norm that is not finite skips the step before any write.
+
+        Returns:
+            The norm, None without ``max_norm``; and whether the step was skipped.
         """
         if max_norm is None:
             self._optimizer.step()
@@ -108,11 +111,14 @@ class Updates:
             self._scale = 1.0
         return torch.tensor(norm, dtype=torch.float32, device="cpu"), False
 
-    # ---- what the optimizer asks for --------------------------------------------------------------------------------
+    # ---- called by the optimizer ------------------------------------------------------------------------------------
 
     def parts(self, gradients: Gradients) -> list[Gradients]:
-        """By block, in the order in which the last forward used the blocks; blocks whose weights overlap together, and
-        with them the parameters outside the model if one of those overlaps, too. The step before has ended."""
+        """Splits gradients by block, in the order in which the last forward used the blocks.
+
+        Blocks whose weights overlap are one part. Parameters outside the model are one part too, joined with the blocks
+        that one of them overlaps. Waits for the previous step.
+        """
         self._core.update.finish()
         used = [block for block, _ in self._core.pager.recorded(_C.PassKind.FORWARD)]
         order = dict.fromkeys([*used, *range(self._blocks), _NO_BLOCK])
@@ -132,7 +138,7 @@ class Updates:
         return [members[first] for first in stepped]
 
     def _together(self, order: list[int], outside: list[Tensor]) -> dict[int, list[int]]:
-        """By the first of them, the blocks that are updated as one, in this order."""
+        """Groups of blocks that are updated as one, by the first block of each; both are in this order."""
         group_of = {block: {block} for block in order}
         for blocks in self._core.blocks.overlapping(outside):
             joined = set().union(*(group_of[block] for block in blocks))
@@ -150,7 +156,7 @@ class Updates:
         return parameter.to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def run(self, optimizer: HostOptimizer, prepared: list[PreparedStep]) -> None:
-        """Parameters outside the model are updated at once, and with them the blocks that they overlap."""
+        """Starts the prepared step; parameters outside the model, and blocks they overlap, are updated immediately."""
         if self._spilling is not None:
             self._spilling.settle(block for blocks in self._parts if len(blocks) == 1 for block in blocks)
         for blocks in self._parts:
@@ -181,4 +187,4 @@ class Updates:
                     _C.scale_gradient(gradient, self._scale)
         part.plan.run(optimizer.pool)
         if self._outside_overlaps:
-            self._core.changes.refresh()  # no version of the model's parameters shows what was written through others
+            self._core.changes.refresh()  # writes through other tensors do not count in the parameters' versions

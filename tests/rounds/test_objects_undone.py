@@ -195,7 +195,7 @@ def test_an_iterator_that_no_copy_can_be_made_of_is_told(kind: str) -> None:
 
     assert_is_the_loop(made, extra=left)
     name = type(AROUND_OTHERS[kind]()).__name__
-    with pytest.raises(RuntimeError, match=f"a {name}, which a module holds, has gone on"):
+    with pytest.raises(RuntimeError, match=f"a {name}, which a module holds, has advanced"):
         assert_is_the_loop(made, FAILURES[1])
 
 

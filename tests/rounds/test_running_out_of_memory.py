@@ -171,7 +171,7 @@ class Failing:
 def test_it_is_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hydra_ext"):
         report, _ = _disturbed_by(Failing(2, first=5), recompute=False)
-    told = [record.getMessage() for record in caplog.records if "is done twice" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "happen twice" in record.getMessage()]
     assert len(told) == 1
     assert (report.retries, report.refusals, report.fallbacks) == (2, 0, 0)
     assert "2 run again" in str(report)

@@ -335,7 +335,7 @@ class Takes(Layer):
 
 
 def test_a_round_that_has_to_be_run_twice_and_cannot_be_undone_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="cannot take that back: a generator, which a module holds, has gone on"):
+    with pytest.raises(UnsupportedModel, match="cannot undo that: a generator, which a module holds, has advanced"):
         assert_is_the_loop(lambda: Marks(Takes))
 
 

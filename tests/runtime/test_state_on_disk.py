@@ -243,7 +243,7 @@ def test_a_budget_that_cannot_be_kept_says_what_would_do(tmp_path: Path) -> None
             model, ours, budget=DEVICE_BUDGET, host_budget=budget, spill_dir=tmp_path, blocks=list(model.children())
         )
 
-    with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: what is too small") as caught, within(1024):
+    with pytest.raises(errors.HostBudgetTooSmall, match="host_budget=1024: tensors too small") as caught, within(1024):
         pass
     smallest = caught.value.smallest_budget
     assert smallest <= budget_for(LAYERS, ours, model)

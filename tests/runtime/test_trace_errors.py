@@ -90,4 +90,4 @@ def test_what_there_is_no_room_for_is_counted_and_said(
     file = traces.read(tmp_path / "step.json")
     assert len(file.events) == len(file.counters) == 5
     assert file.about["dropped_events"] > 0
-    assert f"{file.about['dropped_events']} that came later" in caplog.text
+    assert f"{file.about['dropped_events']} later ones" in caplog.text

@@ -1,1 +1,1 @@
-"""Where things live: the device and its budget, homes on device, host and disk, faces of parameters."""
+"""Placement of a model's tensors: the device and its budget, homes on device, host and disk, faces of parameters."""

@@ -1,8 +1,8 @@
-"""Places: where the tensors of a forward live, and what that takes beside the weights.
+"""Places: the device on which a forward's tensors live, as a run sees it.
 
-A place makes the backend and the host arena of a run, moves the root's inputs, and looks after what is no parameter
-(:mod:`hydra_ext.runtime.placement.residents`). On the simulated device both faces of a weight are host memory;
-elsewhere device faces, inputs and buffers are on :attr:`Place.device`.
+A place makes the backend and the host arena of a run. It moves the root's inputs and the model's buffers
+(:mod:`hydra_ext.runtime.placement.residents`). On the simulated device both faces of a weight are host memory.
+Otherwise device parameters, inputs and buffers are on :attr:`Place.device`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hydra_ext.tracing import not_traced
 
 logger = logging.getLogger(__name__)
 
-# Gradients on their way to the host take at most this part of the budget: inside the device's allocator they
-# cannot be waited for.
+# Gradients on their way to the host take at most one part in so many of the budget: an allocation inside the device's
+# allocator cannot wait for them.
 _GRADIENTS_PER_BUDGET = 8
 
-# What a place moves, each as one (the lengths of a packed sequence stay on the host): everything else in a call's
-# arguments stays as it is.
+# Types of the arguments that a place moves, each as a whole; the lengths of a packed sequence stay on the host. Other
+# arguments are not changed.
 MOVED = (torch.Tensor, PackedSequence)
 
 
 class Place(ABC):
-    """One device, as a run sees it. Subclasses say how its backend is made."""
+    """One device, as a run sees it. Subclasses make its backend."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -43,27 +43,27 @@ class Place(ABC):
 
     @abstractmethod
     def make_backend(self) -> _C.DeviceBackend:
-        """The engine's side of the device; one per run."""
+        """Makes the core's backend for the device; one per run."""
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
 
     def uncounted_bytes(self, _model: nn.Module) -> int:
-        """Bytes of residents that no allocator of the device counts."""
+        """Bytes of residents that the device's allocator does not count."""
         return 0
 
     def gradient_bound(self, budget: int) -> int:
-        """Bytes of gradients that may be on their way at once; 0 where the budget itself holds them back."""
+        """Bytes of gradients that may be on their way at once; 0 if allocations wait for the budget instead."""
         return 0 if self.device.type == "cpu" else budget // _GRADIENTS_PER_BUDGET
 
     @not_traced
     def move_input(self, value: Any) -> Any:
-        """An input of the root, on the place's device."""
+        """The input of the root, moved to the place's device."""
         tensor = value.data if isinstance(value, PackedSequence) else value
         return value.to(self.device) if tensor.device.type == "cpu" else value
 
     def open(self, model: nn.Module, arena: _C.HostArena) -> None:
-        """Before the first forward. :meth:`close` undoes it."""
+        """Moves the residents to the device before the first forward. :meth:`close` undoes it."""
         self._residents = Residents(model, self.device)
         self._residents.move_in()
 
@@ -73,7 +73,7 @@ class Place(ABC):
             self._residents = None
 
     def suspend(self) -> None:
-        """The model is to be copied: everything is at home until :meth:`resume`."""
+        """Moves the residents to the host until :meth:`resume`, so that the model can be copied."""
         if self._residents is not None:
             self._residents.move_out()
 
@@ -83,9 +83,9 @@ class Place(ABC):
 
     @not_traced
     def forward_kind(self) -> _C.PassKind:
-        """Of a forward that begins here. Tells, once, of an autocast that is on for the host alone.
+        """The kind of a forward that begins now. Warns once if autocast is on for the CPU only.
 
-        A trainer that was told ``use_cpu=True``, as the parameters are on the host, makes such ones.
+        Trainers with ``use_cpu=True``, an obvious choice for parameters on the host, enable such an autocast.
         """
         kind = self.device.type
         if kind != "cpu" and torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled(kind):
@@ -105,14 +105,14 @@ class Place(ABC):
             )
 
     def backward_ended(self) -> None:  # noqa: B027 - most places have nothing to do then
-        """A backward's window has closed."""
+        """Called when a backward's window has closed."""
 
     def peak_bytes(self) -> int | None:
-        """What the device held at most; None where the run's ledger knows."""
+        """Peak of the device's bytes; None if the run's ledger has it."""
         return None
 
     def activation_bytes(self, core: _C.PagedModel) -> int:
-        """What the device holds now that is neither weight nor buffer nor gradient."""
+        """Bytes on the device now that are neither weights nor buffers nor gradients."""
         return core.memory.ledger.in_use_by(_C.MemoryClass.ACTIVATIONS)
 
 
@@ -147,7 +147,7 @@ class SimulatedPlace(Place):
 
 
 class CudaPlace(Place):
-    """A GPU. The budget is what torch's allocator may reserve there."""
+    """A GPU. The budget limits the memory that torch's allocator may reserve there."""
 
     def __init__(self, index: int) -> None:
         super().__init__(torch.device("cuda", index))
@@ -167,7 +167,7 @@ class CudaPlace(Place):
 
     @not_traced
     def move_input(self, value: Any) -> Any:
-        # A parameter's own memory is pinned by us, and nothing would hold its bytes until they have been read.
+        # Not for parameters: the arena has pinned their memory, and nothing keeps its bytes until the copy has run.
         at_once = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.is_pinned()
         return value.to(self.device, non_blocking=True) if at_once else super().move_input(value)
 
@@ -180,7 +180,7 @@ class CudaPlace(Place):
             )
         if torch.backends.cudnn.benchmark:
             logger.warning(
-                "torch.backends.cudnn.benchmark tries algorithms with workspaces of any size, which count in the "
+                "torch.backends.cudnn.benchmark tries algorithms with workspaces of any size, which count toward the "
                 "budget; switch it off if memory runs out"
             )
         super().open(model, arena)
@@ -195,7 +195,7 @@ class CudaPlace(Place):
             scaling.read_as_before()
 
     def backward_ended(self) -> None:
-        # Step 1 ran on demand and has cut the allocator's memory up; from step 2 on the plan is known.
+        # Step 1 moved blocks on demand, which fragments the allocator's memory. From step 2 on the order is known.
         if not self._settled:
             self._settled = True
             torch.cuda.empty_cache()
@@ -208,10 +208,10 @@ class CudaPlace(Place):
 
 
 def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place:
-    """The place for what ``offload(device=...)`` was given.
+    """The place for the argument of ``offload(device=...)``.
 
     Raises:
-        InvalidDevice: no such device, or none that this build can use.
+        InvalidDevice: there is no such device, or this build cannot use it.
     """
     if isinstance(device, Place):
         return device
@@ -222,7 +222,7 @@ def choose(device: Place | SimulatedDevice | torch.device | str | None) -> Place
             return SimulatedPlace(SimulatedDevice())
         if _build_info.CUDA != "ON":
             logger.warning(
-                "there is a GPU, but hydra_ext was built without CUDA kernels (%s): the simulated device is used; %s",
+                "there is a GPU, but hydra_ext was built without CUDA kernels (%s): using the simulated device; %s",
                 _build_info.WITHOUT_CUDA,
                 _guard.how_to_get_cuda(),
             )
@@ -237,7 +237,7 @@ def _named(device: torch.device | str) -> Place:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidDevice(f"device={device!r} is no device: give 'cuda', 'cuda:1' or 'simulated'") from error
+        raise InvalidDevice(f"device={device!r} is not a device: give 'cuda', 'cuda:1' or 'simulated'") from error
     if parsed.type != "cuda":
         raise InvalidDevice(f"device={device!r}: models are offloaded to 'cuda' or to the 'simulated' device")
     if _build_info.CUDA != "ON":

@@ -1,8 +1,9 @@
-"""What a simulated device's budget does not cover, with the bounds that a malloc hook has measured.
+"""Memory that a simulated device's budget does not cover, with bounds measured by a malloc hook.
 
-The budget counts, to the byte, every tensor allocation of forward and backward and every slot. What follows is memory
-of the same process that is no device memory, or that no allocator of torch is asked for. ``tests/parity/test_hook.py``
-asserts, term by term, that nothing else is used. Bounds are those of the tests' models on one thread.
+The budget counts, to the byte, every tensor allocation of forward and backward and every slot. The exemptions below are
+memory of the same process that is not device memory, or that is not allocated through torch's allocators.
+``tests/parity/test_hook.py`` asserts, term by term, that nothing else is used. The bounds hold for the tests' models on
+one thread.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ class Exemption:
     """Bytes outside the budget.
 
     Attributes:
-        name: what tests and messages call it.
-        why: what it is, and why it is not counted.
-        once_bytes: at most so much is allocated at first use, and stays; None when it is as large as it has to be.
-        passing_bytes: at most so much comes and goes within one step.
+        name: Name in tests and messages.
+        why: Description, and the reason why it is not counted.
+        once_bytes: Most bytes that are allocated at first use and stay; None for no bound.
+        passing_bytes: Most bytes that are allocated and freed within one step; None for no bound.
     """
 
     name: str
@@ -32,33 +33,33 @@ class Exemption:
 
 HOST_ARENA = Exemption(
     "host arena",
-    "Host memory, not the device's: home of parameters and of gradients that have left. Measured exactly.",
+    "Host memory, not the device's: home of parameters and of gradients that have left the device. Measured exactly.",
     once_bytes=None,
     passing_bytes=None,
 )
 OPTIMIZER = Exemption(
     "optimizer and everything between steps",
-    "Host memory: outside windows nothing is charged, so neither optimizer states nor the data loader's tensors are.",
+    "Host memory: outside windows nothing is charged, such as optimizer states and the data loader's tensors.",
     once_bytes=None,
     passing_bytes=None,
 )
 KERNELS = Exemption(
     "compiled kernels",
-    "oneDNN compiles a kernel for every new shape and keeps it, with its constants, in a cache of the process. It does "
-    "not grow with the weights, and not from the second step on.",
+    "oneDNN compiles a kernel for every new shape and keeps it, with its constants, in a cache of the process. That "
+    "cache does not grow with the weights, nor after the first step.",
     once_bytes=64 * _MIB,
     passing_bytes=0,
 )
 SCRATCH = Exemption(
     "kernel scratch",
-    "Buffers that a kernel of oneDNN or MKL takes and gives back while it runs.",
+    "Buffers that a kernel of oneDNN or MKL allocates and frees while it runs.",
     once_bytes=0,
     passing_bytes=64 * _KIB,
 )
 HALF_PRECISION = Exemption(
     "half precision without instructions",
-    "A processor that cannot multiply bfloat16 has one tensor at a time of a matrix product copied to float: on the "
-    "heap, or where kernels have their scratch. Twice the bytes of the largest tensor, so as large as that has to be.",
+    "For a processor that cannot multiply bfloat16, one operand of a matrix product at a time is copied to float: on "
+    "the heap, or in the kernel scratch. The copy takes twice the bytes of the largest tensor.",
     once_bytes=0,
     passing_bytes=None,
 )
@@ -70,7 +71,7 @@ BOOKKEEPING = Exemption(
 )
 FOREIGN_STORAGE = Exemption(
     "storages made without the allocator",
-    "torch.UntypedStorage(n), from_numpy, frombuffer and shared memory ask other allocators, or none.",
+    "torch.UntypedStorage(n), from_numpy, frombuffer and shared memory use other allocators, or none.",
     once_bytes=None,
     passing_bytes=None,
 )

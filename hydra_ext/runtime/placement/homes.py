@@ -1,9 +1,9 @@
-"""Which blocks have their home on the device: those for which budget is left, from the last one backwards.
+"""Chooses the blocks whose home is the device: as many as the budget allows, from the last one backwards.
 
-What activations need goes before, and a slot for every block. A block at home there keeps its weights, its gradients
-and the state of a native optimizer (:mod:`hydra_ext.optim`) on the device and is updated there. It comes back to the
-host when room is needed, when an operation outside the model uses one of its tensors, and before ``run.sync()`` and
-``state_dict()`` return; then it waits, longer each time, before it goes again.
+Activations, and a slot for every block, come first. A block at home on the device keeps its weights, its gradients and
+the state of a native optimizer (:mod:`hydra_ext.optim`) there and is updated there. It returns to the host when room is
+needed, when an operation outside the model uses one of its tensors, and before ``run.sync()`` and ``state_dict()``
+return. After a return the next attempt waits for some steps, more each time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ logger = logging.getLogger(__name__)
 
 STEPS_TO_SEE = 2
 _LONGEST_WAIT = 1024
-_LONG_STAY = 8  # of as many waits: the wait before counts no more
+_LONG_STAY = 8  # a stay of this many waits resets the wait
 
 
 class Homes:
     """Moves blocks of one model to the device, step by step.
 
     Args:
-        core: the model.
-        layout: its blocks.
-        optimizer: steps them.
-        budget: device bytes.
-        in_flight: bytes of gradients that may be on their way to the host at once; 0 for no bound.
-        refusal: why nothing can settle; empty when it can.
+        core: Core of the model.
+        layout: Blocks of the model.
+        optimizer: Optimizer that steps them.
+        budget: Device bytes.
+        in_flight: Bytes of gradients that may be on their way to the host at once; 0 for no bound.
+        refusal: Reason why no block can settle on the device; empty if blocks can.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Homes:
         self._refusal = refusal
         self._stepped: set[Tensor] = set()
         self._steps = 0
-        self._settled: dict[int, int] = {}  # and the step they did so
+        self._settled: dict[int, int] = {}  # by block: the step after which it settled on the device
         self._wait = 1
         self._next_try = STEPS_TO_SEE
         self.reason = self._refusal or f"{STEPS_TO_SEE} steps are seen first"
@@ -63,7 +63,7 @@ class Homes:
     # ---- a step -----------------------------------------------------------------------------------------------------
 
     def expect_step(self, gradients: Mapping[int, Sequence[tuple[Tensor, Tensor]]]) -> None:
-        """Blocks whose state the coming step makes come to the host before anything is changed."""
+        """Brings blocks for which the coming step creates optimizer state to the host, before anything is changed."""
         for block in self._core.homes.on_device:
             if any(parameter not in self._stepped for parameter, _ in gradients.get(block, ())):
                 self._core.moves.bring_home(block)
@@ -71,7 +71,7 @@ class Homes:
             self._stepped.update(parameter for parameter, _ in members)
 
     def end_step(self) -> None:
-        """Moves what fits."""
+        """Settles the blocks that fit on the device, if an attempt is due."""
         self._steps += 1
         if self._refusal:
             return
@@ -97,7 +97,7 @@ class Homes:
             self._postpone()
 
     def _refused(self, block: int) -> str:
-        """The device becomes the block's home: empty, or why not."""
+        """Makes the device the block's home. Returns why that failed; empty if it did not."""
         name = self._blocks[block].name
         try:
             settled = self._core.moves.settle_on_device(block, self._state_of_block(block))
@@ -124,7 +124,7 @@ class Homes:
             f"step {self._next_try}"
         )
 
-    # ---- what it takes ----------------------------------------------------------------------------------------------
+    # ---- bytes ------------------------------------------------------------------------------------------------------
 
     def _why_not(self, block: int, left: int) -> str:
         name = self._blocks[block].name
@@ -137,7 +137,7 @@ class Homes:
         return ""
 
     def _left(self) -> int:
-        """Of the budget, beside activations, a slot for every block, gradients on their way, and homes."""
+        """Bytes of the budget beside activations, a slot for every block, gradients on their way, and homes."""
         kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD)
         activations = max((size for kind in kinds for _, size in self._core.pager.recorded(kind)), default=self._budget)
         slots = sum(_aligned(p.nbytes) for block in self._blocks for _, p in block.parameters)
@@ -146,7 +146,7 @@ class Homes:
         return self._budget - activations - slots - max(2 * largest, self._in_flight) - homes
 
     def _cost(self, block: int) -> int:
-        """Bytes beside the slot."""
+        """Bytes of the block's gradients and state, which come on top of its slot."""
         return self._gradient_bytes(block) + sum(_aligned(state.nbytes) for state in self._state_of_block(block))
 
     def _gradient_bytes(self, block: int) -> int:
@@ -167,7 +167,7 @@ class Homes:
 
     @property
     def nbytes(self) -> int:
-        """What they hold there: weights, gradients, state."""
+        """Bytes of weights, gradients and state of the blocks at home on the device."""
         blocks = self._core.homes.on_device
         slots = sum(_aligned(p.nbytes) for block in blocks for _, p in self._blocks[block].parameters)
         return slots + sum(self._cost(block) for block in blocks)

@@ -1,21 +1,21 @@
-"""What memory this process may have at most: the machine's, or that of a control group it is in."""
+"""The most memory that this process may use: the machine's, or the limit of one of its control groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-_UNLIMITED = 2**60  # version 1 writes a number of pages near 2**63
+_UNLIMITED = 2**60  # version 1 shows "no limit" as a number near 2**63
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes; None where nothing is known.
+    """Bytes that this process may use; None if no limit is known.
 
-    The smallest of all limits between the process's group and the hierarchy's root, in version 2 of control groups or
-    version 1, and of the machine's memory.
+    It is the smallest of the machine's memory and all limits between the process's control group and the root of the
+    hierarchy, in version 1 or 2 of control groups.
 
     Args:
-        root: of the file system, for tests.
+        root: Root of the file system, for tests.
     """
     limits = [found for found in (*_machine(root), *_groups(root)) if 0 < found < _UNLIMITED]
     return min(limits, default=None)
@@ -44,7 +44,7 @@ def _up(mount: Path, path: str, file: str) -> Iterator[int]:
     group = mount / path.strip("/")
     for each in (group, *group.parents):
         for text in _lines(each / file):
-            if text.isdigit():  # "max" is none
+            if text.isdigit():  # "max" means no limit
                 yield int(text)
         if each == mount:
             return
@@ -54,4 +54,4 @@ def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
-        return []  # not there, or not for this process
+        return []  # missing, or not readable for this process

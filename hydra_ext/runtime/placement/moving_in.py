@@ -1,10 +1,9 @@
-"""A model's blocks move into the arena, one after the other; those on meta get their numbers just before.
+"""Moves a model's blocks into the arena, one after the other. Blocks on meta are filled just before they move.
 
-Of a model that :func:`hydra_ext.materialize` has made, the host so holds the homes of the blocks that have moved in,
-and beside them what one :func:`~hydra_ext.construction.fill` has made for blocks whose turn comes next: a block that is
-read from files, or a group of blocks that the constructor has drawn (:func:`~hydra_ext.construction.in_groups`). The
-block that is moving is there twice. What is freed goes back to the system at once, or what the C library keeps of it
-would come on top.
+For a model made by :func:`hydra_ext.materialize`, the host holds the blocks that have moved in and the result of one
+:func:`~hydra_ext.construction.fill`. A fill makes one block that is read from files, or a group of blocks that the
+constructor draws together (:func:`~hydra_ext.construction.in_groups`). The host holds the block that is moving twice.
+Freed memory is returned to the system at once, since the memory that the C library caches would add to this.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hydra_ext.runtime.replicas import Replicas
 
 
 def why_not_fillable(model: nn.Module, parameter: torch.Tensor) -> str:
-    """Why a parameter on meta cannot get memory, or could not be moved then; empty if it can."""
+    """Why a parameter on meta cannot be given memory, or could not be moved afterwards; empty if it can."""
     if not was_materialized(model):
         return (
             "is on the meta device, and has no numbers: build the model by hydra_ext.materialize(build), and offload "
@@ -35,11 +34,11 @@ def why_not_fillable(model: nn.Module, parameter: torch.Tensor) -> str:
 
 
 def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """That :func:`move_in` will find what parameters on meta get, and that the optimizer has not lost anything to meta.
+    """Checks that :func:`move_in` can fill the parameters on meta, and that no optimizer state is on meta.
 
     Raises:
         ModelChanged, UnsupportedModel, WeightsError: as :func:`~hydra_ext.construction.fill`.
-        InvalidOptimizer: its state is on meta.
+        InvalidOptimizer: a tensor of the optimizer's state is on meta.
     """
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     for name, parameter in lacking.items():
@@ -52,9 +51,9 @@ def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         lost = [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
         if lost:
             raise InvalidOptimizer(
-                f"the {type(optimizer).__name__} has '{lost[0]}' of '{name}' on meta, without numbers: it was made, or "
-                "loaded, when the parameter had no memory. Load it inside the context, or take an optimizer of "
-                "hydra_ext.optim, which loads it at any time"
+                f"the {type(optimizer).__name__} has '{lost[0]}' of '{name}' on meta, without numbers: the state was "
+                "made, or loaded, when the parameter had no memory. Load it inside the context, or use an optimizer of "
+                "hydra_ext.optim, which can load it at any time"
             )
 
 
@@ -65,13 +64,14 @@ def move_in(
     replicas: Replicas | None,
     spilling: Spilling | None,
 ) -> None:
-    """Gives the core all blocks, in their order, each with its numbers: with several ranks those of rank 0. What is to
-    be on the disk goes there before the next block comes.
+    """Adds all blocks with their numbers to the core, in order; with several ranks, with rank 0's numbers.
+
+    Weights that belong on the disk are moved there before the next block is added.
 
     Raises:
-        WeightsError, BuildDiffers: of parameters on meta. What has got memory until then has its right numbers, and
-            keeps both; the others are on meta.
-        RankFailed: this happened on another rank.
+        WeightsError, BuildDiffers: parameters on meta could not be filled. Parameters filled before have their correct
+            numbers and keep them; the others stay on meta.
+        RankFailed: another rank has failed.
     """
     groups = _groups(model, blocks, None if spilling is None else spilling.room_to_move_in)
     for index, block in enumerate(blocks):
@@ -87,7 +87,7 @@ def move_in(
 
 
 def _groups(model: nn.Module, blocks: Sequence[Block], room: int | None) -> list[list[str]]:
-    """What is to be filled before each block; nothing if all parameters have memory."""
+    """Names of the parameters to fill before each block is added; empty if all parameters have memory."""
     lacking = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
     if not lacking:
         return []
@@ -104,5 +104,5 @@ def _together(replicas: Replicas | None, model: nn.Module, names: Sequence[str])
 
 
 def _add(core: _C.PagedModel, block: Block) -> None:
-    """The block's numbers move to the arena. On return they are there alone: what was filled is free again."""
+    """Moves the block's numbers to the arena. On return no other copy exists: the filled memory has been freed."""
     core.add_block(block.name, list(block.parameters))

@@ -1,10 +1,10 @@
-"""What of a model is no parameter and has to be on the device: buffers, and the caches of recurrent modules.
+"""Residents: the model's buffers, which are on the device for the whole context.
 
-Buffers live on the device for the whole context, since forwards write to them. ``state_dict()`` gives host copies
-meanwhile, and in the end the model has its own buffers back, with the new values.
+Buffers stay on the device because forwards write to them. Meanwhile ``state_dict()`` returns host copies. When the
+context ends, the model has its own buffers again, with the new values.
 
-Recurrent modules keep a list of their weights and lay them out anew as soon as they find other ones there, which would
-detach a paged weight from its storage; in the context they leave them as they are.
+Recurrent modules keep a list of their weights. When the weights have changed, they move them into one memory, which
+would detach a paged weight from its storage. Inside the context this is disabled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class Residents:
-    """The residents of one model. :meth:`move_in` and :meth:`move_out` come in turn."""
+    """The residents of one model. :meth:`move_in` and :meth:`move_out` alternate; a repeated call is a no-op."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._in = False
-        self._hosts: dict[int, torch.Tensor] = {}  # by the device buffer's identity
-        self._held: list[torch.Tensor] = []  # the device buffers: identities stay theirs
+        self._hosts: dict[int, torch.Tensor] = {}  # host buffers by the device buffer's identity
+        self._held: list[torch.Tensor] = []  # the device buffers, so that their identities are not reused
         self._handles: list[RemovableHandle] = []
 
     def move_in(self) -> None:
@@ -71,7 +71,7 @@ class Residents:
     def _home(self, buffer: torch.Tensor) -> torch.Tensor:
         host = self._hosts.get(id(buffer))
         if host is None or host.shape != buffer.shape or host.dtype != buffer.dtype:
-            return buffer.to("cpu")  # a forward has put another tensor there
+            return buffer.to("cpu")  # a forward has replaced the buffer by another tensor
         host.copy_(buffer)
         return host
 
@@ -81,7 +81,7 @@ def buffer_bytes(model: nn.Module) -> int:
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that it is made of: adjacency matrices, say, are sparse buffers."""
+    """The dense tensors that a tensor consists of. Buffers may be sparse, such as adjacency matrices."""
     if tensor.layout == torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -96,7 +96,7 @@ def _recurrent(model: nn.Module) -> Iterator[nn.RNNBase]:
 
 
 class _LeftWeights:
-    """In place of a recurrent module's ``flatten_parameters``; copies and pickles of the module have their own."""
+    """Replaces a recurrent module's ``flatten_parameters``; copies and pickles of the module get their own method."""
 
     def __init__(self, module: nn.RNNBase) -> None:
         self._module = module

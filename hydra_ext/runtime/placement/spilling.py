@@ -1,10 +1,12 @@
-"""What of a model goes to the disk, so that the host stays within its budget.
+"""Chooses the tensors of a model whose home is the disk, so that the host stays within its budget.
 
-Of as many blocks as have to the optimizer's state goes, those first that an update reaches last; then gradients; then
-weights. An update reads what a block has there into working memory, ahead of the one before, and writes it behind; a
-block's gradients are written when backward has left it; weights are read each time the block is fetched to the device,
-the next ones while these are on their way, unless its update has just made them. What an operation outside of all that
-has brought to the host goes back in the next step.
+Optimizer state goes to the disk first, then gradients, then weights, each for as many blocks as necessary. The blocks
+that an update reaches last go first.
+
+An update reads a block's tensors into working memory while the block before is updated, and writes them back while the
+next one is. A block's gradients are written when backward has left it. Weights are read each time the block is fetched
+to the device, unless its update has just made them; reads run ahead of the fetches. If an operation outside the model
+brings a tensor to the host, the next step moves it back.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostLimit:
-    """What a run may hold on the host, and where the rest goes.
+    """The bytes that a run may hold on the host, and the folder for the rest.
 
     Attributes:
-        budget: bytes of weights, gradients and optimizer state together, and of what moves them.
-        folder: exists, on a disk of this machine.
-        files: as in :class:`hydra_ext.Checks`.
+        budget: Bytes of weights, gradients, optimizer state and working memory together.
+        folder: Existing folder on a disk of this machine.
+        files: As in :class:`hydra_ext.Checks`.
     """
 
     budget: int
@@ -48,12 +50,12 @@ class HostLimit:
 
     @classmethod
     def of(cls, budget: int | str | None, folder: str | os.PathLike[str] | None, files: Any = None) -> HostLimit | None:
-        """None if neither is given.
+        """The limit for ``host_budget=`` and ``spill_dir=``; None if neither is given. Creates the folder.
 
         Raises:
             InvalidArgument: one is given without the other.
-            InvalidBudget: the budget is no size.
-            SpillError: the folder cannot be made.
+            InvalidBudget: the budget is not a size.
+            SpillError: the folder cannot be created.
         """
         if budget is None and folder is None:
             return None
@@ -70,8 +72,8 @@ class HostLimit:
         most, asked = memory_limit(), parse_bytes(budget, named="host_budget")
         if most is not None and asked > most:
             logger.warning(
-                "host_budget=%d is more than the %s that this process may have: the latter counts, and leaves nothing "
-                "for anything else",
+                "host_budget=%d is more than the %s that this process may use: the run keeps to the latter, which "
+                "leaves no memory for anything else",
                 asked,
                 _C.human_bytes(most),
             )
@@ -81,14 +83,14 @@ class HostLimit:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a block holds on the host, in bytes.
+    """The bytes that a block holds on the host.
 
     Attributes:
-        weights: all together, as they lie in a slot.
-        staging: of what is made of them before they move; zero where their types stay.
-        gradients: one for each parameter that is trained.
-        state: of each tensor of the optimizer's.
-        stays: gradients that may not go to the disk.
+        weights: Bytes of all weights together, with the layout of a slot.
+        staging: Bytes of the cast copy from which the weights move to the device; 0 without a cast.
+        gradients: Bytes of the gradient of each trained parameter.
+        state: Bytes of each tensor of the optimizer's state.
+        stays: Bytes of gradients that cannot go to the disk.
     """
 
     weights: int
@@ -100,11 +102,14 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class SpillPlan:
-    """Blocks of which the disk has the state, the gradients, the weights; and what the host holds then.
+    """The blocks that have tensors on the disk, and the bytes that the host then holds.
 
     Attributes:
-        held: bytes that stay, without working memory.
-        working: bytes that an update, fills and gradients on their way take at most.
+        state: Blocks with optimizer state on the disk.
+        gradients: Blocks with gradients on the disk.
+        weights: Blocks with weights on the disk.
+        held: Bytes that stay on the host, without working memory.
+        working: Most bytes of working memory for an update, fills, and gradients on their way.
     """
 
     state: frozenset[int] = frozenset()
@@ -119,14 +124,15 @@ class SpillPlan:
 
 
 def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPlan:
-    """As little as need be: state before gradients before weights, of later blocks before earlier ones.
+    """Spills as little as necessary: state before gradients before weights, of later blocks before earlier ones.
 
     Args:
-        budget: bytes that the host may hold.
-        fills: weights that may be on their way at once.
+        blocks: Sizes of the blocks.
+        budget: Bytes that the host may hold.
+        fills: Number of blocks whose weights may be on their way at once.
 
     Raises:
-        HostBudgetTooSmall: whatever is on the disk, the host would hold more.
+        HostBudgetTooSmall: the host would hold more than the budget in every plan.
     """
     spilled: dict[str, set[int]] = {"state": set(), "gradients": set(), "weights": set()}
     smallest = plan = _plan(blocks, spilled, fills)
@@ -141,8 +147,8 @@ def choose(blocks: Sequence[BlockSizes], budget: int, *, fills: int) -> SpillPla
     if plan.total <= budget:
         return plan
     raise HostBudgetTooSmall(
-        f"host_budget={budget}: what is too small for the disk, and working memory for what is there, take "
-        f"{_C.human_bytes(smallest.total)} on the host: give as many, or name smaller blocks=",
+        f"host_budget={budget}: tensors too small for the disk, and working memory for those on the disk, take "
+        f"{_C.human_bytes(smallest.total)} on the host: give at least as much, or name smaller blocks=",
         needed=smallest.total,
     )
 
@@ -153,7 +159,7 @@ def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: 
     for number, sizes in enumerate(blocks):
         there = {kind: _on_disk(sizes, kind) if number in chosen else 0 for kind, chosen in spilled.items()}
         held -= sum(_moved(sizes, kind) for kind, chosen in spilled.items() if number in chosen)
-        if sizes.gradients or sizes.stays:  # else nothing is updated
+        if sizes.gradients or sizes.stays:  # only blocks with gradients are updated
             update = max(update, sum(there.values()))
         leaving = max(leaving, there["gradients"])
         fill = max(fill, there["weights"] + (sizes.staging if there["weights"] else 0))
@@ -167,16 +173,16 @@ def _plan(blocks: Sequence[BlockSizes], spilled: Mapping[str, set[int]], fills: 
     )
 
 
-_GRADIENTS_UNDER_WAY = 3  # those of one block come, those before wait for it, and those before are written
+_GRADIENTS_UNDER_WAY = 3  # one block's gradients arrive, another's wait, and a third's are written
 
 
 def _parts(sizes: BlockSizes, kind: str) -> list[int]:
-    """What is worth a transfer, in bytes."""
+    """The sizes of the tensors that are large enough for the disk, in bytes."""
     return list(filter(_goes, (sizes.weights,) if kind == "weights" else getattr(sizes, kind)))
 
 
 def _moved(sizes: BlockSizes, kind: str) -> int:
-    """Bytes that the host holds no longer."""
+    """Bytes that leave the host."""
     return sum(_parts(sizes, kind))
 
 
@@ -193,28 +199,28 @@ def _rounded(size: int) -> int:
 
 
 def _expect_room(folder: Path, needed: int) -> None:
-    """That all of it is free, as far as can be told now: other programs may take some of it meanwhile.
+    """Checks that the folder's disk has enough free bytes now. Other programs may use some of them later.
 
     Raises:
-        SpillError: it is not.
+        SpillError: it has not.
     """
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
-        return  # the core says why
+        return  # the core reports the error when it opens its files
     if free < needed:
         raise SpillError(
             f"the run takes {_C.human_bytes(needed)} in spill_dir '{folder}', where {_C.human_bytes(free)} are free: "
-            "free some, name another folder, or give a larger host_budget="
+            "free some space, name another folder, or give a larger host_budget="
         )
 
 
 _PROBE_BYTES = 4 * 2**20
-_SLOW = 50 * 2**20  # bytes a second, there and back
+_SLOW = 50 * 2**20  # bytes written per second
 
 
 def _warn_of_a_slow_disk(folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-    """A few MiB go there and are safe: a disk on which a step takes minutes is told of before the first one."""
+    """Writes and syncs a few MiB, and warns before the first step if the disk would make each one take minutes."""
     begin = clock()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -222,29 +228,30 @@ def _warn_of_a_slow_disk(folder: Path, clock: Callable[[], float] = time.monoton
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        return  # the core says why
+        return  # the core reports the error when it opens its files
     speed = _PROBE_BYTES / max(clock() - begin, 1e-9)
     if speed < _SLOW:
         logger.warning(
-            "spill_dir '%s' took %.1f MiB/s when it was tried, and every step moves what is there: name a folder on a "
-            "faster disk, or give a larger host_budget=",
+            "spill_dir '%s' took %.1f MiB/s when it was tried, and every step moves all data that is there: name a "
+            "folder on a faster disk, or give a larger host_budget=",
             folder,
             speed / 2**20,
         )
 
 
 class Spilling:
-    """Of one run.
+    """Moves tensors of one run to the disk, by a :class:`SpillPlan`.
 
     Args:
-        layout: its blocks, which the core may not have yet.
-        optimizer: None if nothing is trained; then gradients, should there be any, stay on the host and are not
-            counted.
-        slot_bytes: of a block, on the device.
-        gradients_stay: ranks average them in the host's memory.
+        core: Core of the model, to which the blocks may not have been added yet.
+        layout: Blocks of the model.
+        optimizer: Optimizer of the run, or None; then any gradients stay on the host and are not counted.
+        limit: Budget and folder.
+        slot_bytes: Function that gives the bytes of a block's slot on the device.
+        gradients_stay: Whether gradients stay on the host, because ranks average them there.
 
     Raises:
-        HostBudgetTooSmall: even with all on the disk the host would hold more.
+        HostBudgetTooSmall: the host would hold more than its budget in every plan.
         SpillError: the folder cannot be used.
     """
 
@@ -275,7 +282,7 @@ class Spilling:
         extents = [size for block in self.plan.state for size in filter(_goes, sizes[block].state)]
         extents += [size for block in self.plan.gradients for size in filter(_goes, sizes[block].gradients)]
         extents += [sizes[block].weights for block in self.plan.weights]
-        if extents:  # all room now: a full disk in the middle of a step would be too late
+        if extents:  # reserves all room now, since a full disk in the middle of a step could not be handled
             _expect_room(limit.folder, sum(map(_rounded, extents)))
             _warn_of_a_slow_disk(limit.folder)
             core.homes.disk.open(str(limit.folder), extents, limit.files)
@@ -294,29 +301,29 @@ class Spilling:
 
     @property
     def room_to_move_in(self) -> int:
-        """Bytes of the host's that nothing has before the first step, but weights that stay."""
+        """Bytes of the host budget beside the weights that stay; before the first step nothing else uses them."""
         return self._room
 
     def block_added(self, block: int) -> None:
-        """The core has it: its weights go to the disk if they are to."""
+        """Called when the core has the block: moves its weights to the disk if the plan says so."""
         if block in self.plan.gradients:
             self._core.gradients.send_to_disk(block, self._backlog)
         if block in self.plan.weights and not self._core.moves.settle_weights_on_disk(block):
             logger.warning(
                 "the weights of '%s' stay on the host, beyond host_budget=: their memory has another owner (a view, "
-                "an array of numpy's, a second parameter)",
+                "a numpy array, a second parameter)",
                 self._names[block],
             )
 
     def new_state(self, parameter: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
-        """A tensor of the optimizer's, where it belongs: zeros, or the parameter's numbers."""
+        """Makes a tensor of optimizer state at its home: the parameter's numbers if ``copies``, else zeros."""
         block = self._block_of.get(parameter)
         if block is not None:
             return self._core.homes.disk.make(block, parameter, dtype, copies=copies)
         return parameter.detach().to(dtype, copy=True) if copies else torch.zeros_like(parameter, dtype=dtype)
 
     def settle(self, blocks: Iterable[int]) -> None:
-        """What was brought to the host, or made there, goes to the disk."""
+        """Moves tensors that were brought to the host, or made there, back to the disk, as the plan says."""
         for block in blocks:
             if block in self.plan.state and self._optimizer is not None:
                 parameters = self._parameters[block]

@@ -1,1 +1,1 @@
-"""What a run did: reports, figures of steps, the line that shows progress, traces."""
+"""Reports of a run, figures of steps, the line that shows progress, and traces."""

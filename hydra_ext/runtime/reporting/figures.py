@@ -1,7 +1,7 @@
-"""Figures of single steps: where their time went, and what held them up.
+"""Figures of single steps: how their time was spent, and which resource limited them.
 
-A step is a call of ``run.step``, or in a plain loop what happens from one ``optimizer.step()`` to the next; the first
-begins with the callback that asks for it. Nothing is measured before.
+A step is a call of ``run.step``; in a plain loop it lasts from one ``optimizer.step()`` to the next. Measurements begin
+when the first callback is registered, or when a trace begins.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one step took. Bytes are bytes, times seconds.
+    """The time and memory of one step. Bytes are bytes, times seconds.
 
     Attributes:
-        step: its number since the context was entered, from 1.
-        seconds: how long it took.
-        tokens: in its microbatches, as counted by ``on_step(tokens=...)``; None without, and in plain loops.
-        tokens_per_second: likewise.
-        peak_bytes: what the device held at most in the step; on a GPU, what torch's allocator has reserved at most
-            since the context was entered.
-        budget_bytes: what it may hold.
-        compute_seconds: ``seconds`` without ``waited_seconds`` and without an optimizer that updates at once. None on
-            a GPU: compute waits on the device there, where the host does not see it.
-        to_device_seconds: bytes were moving from host to device.
-        to_host_seconds: bytes were moving from device to host.
-        update_seconds: the optimizer worked, behind the model or at once.
-        waited_seconds: the host waited for weights, gradients, the ends of windows, and updates.
-        binding: what worked longest, and so held the step up; None where ``compute_seconds`` is.
+        step: Number of the step since the context was entered, from 1.
+        seconds: Duration.
+        tokens: Tokens of its microbatches, as counted by ``on_step(tokens=...)``; None without that argument, and in
+            plain loops.
+        tokens_per_second: Tokens per second, or None.
+        peak_bytes: Most bytes that the device has held in the step; on a GPU, the most that torch's allocator has
+            reserved since the context was entered.
+        budget_bytes: Most bytes that the device may hold.
+        compute_seconds: Rest of ``seconds`` without ``waited_seconds`` and updates that are not deferred. None on a
+            GPU, where compute waits on the device and the host cannot measure it.
+        to_device_seconds: Time during which bytes moved from host to device.
+        to_host_seconds: Time during which bytes moved from device to host.
+        update_seconds: Working time of the optimizer, deferred or not.
+        waited_seconds: Time that the host waited for weights, gradients, the ends of windows, and updates.
+        binding: Resource that worked longest, and so limited the step; None if ``compute_seconds`` is.
     """
 
     step: int
@@ -70,7 +71,7 @@ TokenCount = Callable[[Any], int]
 
 
 class StepObserver(Protocol):
-    """Told when things began and ended, in nanoseconds of ``time.monotonic_ns()``."""
+    """Notified of steps and updates, with begins and ends in nanoseconds of ``time.monotonic_ns()``."""
 
     def note_step(self, number: int, begin: int, end: int) -> None: ...
     def note_update(self, begin: int, end: int) -> None: ...
@@ -90,7 +91,7 @@ class _Listener:
 
 @dataclass(frozen=True)
 class _Moment:
-    """What had been counted up to a moment."""
+    """The values of the counters at one time."""
 
     nanoseconds: int
     to_device: float
@@ -104,10 +105,10 @@ class StepMeter:
     """Measures the steps of one run.
 
     Attributes:
-        steps: how many there were.
-        updates: calls of ``optimizer.step()`` that have ended.
-        inside: a whole step is under way.
-        observer: is told of them, too.
+        steps: Number of steps that have ended.
+        updates: Number of calls of ``optimizer.step()`` that have ended.
+        inside: Whether a call of ``run.step`` is under way.
+        observer: Trace that is notified of steps and updates, or None.
     """
 
     def __init__(self, core: _C.PagedModel, place: Place, *, budget: int) -> None:
@@ -126,29 +127,29 @@ class StepMeter:
         self.observer: StepObserver | None = None
 
     def on_step(self, callback: Callback, tokens: TokenCount | None) -> RemovableHandle:
-        """``callback`` is called after each step, from the one under way on."""
+        """Registers a callback that is called after each step, beginning with the one under way."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = _Listener(callback, tokens)
         if self._begin is None:
             self.begin()
         return handle
 
-    # ---- what the run tells -----------------------------------------------------------------------------------------
+    # ---- called by the run ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins here."""
+        """Begins a step, if a callback or an observer wants its figures."""
         self._begin = None
         if self._listeners or self.observer is not None:
             self._core.memory.ledger.take_peak()
             self._begin = self._now()
 
     def measured(self, microbatches: Sequence[Any], work: Callable[[], Result]) -> Result:
-        """Runs a whole step."""
+        """Runs and measures ``work``, a whole step."""
         self.inside = True
         self.begin()
         try:
             result = work()
-        except BaseException:  # re-raised: what failed is no step
+        except BaseException:  # re-raised; a step that failed is not counted
             self.begin()
             raise
         finally:
@@ -157,16 +158,16 @@ class StepMeter:
         return result
 
     def update_begins(self) -> None:
-        """Once for each class of an optimizer whose ``step()`` calls that of its base."""
+        """Called before ``optimizer.step()``, several times if ``step()`` calls that of its base class."""
         windows = self._core.gate.opens
-        if self._update_depth == 0 or windows != self._update_windows:  # one that did not end has failed
+        if self._update_depth == 0 or windows != self._update_windows:  # an update from before a window has failed
             self._update_depth = 0
             self._update_windows = windows
             self._update_began = time.monotonic_ns()
         self._update_depth += 1
 
     def update_ended(self, *, deferred: bool) -> None:
-        """``deferred``: the update has only been prepared."""
+        """Called after ``optimizer.step()``. If ``deferred``, the update has only been prepared."""
         self._update_depth -= 1
         if self._update_depth > 0:
             return
@@ -195,7 +196,7 @@ class StepMeter:
                 for listener in list(self._listeners.values()):
                     listener.hear(figures, microbatches)
         finally:
-            self.begin()  # what callbacks take belongs to no step
+            self.begin()  # the time of callbacks belongs to no step
 
     def _now(self) -> _Moment:
         core = self._core

@@ -1,4 +1,4 @@
-"""A line that shows how a run goes: rewritten in a terminal after every step, logged now and then elsewhere."""
+"""A line that shows the progress of a run: updated in a terminal after every step, else logged every few seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def live_line(on_step: Callable[[Callback], RemovableHandle]) -> Iterator[None]:
-    """Shows the figures of the steps inside; ``on_step`` registers a callback."""
+    """Shows the figures of steps while the context is open; ``on_step`` registers a callback."""
     if not sys.stdout.isatty():
         handle = on_step(_LoggedLines())
         try:
@@ -40,7 +40,7 @@ def live_line(on_step: Callable[[Callback], RemovableHandle]) -> Iterator[None]:
 
 
 class _LoggedLines:
-    """Logs the first step, and then one whenever some time has passed."""
+    """Logs the first step, and then at most one step in :data:`SECONDS_BETWEEN_LINES`."""
 
     def __init__(self) -> None:
         self._next = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a run did: one documented schema, as an object, a dict and a text."""
+"""The report of a run: one documented schema, as an object, a dict and a text."""
 
 from __future__ import annotations
 
@@ -14,50 +14,59 @@ from hydra_ext.runtime.replicas import Replicas
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of a run since its beginning. Bytes are bytes, times seconds.
+    """Figures of a run since it began. Bytes are bytes, times seconds.
 
     Attributes:
-        budget_bytes: what the device may hold.
-        peak_bytes: what it held at most, and by class at that moment: ``peak_weights_bytes`` (slots),
-            ``peak_gradients_bytes`` (on their way to the host), ``peak_activations_bytes`` (what tensors held when the
-            block in use was reached: activations, inputs), ``peak_workspace_bytes`` (what they held more inside that
-            block), ``peak_buffers_bytes``, ``peak_optimizer_bytes`` (state at home on the device).
-        parameter_bytes: of all blocks on the device, were they there at once.
-        blocks: how many blocks there are.
-        weights_moved_bytes: host to device, counted where they are copied.
-        gradients_moved_bytes: device to host, likewise.
-        homes: blocks whose home is the device now: their weights, gradients and optimizer state stay there.
-        homes_bytes: what these hold there.
-        homes_moved_bytes: moved, both ways, for a change of home.
-        homes_reason: why no other block has its home there.
-        weights_written_back_bytes: device to host, of blocks whose weights the forward wrote in place.
-        loads: fills of a slot; ``prefetched`` of them ahead of their use.
-        evictions: slots taken from a block with valid bytes; ``spills`` of them because of a full budget.
-        faults: operations that met an absent parameter which no hook had announced.
-        order_changes: passes whose blocks ran in another order than the time before.
-        deferred_updates: optimizer steps that ran behind the next forward.
-        update_seconds: how long their threads worked.
-        update_bytes: host memory that they read and wrote.
-        disk_bytes: whose home is the disk now, rounded up to the disk's multiples; of them ``disk_weight_bytes`` and
-            ``disk_gradient_bytes``, the rest being optimizer state.
-        disk_read_bytes, disk_written_bytes: counted where they are moved.
-        disk_working_bytes: of host memory for what is on its way.
-        waited_for_disk_seconds: an update, a fill, or a move to the host waited for the disk.
-        waited_for_weights_seconds: compute waited for a block that a hook announced.
-        waited_for_faults_seconds: compute waited for a block that it met absent.
-        waited_for_gradients_seconds: the host waited for gradients to arrive.
-        waited_at_window_end_seconds: the end of a forward or backward waited for transfers under way.
-        waited_for_updates_seconds: callers waited for an optimizer step under way.
-        windows: forwards and backwards that ran inside the context.
-        rounds: groups of microbatches that ``run.step`` took through the blocks together.
-        refusals: groups that could not be run so; from the first on microbatches are run one at a time.
-        fallbacks: microbatches that ``run.step`` ran one at a time.
-        retries: rounds that ``run.step`` undid and ran again, for they ran out of device memory, or have shown what it
-            has to look at, or to keep; ``fn`` was called again for their microbatches.
-        ranks: how many train copies of the model together.
-        reduced_bytes: of gradients that this rank has averaged with the others.
-        waited_for_ranks_seconds: it waited for the others meanwhile; a GPU's own waits are not seen.
-        activations: what became of saved tensors, with ``activations=``; None without.
+        budget_bytes: Most bytes that the device may hold.
+        peak_bytes: Most bytes that the device has held; on a GPU, the most that torch's allocator has reserved. The
+            next six figures are the bytes by class at the peak of the run's ledger.
+        peak_weights_bytes: Slots.
+        peak_gradients_bytes: Gradients on their way to the host.
+        peak_activations_bytes: Tensors, such as activations and inputs, that existed when the block in use was reached.
+        peak_workspace_bytes: Tensors that were allocated inside that block.
+        peak_buffers_bytes: Buffers.
+        peak_optimizer_bytes: Optimizer state at home on the device.
+        parameter_bytes: Bytes of all blocks, in the types that they have on the device.
+        blocks: Number of blocks.
+        weights_moved_bytes: Weights copied from host to device.
+        gradients_moved_bytes: Gradients copied from device to host.
+        homes: Names of the blocks whose home is the device now, with their weights, gradients and optimizer state.
+        homes_bytes: Device bytes of these blocks.
+        homes_moved_bytes: Bytes moved in both directions to change homes.
+        homes_reason: Reason why no other block has its home on the device.
+        weights_written_back_bytes: Bytes copied from device to host for weights that the forward wrote in place.
+        loads: Number of fills of a slot.
+        prefetched: Number of these fills that ran ahead of their use.
+        evictions: Number of slots taken from a block with valid bytes.
+        spills: Number of these evictions that an allocation caused because the budget was full.
+        faults: Number of operations that met an absent parameter which no hook had announced.
+        order_changes: Number of passes whose blocks ran in another order than in the pass before.
+        deferred_updates: Number of optimizer steps that ran behind the next forward.
+        update_seconds: Working time of their threads.
+        update_bytes: Host memory that they read and wrote.
+        disk_bytes: Bytes whose home is the disk now, rounded up to multiples of the disk's unit: weights, gradients and
+            optimizer state.
+        disk_weight_bytes: Part of ``disk_bytes`` that is weights.
+        disk_gradient_bytes: Part of ``disk_bytes`` that is gradients.
+        disk_read_bytes, disk_written_bytes: Bytes read from the disk, and written to it.
+        disk_working_bytes: Host memory for bytes on their way to or from the disk.
+        waited_for_disk_seconds: Time that updates, fills, and moves to the host waited for the disk.
+        waited_for_weights_seconds: Time that compute waited for blocks that a hook had announced.
+        waited_for_faults_seconds: Time that compute waited for blocks at faults.
+        waited_for_gradients_seconds: Time that the host waited for gradients to arrive.
+        waited_at_window_end_seconds: Time that ends of forwards and backwards waited for transfers under way.
+        waited_for_updates_seconds: Time that callers waited for an optimizer step under way.
+        windows: Number of forwards and backwards inside the context.
+        rounds: Number of rounds of ``run.step``: microbatches that pass the blocks together.
+        refusals: Number of rounds whose microbatches could not run together; after the first refusal microbatches run
+            one at a time.
+        fallbacks: Number of microbatches that ``run.step`` ran one at a time.
+        retries: Number of rounds that ``run.step`` undid and ran again. They ran out of device memory, or showed state
+            that it has to watch or blocks that it must not recompute. ``fn`` was called again for their microbatches.
+        ranks: Number of ranks that train copies of the model together.
+        reduced_bytes: Bytes of gradients that this rank has averaged with the others.
+        waited_for_ranks_seconds: Time that this rank waited for the others, without the waits of a GPU's streams.
+        activations: Report on saved tensors; None without ``activations=``.
     """
 
     budget_bytes: int
@@ -164,7 +173,7 @@ def _mib(size: int) -> str:
 
 
 class StepCounts(Protocol):
-    """What ``run.step`` counts."""
+    """The counts of ``run.step``."""
 
     rounds: int
     refusals: int
@@ -173,7 +182,7 @@ class StepCounts(Protocol):
 
 
 class HomeChoice(Protocol):
-    """Which blocks have their home on the device, and why no others."""
+    """The blocks whose home is the device, and the reason why no others are."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""The trace of a run: what lanes, compute and the optimizer did, as a Chrome trace-event file.
+"""The trace of a run: the work of lanes, compute and the optimizer, as a Chrome trace-event file.
 
-Such files open in https://ui.perfetto.dev and in chrome://tracing. One row per lane, for compute, for the optimizer's
-threads and for the steps; the counter shows device bytes by class, and what is left of the budget.
+Such files open in https://ui.perfetto.dev and in chrome://tracing. There is a row for each lane, each thread that
+computes, the optimizer, and the steps. A counter shows device bytes by class, and the rest of the budget.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLASSES = ("weights", "gradients", "activations", "buffers", "optimizer state")
 
 
 class TracedRun(Protocol):
-    """The run that a trace is of."""
+    """The run that a trace records."""
 
     budget: int
     model: nn.Module
@@ -56,7 +56,7 @@ class TracedRun(Protocol):
 
 
 class Trace:
-    """Records while its context is open, and writes the file on leaving it, whatever ended it."""
+    """Records while its context is open, and writes the file on leaving it, also after an error."""
 
     def __init__(self, run: TracedRun, path: str | os.PathLike[str]) -> None:
         self._run = run
@@ -82,11 +82,11 @@ class Trace:
     ) -> None:
         self._run.meter.observer = None
         try:
-            self._run.sync()  # the step that was traced is to be there with its update
+            self._run.sync()  # the trace should include the update of the last step
         finally:
             self._write(self._run.core.memory.backend.activity.stop(), failed=error is not None)
 
-    # ---- what the meter tells ---------------------------------------------------------------------------------------
+    # ---- called by the meter ----------------------------------------------------------------------------------------
 
     def note_step(self, number: int, begin: int, end: int) -> None:
         self._steps.append(_event(f"step {number}", "step", _STEPS, begin, end))
@@ -105,7 +105,7 @@ class Trace:
     def _write(self, record: _C.ActivityRecord, *, failed: bool) -> None:
         if record.dropped:
             logger.warning(
-                "the trace has room for %d entries; %d that came later are not in it: trace fewer steps",
+                "the trace has room for %d entries; %d later ones are not in it: trace fewer steps",
                 _ROOM,
                 record.dropped,
             )
@@ -118,7 +118,7 @@ class Trace:
         except OSError as error:
             if not failed:
                 raise self._failure(error) from error
-            logger.warning("%s", self._failure(error))  # the body's own error is on its way
+            logger.warning("%s", self._failure(error))  # the body has raised an error already
 
     def _write_to(self, file: TextIO, record: _C.ActivityRecord) -> None:
         about = {
@@ -161,7 +161,7 @@ class Trace:
 
 
 def _row(activity: _C.Activity) -> int:
-    """Further threads that compute have rows of their own, behind the others."""
+    """The row of an activity. Additional threads that compute have rows of their own, after the others."""
     return len(_ROWS) + activity.thread if activity.thread else _ROW_OF[activity.row]
 
 
@@ -175,7 +175,7 @@ def _metadata(model: str, threads: int) -> Iterator[Event]:
 
 
 def _event(name: str, category: str, row: int, begin: int, end: int) -> Event:
-    """A complete event, in nanoseconds yet."""
+    """A complete event, with times in nanoseconds."""
     return {
         "name": name,
         "cat": category,
@@ -214,7 +214,10 @@ def _event_of(activity: _C.Activity, names: Sequence[str]) -> Event:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[Event]:
-    """In the order of time. What would end after what it began in, as other threads may make it, ends with that."""
+    """The events in order of time. An event that would end after the one around it is cut to end with it.
+
+    Other threads cause such overlaps, which trace viewers do not accept in one row.
+    """
     ends: list[int] = []
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         while ends and ends[-1] <= event["ts"]:

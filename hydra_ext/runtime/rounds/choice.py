@@ -1,11 +1,12 @@
-"""How many microbatches make a round, and whether it keeps or recomputes activations, where the user left it open.
+"""Chooses the size of a round, and whether it keeps or recomputes activations, unless the user has.
 
-What is not known is tried with one microbatch: what it held at the end of its forward, and what it took beyond that at
-the most. More microbatches hold as many times the first and take the second once. A round fits when that leaves room
-for two of the largest blocks, one in use and one on its way. Keeping is chosen if all that was asked for fits.
+A mode without a measurement is tried with one microbatch. The trial measures the bytes held at the end of its forward,
+and the peak beyond them. A larger round needs the first figure for each microbatch and the second once. It fits if that
+leaves room for two of the largest blocks, one in use and one on its way. Activations are kept if all microbatches that
+the caller wants then fit.
 
-A round that has run out of memory says more than any estimate: from then on rounds of its kind are at most half as
-large, and of one microbatch there are none.
+A round that has run out of memory overrides the estimate: from then on rounds of its mode are at most half as large. A
+mode in which one microbatch does not fit is not used again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """The next round."""
+    """The size and mode of the next round."""
 
     size: int
     recompute: bool
@@ -23,27 +24,27 @@ class Decision:
 
 @dataclass(frozen=True)
 class Measured:
-    """Device bytes of activations: per microbatch, and once beside them."""
+    """Device bytes of activations: ``held`` for each microbatch, and ``passing`` once in addition."""
 
     held: int
     passing: int
 
 
 class Choice:
-    """Decides for one run, from what its rounds took.
+    """Decides for one run, from measurements of its rounds.
 
     Args:
-        budget: device bytes.
-        largest_block: bytes of the largest block.
+        budget: Device bytes.
+        largest_block: Bytes of the largest block.
     """
 
     def __init__(self, budget: int, largest_block: int) -> None:
         self._room = budget - 2 * largest_block
         self._measured: dict[bool, Measured] = {}
-        self._largest: dict[bool, int] = {}  # by recompute: of rounds, once one has run out of memory
+        self._largest: dict[bool, int] = {}  # by recompute: largest round allowed, once one has run out of memory
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
-        """The round to run when ``left`` microbatches are; ``size`` and ``recompute`` are what the user asked for."""
+        """The round to run when ``left`` microbatches remain; ``size`` and ``recompute`` are the user's arguments."""
         wanted = min(size or left, left)
         if size is not None and recompute is not None:
             return Decision(wanted, recompute)
@@ -54,7 +55,7 @@ class Choice:
                 return Decision(1, mode)
             if self._fitting(mode) >= most:
                 return Decision(most, mode)
-        # Of small blocks a repetition's own notes may take more than what they save.
+        # For small blocks the records that recomputation needs may take more memory than it saves.
         last = max(modes, key=lambda mode: (self._fitting(mode), -self._measured[mode].held))
         fitting = min(max(1, self._fitting(last)), self._most(last, wanted))
         return Decision(wanted if size is not None else fitting, last)
@@ -63,20 +64,20 @@ class Choice:
         return max(1, self._largest.get(mode, wanted))
 
     def fail(self, decision: Decision, *, recompute: bool | None) -> bool:
-        """A round has run out of memory. Returns whether there is another one to try for the same microbatches."""
+        """Notes that a round has run out of memory. Returns whether another one may be tried for its microbatches."""
         self._largest[decision.recompute] = decision.size // 2
         if self._modes(recompute):
             return True
-        self._largest.clear()  # no round would do: that says nothing about other microbatches
+        self._largest.clear()  # other microbatches may be smaller
         return False
 
     def _modes(self, recompute: bool | None) -> tuple[bool, ...]:
-        """Those in which one microbatch may fit, the faster one first."""
+        """The modes in which one microbatch may fit, the faster one first."""
         asked = (False, True) if recompute is None else (recompute,)
         return tuple(mode for mode in asked if self._largest.get(mode) != 0)
 
     def learn(self, decision: Decision, *, held: int, peak: int) -> None:
-        """A round has run: ``held`` bytes were there after its forward, ``peak`` at the most."""
+        """Notes the activations of a round: ``held`` bytes after its forward, ``peak`` at most."""
         each = -(-held // decision.size)
         known = self._measured.get(decision.recompute, Measured(0, 0))
         passing = max(0, peak - held)

@@ -1,8 +1,8 @@
-"""Whether microbatches draw from the generators that they share in the order of a loop.
+"""Checks that microbatches draw from shared generators in the order of a loop.
 
-Those are Python's and numpy's global ones, and what modules hold: ``torch.Generator``, ``numpy.random.default_rng``,
-``random.Random``. In a loop the second microbatch goes on where the first has stopped. In a round that is so only if
-none draws after a later one has.
+Shared generators are the global ones of Python and numpy, and those that modules hold: ``torch.Generator``,
+``numpy.random.default_rng``, ``random.Random``. In a loop the second microbatch continues the first one's sequence. A
+round does the same only if no microbatch draws after a later one has.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class DrawOrder:
     """The draws of a round's microbatches.
 
     Args:
-        generators: that modules hold.
+        generators: Generators that modules hold.
 
     Attributes:
-        turns: in how many of them one generator was drawn from, at the most.
-        conflict: from which of them it was in another order; empty if from none.
+        turns: Largest number of turns in which one generator was drawn from.
+        conflict: Description of a generator that was drawn from in another order than a loop; empty if there is none.
     """
 
     def __init__(self, generators: Iterable[Any] = ()) -> None:
@@ -40,23 +40,24 @@ class DrawOrder:
 
 
 class _Source:
-    """One generator, or two that are noted together.
+    """One generator, or two that are checked together.
 
     Args:
-        moved: says whether it is elsewhere than it was noted.
-        note: notes it.
+        name: Description.
+        moved: Function that says whether the state differs from the noted one.
+        note: Function that notes the present state.
     """
 
     def __init__(self, name: str, moved: Callable[[], bool], note: Callable[[], None]) -> None:
         self.name = name
         self._moved = moved
         self._note = note
-        self._latest = 0  # microbatch that has drawn
+        self._latest = 0  # the last microbatch that has drawn, in the order of a loop
         self.turns = 0
         self.in_order = True
 
     def end_turn(self, index: int) -> bool:
-        """Whether it was drawn from."""
+        """Returns whether the turn drew from the generator."""
         if not self._moved():
             return False
         self._note()

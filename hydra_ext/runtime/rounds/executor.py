@@ -1,12 +1,12 @@
 """One round: the forwards of its microbatches block by block, then their backwards block by block.
 
-The fibers need not take the same way. The executor looks where they are parked, goes to the first of these sites, pins
-what it needs, and lets those that are parked there go on; that is a *stay*. The backward goes through the stays from
-the last to the first.
+The fibers need not take the same path. The executor selects the first site at which fibers are parked, pins its blocks,
+and resumes the fibers parked there; that is a *stay*. The backward runs through the stays from the last to the first.
 
-Where all microbatches end in the same stay, each one's *last piece* (what comes after the last block was entered: the
-head, the loss) goes backward right after its forward, before the next microbatch makes activations as large. What that
-accumulates can be undone until all forwards have ended.
+The *last piece* of a microbatch is the part of its graph from the entry of its last block on: head and loss, say. If
+all microbatches end in the same stay, each last piece runs backward right after its forward. That frees its
+activations, often the largest, before the next microbatch allocates its own. The gradients that the early backwards
+accumulate can be undone until all forwards have ended.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from hydra_ext.runtime.rounds.undoing.holders import Holding
 
 
 class Refused(Exception):
-    """These microbatches cannot be run as a round and be equal to a loop. Nothing has been accumulated."""
+    """These microbatches cannot run as a round with the results of a loop. No gradient has been accumulated."""
 
 
 class OutOfOrder(Refused):
-    """These microbatches have drawn random numbers, or written to what modules hold, in another order than a loop: one
-    at a time they do not."""
+    """These microbatches have drawn random numbers, or accessed state of modules, in another order than a loop.
+
+    One at a time they do not.
+    """
 
 
 class SharesGraph(Refused):
-    """These microbatches use what others have made, of this round or of one before."""
+    """These microbatches use graphs of other microbatches, of this round or of an earlier one."""
 
 
 @dataclass
 class Known:
-    """What rounds of a run have shown of what its modules hold.
+    """Knowledge about the state of a run's modules, from its rounds so far.
 
     Attributes:
-        watched: what code around sites writes to.
-        accesses: whose reads are noted.
-        generators: of random numbers, as the round begins.
+        watched: State that code around sites writes to.
+        accesses: Attributes whose reads are noted.
+        generators: Generators of random numbers that modules hold when the round begins.
     """
 
     watched: list[Holding] = field(default_factory=list)
@@ -77,16 +79,16 @@ class Round(Generic[Result]):
     """Microbatches that pass each block together.
 
     Args:
-        owner: the run.
-        works: what each microbatch runs, in its fiber.
-        seeds: of the random state that each begins with.
-        take_root: takes what a microbatch's backward starts from out of what its work returned.
-        recomputation: makes the sites' calls; without it activations are kept.
-        known: of what modules hold.
-        last_piece: made around the backward of each.
+        owner: Run whose model the microbatches use.
+        works: Function for each microbatch, which its fiber runs.
+        seeds: Seed of each microbatch's random state.
+        take_root: Function that takes the tensor from which backward starts out of a work's result.
+        recomputation: Object that makes the sites' calls so that they are recomputed; None keeps activations.
+        known: Knowledge about the state of modules, which the round extends.
+        last_piece: Factory of a context around each backward of a last piece that runs early.
 
     Attributes:
-        found_more: whether its forward has shown what has to be watched.
+        found_more: Whether the forward has shown further state to watch.
     """
 
     def __init__(
@@ -119,11 +121,11 @@ class Round(Generic[Result]):
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self) -> list[Result]:
-        """Runs every microbatch to its end. Returns what they returned.
+        """Runs the forward of every microbatch to its end. Returns their results.
 
         Raises:
-            OutOfOrder: a microbatch has drawn after a later one had.
-            BaseException: what one of them raised; then all have been unwound.
+            OutOfOrder: a microbatch has drawn random numbers, or accessed watched state, after a later one had.
+            BaseException: a microbatch has raised it; all have been unwound.
         """
         models = [self._owner.model, *(other.model for other in engine.participants())]
         with self._order.followed(), self._known.accesses.noted(models) if len(self._fibers) > 1 else nullcontext():
@@ -131,13 +133,15 @@ class Round(Generic[Result]):
         return [fiber.result for fiber in self._fibers]  # type: ignore[misc]
 
     def learn(self, changed: Sequence[Holding]) -> bool:
-        """After the forward. Whether something was not looked at that has to be: then the round is to be made anew.
+        """Checks the forward's accesses to state of modules, and learns from them.
+
+        Returns whether the round has to run again because it did not watch all state that it accessed.
 
         Args:
-            changed: what it has written to in place.
+            changed: State that the forward has written to in place.
 
         Raises:
-            OutOfOrder: it was read and written in another order than a loop.
+            OutOfOrder: state was read and written in another order than a loop.
         """
         known, alone = self._known, len(self._fibers) == 1
         found = self._order.unwatched(changed)
@@ -154,18 +158,19 @@ class Round(Generic[Result]):
 
     @property
     def draws(self) -> DrawOrder:
-        """From the generators that the microbatches share."""
+        """The draws from generators that the microbatches share."""
         return self._turns.draws
 
     @property
     def set_late(self) -> bool:
-        """Whether a backward has set attributes."""
+        """Whether a backward has set an attribute to another value."""
         return self._turns.attributes.set_late
 
     def repeats(self) -> bool:
-        """Whether the sites that are to be recomputed were seen to give the same again.
+        """Whether repeated calls of the recomputed sites compute the same as the first ones.
 
-        They have to be kept else, and the round to be made anew. Costs a pass over the blocks, once in a run.
+        If not, the differing sites keep their activations from now on, and the round has to run again. The check costs
+        one pass over the blocks, once in a run.
         """
         recomputation = self._recomputation
         if recomputation is None or recomputation.checked:
@@ -193,7 +198,7 @@ class Round(Generic[Result]):
             for fiber in fibers:
                 fiber.join()
             return stays
-        except BaseException:  # re-raised, once no fiber is left
+        except BaseException:  # re-raised when all fibers have ended
             _cancel(fibers)
             if self._recomputation is not None:
                 self._recomputation.forget()
@@ -233,14 +238,16 @@ class Round(Generic[Result]):
         """Runs the backward of every microbatch. The graphs are spent.
 
         Args:
-            note_leaves: told of the tensors whose gradients it will sum into, before it does; of this model's own not
-                all are named.
-            averaging: of the gradients, which are complete with this backward.
+            note_leaves: Function that is called, before anything is accumulated, with the tensors whose gradients the
+                backward may sum into, without this model's device parameters.
+            averaging: Averaging of the gradients, which are final after this backward; None without other ranks or
+                before the last backward.
 
         Raises:
-            Refused: these graphs cannot be run piece by piece.
-            SharesGraph: they lead to what other microbatches have made.
-            RankFailed: another rank has failed. Nothing was accumulated if it was before its last backward.
+            Refused: these graphs cannot run piece by piece.
+            SharesGraph: the graphs lead into those of other microbatches.
+            RankFailed: another rank has failed. If it failed before its last backward, this round has no effect.
+            StepAgain: another rank makes the step again.
         """
         if averaging is not None:
             try:
@@ -258,8 +265,8 @@ class Round(Generic[Result]):
             raise Refused(nested) if nested else SharesGraph(graphs.staged.refusal)
         if any(other.replicas is not None for other in graphs.others):
             raise StateError(
-                "the loss comes through another model whose gradients are averaged over ranks by themselves: run "
-                "the loop in place of run.step, or offload that model with process_group=False"
+                "the loss depends on another offloaded model, which averages its own gradients over the ranks: write a "
+                "loop in place of run.step, or offload that model with process_group=False"
             )
         note_leaves(graphs.other_leaves())
         self._owner.backwards += 1
@@ -273,12 +280,12 @@ class Round(Generic[Result]):
             self._turns.restore_caller()
 
     def _note_last_stay(self, fiber: Fiber[Result]) -> None:
-        """Where the next round's backward will follow at once if it goes as this one did."""
+        """Notes the stay that the next round need not recompute, because an early backward follows it at once."""
         if self._recomputation is not None:
             self._recomputation.last_stay = len(fiber.marks) if self._early else None
 
     def _run_last_piece(self, fiber: Fiber[Result]) -> bool:
-        """Of a fiber that has just ended. False if it cannot be run before the others are there."""
+        """Runs the last piece of a fiber that has just ended. Returns False if it has to wait for the other graphs."""
         self._graphs.add(fiber)
         if not self._graphs.can_be_early:
             return False
@@ -308,7 +315,7 @@ class Round(Generic[Result]):
 
 
 class _Unheard:
-    """What a repetition sets on modules does not count."""
+    """Ignores a repetition's accesses to modules."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None:
         pass
@@ -321,11 +328,11 @@ class _Unheard:
 
 
 def _cancel(fibers: Sequence[Fiber[Any]]) -> None:
-    """Ends all of them. An interrupt while they unwind does not stop that."""
+    """Ends all fibers, also if interrupts arrive while they unwind."""
     left = list(fibers)
     while left:
         try:
             left[0].cancel()
             left.pop(0)
-        except BaseException:  # noqa: BLE001 - another error is on its way already
+        except BaseException:  # noqa: BLE001 - the caller is raising another error already
             continue

@@ -1,10 +1,11 @@
 """Fibers: threads that take turns, exactly one at a time, with the thread that made them.
 
 A fiber runs one microbatch. Before a module whose blocks are not at hand it *parks*: it hands control back and waits.
-Control goes back and forth through two flags, ``_permitted`` and ``_running``; the queues only wake the other side, so
-that whatever is done twice after an interrupt does no harm. Signal handlers run in the main thread: what they raise
-while it waits for a fiber is passed on to the fiber, which unwinds where it stands, and raised once it has parked or
-ended.
+Two flags, ``_permitted`` and ``_running``, pass control between the threads. The queues only wake the other side, so an
+operation that is repeated after an interrupt does no harm.
+
+Signal handlers run in the main thread. An exception that one raises while the main thread waits for a fiber is also
+raised in the fiber, which unwinds from where it is. The main thread raises it once the fiber has parked or ended.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hydra_ext.tracing import not_traced
 
 Result = TypeVar("Result")
 SiteVisit = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-START = -1  # where a fiber is before its first site
+START = -1  # the place of a fiber before its first site
 # A signal that arrives just before its thread begins to wait does not wake it: Python sees it at the next wake.
 _SECONDS_TO_A_SIGNAL = 1.0
 
@@ -36,17 +37,17 @@ _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class Cancelled(BaseException):
-    """Unwinds a fiber whose round has ended early. Not to be caught."""
+    """Unwinds a fiber whose round has ended early. Code must not catch it."""
 
 
 @not_traced
 def current() -> Fiber[Any] | None:
-    """The fiber that the calling thread is."""
+    """The fiber whose thread is the calling one; None for other threads."""
     return getattr(_local, "fiber", None)
 
 
 class WriteListener(Protocol):
-    """Told of every attribute that the fiber sets on a module, of those that it reads, and of every call of a site."""
+    """Notified of every attribute that a fiber sets on a module or reads, and of every call of a site."""
 
     def note_write(self, index: int, module: nn.Module, name: str, value: Any) -> None: ...
     def note_read(self, index: int, module: nn.Module, name: str) -> None: ...
@@ -54,7 +55,7 @@ class WriteListener(Protocol):
 
 
 class SiteCaller(Protocol):
-    """Makes the calls of sites in the fiber's stead."""
+    """Makes the calls of sites in place of the fiber."""
 
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: SiteVisit, args: Any, kwargs: Any) -> Any: ...
 
@@ -63,15 +64,15 @@ class Fiber(Generic[Result]):
     """One microbatch's thread.
 
     Attributes:
-        index: the microbatch's place in its round.
-        owner: the run whose sites park it.
-        attributes: told of what it sets on modules.
-        caller: makes its sites' calls; None lets them be.
-        place: the number of the site it is parked at; :data:`START` before the first.
-        blocks: those of the sites it is inside of, the one it is parked at included.
-        marks: the numbers that autograd's nodes had reached whenever the fiber went on.
-        calls: of sites: the site's blocks, and whether with a graph.
-        result: what ``work`` returned.
+        index: Index of the microbatch in its round.
+        owner: Run whose sites park the fiber.
+        attributes: Listener that is notified of accesses to modules.
+        caller: Object that makes the calls of sites; None for plain calls.
+        place: Number of the site at which the fiber is parked; :data:`START` before the first.
+        blocks: Blocks of the sites that the fiber is inside, including the one where it is parked.
+        marks: Sequence numbers of autograd nodes, one from each time the fiber continued.
+        calls: Calls of sites: the site's blocks, and whether the call records a graph.
+        result: Return value of ``work``.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class Fiber(Generic[Result]):
         self._thread.start()
 
     def go_on(self, at_hand: frozenset[int]) -> None:
-        """Lets the fiber run up to where it parks next, or ends; ``at_hand`` are the blocks that are pinned.
+        """Runs the fiber until it parks or ends. ``at_hand`` are the blocks that are pinned.
 
         Raises:
-            BaseException: what ended the fiber, or what a signal handler raised meanwhile.
+            BaseException: the exception that ended the fiber, or that a signal handler raised meanwhile.
         """
         self._at_hand = at_hand
         self._permitted = True
@@ -135,11 +136,11 @@ class Fiber(Generic[Result]):
             _raise_from(self._errors)
 
     def cancel(self) -> None:
-        """Ends the fiber: it unwinds from where it is parked. Again after an interrupt, until it returns."""
+        """Ends the fiber, which unwinds from where it is parked. After an interrupt the call has to be repeated."""
         self._cancelled = True
         if self._claim.setdefault("by", "maker") == "maker":
             self._ended = True
-        if self._running:  # an interrupt came to the maker just outside its wait: the fiber has not heard of it
+        if self._running:  # an interrupt reached the maker outside its wait, so it was not passed on to the fiber
             self._interrupt(KeyboardInterrupt)
         while not self._ended:
             self._permitted = True
@@ -166,7 +167,7 @@ class Fiber(Generic[Result]):
             _raise_from(interrupts)
 
     def _interrupt(self, error: type[BaseException]) -> None:
-        """Raises ``error`` in the fiber, wherever it is, once in its life."""
+        """Raises ``error`` asynchronously in the fiber, at most once in its life."""
         if self._claim.setdefault("interrupt", "sent") == "sent":
             self._claim["interrupt"] = "done"
             ident = ctypes.c_ulong(self._thread.ident or 0)
@@ -192,7 +193,7 @@ class Fiber(Generic[Result]):
                 self._errors.append(error)
             finally:
                 self._end()
-        except BaseException as error:  # noqa: BLE001 - an interrupt that came between; there is one at most
+        except BaseException as error:  # noqa: BLE001 - an interrupt outside the inner try; there is at most one
             self._errors.append(error)
         finally:
             self._end()
@@ -209,7 +210,7 @@ class Fiber(Generic[Result]):
     def _take_turn(self) -> None:
         while not self._permitted:
             self._wake.get()
-        self._running = True  # before the other flag falls: the maker must not find both down
+        self._running = True  # before the other flag is cleared: the maker takes two cleared flags for a parked fiber
         self._permitted = False
         if self._cancelled:
             raise Cancelled
@@ -234,12 +235,12 @@ class Fiber(Generic[Result]):
 
     @not_traced
     def inside(self, place: int, site: Site) -> Inside:
-        """A context for the call of a site. Parks on entering, unless its blocks are at hand."""
+        """A context for the call of a site. It parks on entering unless the site's blocks are at hand."""
         return Inside(self, place, frozenset(site.blocks))
 
 
 def _raise_from(errors: list[BaseException]) -> None:
-    """Raises the first. No frame refers to it afterwards: it would keep the graphs in its traceback alive."""
+    """Raises the first error. Afterwards no frame refers to it, since its traceback would keep graphs alive."""
     try:
         raise errors[0]
     finally:
@@ -247,21 +248,21 @@ def _raise_from(errors: list[BaseException]) -> None:
 
 
 def _use_threads(wanted: int) -> None:
-    """The calling thread's OpenMP and MKL have so many threads: the last bits of FFTs, and of sums, depend on it.
+    """Sets the number of OpenMP and MKL threads of the calling thread, on which the last bits of FFTs and sums depend.
 
-    Torch tells a thread's MKL when it is first asked for the number, which not every operator does.
+    Torch passes the number to MKL when the thread first queries it, which not every operator does.
     """
     given = torch.get_num_threads()
     if given != wanted:
         torch.set_num_threads(wanted)
-        # That is also what later threads begin with: another thread puts it back, and ours keeps its own.
+        # The call also sets the number that later threads begin with. Another thread restores that one.
         restorer = threading.Thread(target=torch.set_num_threads, args=(given,))
         restorer.start()
         restorer.join()
 
 
 class Inside:
-    """A fiber's stay inside a site."""
+    """The context of :meth:`Fiber.inside`: the call of a site by a fiber."""
 
     def __init__(self, fiber: Fiber[Any], place: int, blocks: frozenset[int]) -> None:
         self._fiber = fiber

@@ -17,24 +17,24 @@ from hydra_ext.runtime.rounds.fibers import Fiber, Result
 
 @dataclass(frozen=True)
 class Stay(Generic[Result]):
-    """Fibers that ran while these blocks were pinned, and the piece of its graph that each made meanwhile."""
+    """Blocks that were pinned, and the fibers that ran meanwhile, each with the number of its graph's piece."""
 
     blocks: list[int]
     pieces: list[tuple[Fiber[Result], int]]
 
 
 class RoundGraphs(Generic[Result]):
-    """The graphs that microbatches have made, in their order.
+    """The graphs of a round's microbatches, in their order.
 
     Args:
-        owner: the run.
-        take_root: takes what a microbatch's backward starts from out of what its work returned.
-        count: of microbatches.
+        owner: Run that the round belongs to.
+        take_root: Function that takes the tensor from which backward starts out of a work's result.
+        count: Number of microbatches.
 
     Attributes:
-        staged: runs them.
-        added: microbatches whose graphs it has.
-        others: other models that these graphs run through.
+        staged: Backward in pieces that runs the graphs.
+        added: Number of microbatches whose graphs were added.
+        others: Contexts of other models that these graphs run through.
     """
 
     def __init__(self, owner: engine.BackwardParticipant, take_root: Callable[[Result], Tensor], count: int) -> None:
@@ -46,9 +46,9 @@ class RoundGraphs(Generic[Result]):
         self._regions = [GraphExecGroup() for _ in range(count)]
 
     def add(self, fiber: Fiber[Result]) -> None:
-        """Of the next microbatch, which has ended."""
+        """Adds the graph of the next microbatch, whose forward has ended."""
         root = self._take_root(fiber.result)  # type: ignore[arg-type]
-        for known in engine.reached_by([root]):  # while the graph is whole
+        for known in engine.reached_by([root]):  # before the graph is cut into pieces
             if known is not self._owner and known not in self.others:
                 self.others.append(known)
         self.staged.add(root, fiber.marks)
@@ -56,34 +56,34 @@ class RoundGraphs(Generic[Result]):
 
     @property
     def can_be_early(self) -> bool:
-        """Whether last pieces may run before the graphs of all microbatches are there."""
+        """Whether last pieces may run before the graphs of all microbatches were added."""
         return not (self.staged.refusal or self.staged.nested or self.others)
 
     def other_leaves(self) -> list[Tensor]:
-        """Those that are no parameter of the owner's model."""
+        """The leaves that are not device parameters, and all parameters of other models."""
         leaves = [leaf for leaf in self.staged.leaves() if not _C.is_face(leaf)]
         return leaves + [parameter for other in self.others for parameter in other.model.parameters()]
 
     def plan(self, stays: Sequence[Stay[Result]]) -> None:
-        """In which order :meth:`run` runs the pieces."""
+        """Sets the order in which :meth:`run` runs the pieces: from the last stay to the first."""
         self.staged.plan([(fiber.index, piece) for stay in reversed(stays) for fiber, piece in stay.pieces])
 
     def run_last_piece(self, index: int) -> None:
-        """Of this microbatch."""
+        """Runs the backward of this microbatch's last piece."""
         with self._regions[index]:
             self.staged.run_last_piece(self._owner.core.gradients)
 
     def run(self, index: int, turn: int) -> None:
-        """The piece of this turn, which is this microbatch's."""
+        """Runs the backward of this turn's piece, which belongs to this microbatch."""
         with self._regions[index]:
             self.staged.run(turn)
             self._owner.core.gradients.run_hooks()
 
 
 def nested_sums(fibers: Sequence[Fiber[Result]], stays: Sequence[Stay[Result]]) -> str:
-    """Why backwards inside the backward would sum in another order than a loop; empty when they would not.
+    """Why nested backwards would sum gradients in another order than a loop; empty if they would not.
 
-    They accumulate when they come to it, which is known to be in order only where all microbatches do the same.
+    They accumulate as they run. That is known to be in order only if all microbatches make the same calls.
     """
     together = all(len(stay.pieces) == len(fibers) for stay in stays)
     for fiber in fibers:

@@ -1,11 +1,12 @@
-"""What of the process belongs to one microbatch while it runs.
+"""Process state that belongs to one microbatch while it runs.
 
-Microbatches of a round take turns in one process. Swapped with them are torch's random state, process-wide switches,
-and the attributes that forwards set on the model's modules. Of an attribute each microbatch sees what it set itself,
-else what the nearest microbatch before it set, as it would in a loop.
+Microbatches of a round take turns in one process. Each turn swaps in torch's random state, process-wide switches, and
+the attributes that forwards set on the model's modules. A microbatch sees the value of an attribute that it set itself,
+else the value that the nearest earlier microbatch set, as in a loop.
 
-Two functions of torch are replaced while a round runs: ``nn.Module.__setattr__``, which tells of attributes in fibers
-and in backwards, and ``torch.set_autocast_cache_enabled``, which would share casts between microbatches.
+Two functions of torch are replaced while a round runs. ``nn.Module.__setattr__`` reports attributes set in fibers and
+in backwards. ``torch.set_autocast_cache_enabled`` keeps the cache off in fibers, as it would share casts between
+microbatches.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hydra_ext.tracing import not_traced
 
 _PLAIN = (bool, int, float, str)
 
-# Pairs of what reads a switch and what sets it: those that contexts set for the length of a call.
+# Functions that read and set process-wide switches: those that context managers set for the duration of a call.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
@@ -39,7 +40,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class Surroundings:
-    """The switches and torch's random state, as they are now."""
+    """The process-wide switches and torch's random state, as they are now."""
 
     def __init__(self, device: torch.device) -> None:
         self._random = RandomState(device, host=False)
@@ -59,17 +60,20 @@ class Surroundings:
                 write(value)
 
     def seed(self, seed: int) -> None:
-        """As after ``torch.manual_seed(seed)``."""
+        """Sets the noted random state to that after ``torch.manual_seed(seed)``."""
         self._random.seed(seed)
 
 
 class Attributes:
-    """What the microbatches of one round set on the model's modules.
+    """Attributes that the microbatches of one round set on the model's modules.
 
-    A single one has the modules for itself.
+    Args:
+        model: Model whose modules are covered.
+        order: Listener for reads and calls of sites.
+        alone: Whether the round has a single microbatch, so that no attribute is swapped.
 
     Attributes:
-        set_late: whether a backward has set something to what its forward did not.
+        set_late: Whether a backward has set an attribute to another value than it had.
     """
 
     def __init__(self, model: nn.Module, order: Order, *, alone: bool) -> None:
@@ -79,10 +83,10 @@ class Attributes:
         self._before: dict[Key, Any] = {}
         self._values: dict[Key, dict[int, Any]] = {}
         self._this_turn: set[Key] = set()
-        self._seen: dict[Key, dict[int, list[Any]]] = {}  # of others, before anything of its own
+        self._seen: dict[Key, dict[int, list[Any]]] = {}  # values that a microbatch has read before it set its own
         self._read: set[Key] = set()
-        self._several: set[Key] = set()  # set by a microbatch again after a later one has
-        self._late: dict[Key, Any] = {}  # set by the backward under way, and what was there
+        self._several: set[Key] = set()  # attributes that a microbatch has set again after a later one has
+        self._late: dict[Key, Any] = {}  # attributes that the backward under way has set, with their values before
         self.set_late = False
 
     def begin_turn(self, index: int, *, backward: bool) -> None:
@@ -94,7 +98,7 @@ class Attributes:
             _in_backward.append(self)
 
     def end_turn(self, index: int, *, keep: bool) -> None:
-        """``keep``: what the turn set counts; else it was a repetition, or a backward."""
+        """``keep``: whether values that the turn set are kept. A repetition's and a backward's are not."""
         for key, values in self._values.items():
             if keep and index in values:
                 values[index] = _get(key)
@@ -104,23 +108,23 @@ class Attributes:
             self._late.clear()
 
     def _expected(self, key: Key, index: int) -> Any:
-        """What a loop would have there when this microbatch begins."""
+        """The attribute's value in a loop at the beginning of this microbatch."""
         earlier = [other for other in self._values[key] if other < index]
         return self._values[key][max(earlier)] if earlier else self._before[key]
 
     def finish(self) -> None:
-        """The modules are as after a loop: the last microbatch's values stay."""
+        """Leaves the modules as after a loop, with the last microbatch's values."""
         if not self._alone:
             for key, values in self._values.items():
                 _set(key, values[max(values)])
 
     def undo(self) -> None:
-        """The modules are as before the round."""
+        """Restores the modules' attributes from before the round."""
         for key, value in self._before.items():
             _set(key, value)
 
     def conflict(self) -> str:
-        """After the forward: why the round cannot be equal to a loop; empty when nothing speaks against it."""
+        """The reason, after the forward, why the round cannot act as a loop; empty if there is none."""
         for key in self._values:
             module, name = key
             seen = self._seen.get(key, {}).items()
@@ -131,7 +135,7 @@ class Attributes:
         return ""
 
     def keys(self) -> set[Key]:
-        """What was set."""
+        """The attributes that were set."""
         return set(self._values)
 
     @not_traced
@@ -162,7 +166,7 @@ class Attributes:
                 seen.append(value)
 
     def note_late(self, module: nn.Module, name: str, value: Any) -> None:
-        """A backward sets it."""
+        """Called when a backward sets an attribute."""
         if self._counts(module, name, value):
             self._late.setdefault((module, name), _get((module, name)))
 
@@ -176,7 +180,7 @@ class Attributes:
 
 
 def _may_add_up(value: Any) -> bool:
-    """Whether a forward may have made the value from what the microbatch before it left: counters, averages."""
+    """Whether a forward may have computed the value from the previous microbatch's, as counters and averages are."""
     if isinstance(value, torch.Tensor):
         return not value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -204,7 +208,7 @@ def _set(key: Key, value: Any) -> None:
 
 _lock = threading.Lock()
 _users: set[object] = set()
-_in_backward: list[Attributes] = []  # of rounds
+_in_backward: list[Attributes] = []  # attributes of the rounds whose backward runs now
 _plain_setattr: Any = nn.Module.__setattr__
 _plain_set_cache: Any = torch.set_autocast_cache_enabled
 
@@ -227,7 +231,7 @@ def _set_cache(enabled: bool) -> None:
 
 @contextmanager
 def replaced_functions() -> Iterator[None]:
-    """Replaces the functions; the last one to leave puts them back, unless ours were replaced meanwhile."""
+    """Replaces the functions. The last user to leave restores them, unless they were replaced again meanwhile."""
     global _plain_setattr, _plain_set_cache
     user = object()
     try:

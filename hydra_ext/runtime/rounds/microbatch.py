@@ -1,4 +1,4 @@
-"""One microbatch of a step: what it runs, what comes of it, and the seed that it begins with."""
+"""One microbatch of a step: its forward, its outcome, and its random seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Microbatch = TypeVar("Microbatch")
 
 @dataclass
 class Outcome:
-    """What one microbatch's forward gave; ``root`` is where its backward starts, until it has run."""
+    """The results of one microbatch's forward. ``root`` is the tensor from which backward starts, until it is taken."""
 
     root: Tensor | None
     loss: Tensor
@@ -25,10 +25,10 @@ class Outcome:
 
 
 def split(output: Any) -> tuple[Tensor, Any]:
-    """The loss, and what came with it: of a tensor, a pair, or a mapping with the key "loss".
+    """Splits the output of ``fn``, a tensor, a pair, or a mapping with the key "loss", into loss and metrics.
 
     Raises:
-        TypeError: there is no loss in it.
+        TypeError: the output has no loss.
     """
     loss, metrics = output, None
     if isinstance(output, Mapping) and "loss" in output:
@@ -44,7 +44,7 @@ def split(output: Any) -> tuple[Tensor, Any]:
 
 
 class Work(Generic[Microbatch]):
-    """One microbatch's forward up to what its backward starts from."""
+    """One microbatch's forward, from ``fn`` to the tensor from which backward starts."""
 
     def __init__(
         self, fn: Callable[[Microbatch], Any], microbatch: Microbatch, divisor: int, scaler: torch.amp.GradScaler | None
@@ -70,7 +70,7 @@ class Work(Generic[Microbatch]):
 
 
 def take_root(outcome: Outcome) -> Tensor:
-    """What the backward starts from. Nothing else refers to the graph any more."""
+    """Takes the tensor from which backward starts out of the outcome, so that nothing else refers to the graph."""
     root, outcome.root = outcome.root, None
     if root is None:
         raise StateError("the backward of this microbatch has run")
@@ -78,13 +78,17 @@ def take_root(outcome: Outcome) -> Tensor:
 
 
 def draw_seeds(count: int) -> list[int]:
-    """One per microbatch, from the caller's random state."""
+    """Draws one seed for each microbatch from the caller's random state."""
     drawn: list[int] = torch.randint(2**62, (count,), generator=torch.default_generator, device="cpu").tolist()
     return drawn
 
 
 def checked_seeds(seeds: Sequence[int] | None, count: int, round_size: int | None, reduction: str) -> list[int]:
-    """Of so many microbatches, which are checked with the rest of what run.step was given."""
+    """Checks arguments of ``run.step``, and returns one seed for each of ``count`` microbatches.
+
+    Raises:
+        ValueError: an argument is invalid.
+    """
     if not count or (round_size is not None and round_size < 1) or reduction not in ("mean", "sum"):
         raise ValueError(
             f"run.step was given {count} microbatches, round_size={round_size}, reduction={reduction!r}: "

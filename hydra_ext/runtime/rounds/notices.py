@@ -1,4 +1,4 @@
-"""What the user is told of rounds that are run otherwise than they were asked for."""
+"""Warnings about rounds that run in another way than the user asked for."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ logger = logging.getLogger(__name__)
 
 
 def tell_again(size: int, why: str) -> None:
-    """A round of so many microbatches has been undone, and is run otherwise."""
+    """Warns that a round of ``size`` microbatches was undone and runs in another way."""
     logger.warning(
-        "run.step undoes a round of %d microbatches and tries it otherwise, calling fn for them again: what fn "
-        "does outside the model is done twice. report().retries counts such rounds from now on. %s",
+        "run.step undoes a round of %d microbatches and retries it in another way, calling fn for them again: side "
+        "effects of fn outside the model happen twice. report().retries counts these rounds from now on. %s",
         size,
         why,
     )
 
 
 def tell_alone(why: str) -> None:
-    """Rounds have one microbatch from now on."""
+    """Warns that microbatches run one at a time from now on."""
     logger.warning("run.step runs one microbatch at a time from now on: %s", why)
 
 
 def tell_deviation(error: object) -> None:
-    """A block is not made again from now on."""
+    """Warns that a step is repeated because of a block that is not recomputed from now on."""
     logger.warning("run.step makes a step again: %s", error)

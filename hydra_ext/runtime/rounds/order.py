@@ -1,11 +1,11 @@
-"""Whether what the microbatches of a round read and write on modules they do in the order of a loop.
+"""Checks that the microbatches of a round read and write state of modules in the order of a loop.
 
-Running statistics, and whatever else a call writes to in place, go from one call to the next: in a loop all calls of
-a microbatch come before those of the next. In a round that is so of a site that each microbatch calls once, in turn,
-and not of one that is called twice by each, or by some of them only later. Code around sites runs in several turns:
-what it writes to is looked at after each, once it is known that it does.
+Running statistics, and other state that a call writes to in place, pass from one call to the next. In a loop all calls
+of a microbatch come before those of the next. In a round this holds for a site that each microbatch calls once, in
+turn. It does not hold for a site that each calls twice, or that some call only later. Code around sites runs in several
+turns. Once it is known to write to some state, that state is checked after each turn.
 
-What several modules hold is one thing, wherever it is written to.
+An object that several modules hold counts as one, no matter which of them writes to it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from hydra_ext.runtime.rounds.undoing.module_contents import ModuleContents
 
 
 class Order:
-    """That of the calls and reads of one round.
+    """The order of the calls and reads of one round.
 
     Args:
-        sites: of the model, by number.
-        watched: what is looked at after each turn.
+        sites: Sites of the model, by number.
+        watched: State that is checked after each turn.
 
     Attributes:
-        conflict: why the round cannot be equal to a loop; empty when nothing speaks against it.
+        conflict: Reason why the round cannot act as a loop; empty if there is none so far.
     """
 
     def __init__(self, sites: Sequence[Site], watched: Iterable[Holding]) -> None:
         self._sites = sites
-        self._events: list[tuple[int | Key, int]] = []  # a site called, or something read, and the microbatch
+        self._events: list[tuple[int | Key, int]] = []  # a call of a site, or a read of an attribute; the microbatch
         self._watched = {holding: _Watched(holding) for holding in watched}
         self._watchers: dict[Key, list[_Watched]] = {}
         for holding, watched_one in self._watched.items():
@@ -48,7 +48,7 @@ class Order:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Around the turns of a forward."""
+        """A context for the turns of a forward, in which calls of modules with watched state are counted."""
         with ExitStack() as stack:
             for watched in self._watched.values():
                 stack.enter_context(watched.followed())
@@ -65,17 +65,22 @@ class Order:
             watched.note_read(index)
 
     def end_turn(self, index: int, *, ended: bool) -> None:
-        """
+        """Checks the watched state after a turn.
+
         Args:
-            ended: the microbatch has no other turn.
+            index: Index of the microbatch.
+            ended: Whether the microbatch has no further turn.
         """
         for holding, watched in self._watched.items():
             if not watched.end_turn(index, ended=ended):
                 self._refuse(holding)
 
     def unwatched(self, changed: Sequence[Holding]) -> list[Holding]:
-        """After the forward: what has to be watched of this, which was written to. Of the rest it is known whether
-        that was in order."""
+        """The state among ``changed`` that has to be watched, after a forward that has written to it.
+
+        State of modules inside sites need not be watched: the noted calls and reads show whether it was written to in
+        order. If it was not, the conflict is set.
+        """
         if not changed:
             return []
         within = {number: set(site.module.modules()) for number, site in enumerate(self._sites)}
@@ -93,29 +98,30 @@ class Order:
         return found
 
     def _has_sites(self, module: nn.Module) -> bool:
-        """Inside it, beside itself."""
+        """Whether the module contains a site other than itself."""
         inner = set(module.modules()) - {module}
         return any(site.module in inner for site in self._sites)
 
     def _refuse(self, holding: Holding) -> None:
         name = min(type(module).__name__ for module, _ in holding)
-        self.conflict = f"they write to what a {name} holds in another order than a loop"
+        self.conflict = f"they write to state of a {name} in another order than a loop"
 
 
 class _Watched:
-    """What modules hold that are in no site, or around some.
+    """State of modules that are outside of sites, or that contain sites.
 
-    What a microbatch writes to, it may read until its calls of these modules have ended; where code outside of them
-    writes, until the microbatch has. Nor may a later microbatch have read what an earlier one writes to only then.
+    After a microbatch has written to the state, it may read it again until its calls of these modules have ended. If
+    code outside of these calls has written, it may until the microbatch has ended. A later microbatch must not write to
+    the state before then. Nor may an earlier microbatch write to it after a later one has read it.
     """
 
     def __init__(self, holding: Holding) -> None:
         self._holding = holding
         self._modules = {module for module, _ in holding}
-        self._latest = -1  # of the microbatches that have written
-        self._reached = -1  # of those that have read, or written
-        self._calls: Counter[int] = Counter()  # under way, by microbatch
-        self._called = self._read = False  # in this turn
+        self._latest = -1  # last microbatch, in the order of a loop, that has written
+        self._reached = -1  # last microbatch, in the order of a loop, that has read or written
+        self._calls: Counter[int] = Counter()  # calls under way, by microbatch
+        self._called = self._read = False  # whether this turn has called the modules, or read the state
         self._outside: set[int] = set()  # microbatches that have written outside their calls
         self._look()
 
@@ -140,7 +146,7 @@ class _Watched:
         self._reached = max(self._reached, index)
 
     def end_turn(self, index: int, *, ended: bool) -> bool:
-        """Whether a loop would have read and written in this order, as far as is known."""
+        """Returns whether a loop would have read and written in this order, as far as is known."""
         called = self._called or self._calls[index] > 0
         in_order = index >= self._latest or not (called or self._read)
         if self._is_written():

@@ -1,4 +1,4 @@
-"""Running out of device memory in a step: what is taken for it, and what the user is told at last."""
+"""Errors of a step that mean device memory has run out, and the error that the user gets."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import torch
 from hydra_ext.errors import BudgetTooSmall
 
 OUT_OF_MEMORY = (torch.OutOfMemoryError, BudgetTooSmall)
-PHRASE = " out of memory."  # which tools ask for that look for a batch size that fits
+PHRASE = " out of memory."  # tools that search for a batch size that fits look for this phrase
 _ADVICE = (
-    "Raise budget=; or let activations leave the device, or make them again (activations=hydra_ext.Offload() or "
-    "hydra_ext.Recompute(), recompute=True in run.step); or run fewer microbatches together (round_size= in run.step), "
-    "name smaller blocks=, or shrink the batch."
+    "Raise budget=; or offload or recompute activations (activations=hydra_ext.Offload() or hydra_ext.Recompute(), "
+    "recompute=True in run.step); or run fewer microbatches together (round_size= in run.step), name smaller blocks=, "
+    "or shrink the batch."
 )
 
 
 def told(error: BaseException, tried: str) -> torch.OutOfMemoryError:
-    """The error as the user gets it: with what run.step has tried, and with the options there are."""
+    """The error for the user: the original text, the attempts that run.step has made, and remedies."""
     text = str(error)
     parts = [text if PHRASE in text else f"hydra_ext is out of memory. {text}", tried]
     if "round_size=" not in text:

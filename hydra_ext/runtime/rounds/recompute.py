@@ -1,12 +1,11 @@
-"""Blocks whose activations are made again in backward instead of kept.
+"""Blocks whose activations are recomputed in backward instead of kept.
 
-A site's call becomes a non-reentrant checkpoint of a call that can be made again. Not all that a module keeps can be
-seen; so the calls of one microbatch are repeated once, before the first backward that relies on them, and sites that do
-not give the same again keep their activations from then on. One that differs in a later backward raises there, before
-its gradients are computed, and is kept from then on, too.
+A site's call becomes a non-reentrant checkpoint of a repeatable call. Not all state of a module is visible, so the
+calls of one microbatch are repeated once, before the first backward that relies on them. Sites whose repetition
+computes something else keep their activations from then on. A site that differs in a later backward raises an error
+there, before its gradients are computed, and keeps its activations from then on as well.
 
-Only sites that hold no other site are recomputed, and not inside a user's checkpoint, or hooks on saved
-tensors.
+Only sites that contain no other site are recomputed, and not inside a user's checkpoint or hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 
 @dataclass(frozen=True)
 class Repetition:
-    """One call of a site, and what it takes to see whether a second one gives the same."""
+    """One call of a site, with the state that a repetition needs for a comparison."""
 
     number: int
     site: Site
@@ -49,7 +48,7 @@ class Repetition:
 
 
 class _SiteCall(RepeatableCall):
-    """One whose site is kept from the moment that a repetition differs."""
+    """A repeatable call of a site. A repetition that differs adds the site to those whose activations are kept."""
 
     @nothing_traced
     def __init__(
@@ -64,18 +63,19 @@ class _SiteCall(RepeatableCall):
         self._kept.add(self._number)
         return Deviation(
             f"{self._name}, which run.step recomputes, gives something else when it is called a second time: its "
-            "forward changes, or reads, what is neither a buffer nor an attribute of its modules nor an argument. No "
-            "wrong gradient was computed; from now on the block's activations are kept. To keep all of them, give "
-            "recompute=False"
+            "forward changes or reads state that is neither a buffer nor an attribute of its modules nor an argument. "
+            "No wrong gradient was computed; from now on the block's activations are kept. To keep all activations, "
+            "give recompute=False"
         )
 
 
 class Recomputation:
-    """Which sites of a run are recomputed.
+    """The recomputation of a run's sites: chooses the sites, makes their calls, and checks that calls can be repeated.
 
     Attributes:
-        checked: whether every site has been seen to give the same again.
-        last_stay: the number of a fiber's stay that backward follows at once, so that nothing is recomputed there.
+        checked: Whether the calls of one microbatch have been repeated and compared.
+        last_stay: Number of a fiber's stay that is followed by its backward at once, so that recomputation there would
+            save nothing; None if there is none.
     """
 
     def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Recomputation:
 
     @not_traced
     def call(self, fiber: Fiber[Any], number: int, site: Site, call: Call, args: Any, kwargs: Any) -> Any:
-        """``call(args, kwargs)``; with a graph, as a checkpoint."""
+        """Makes ``call(args, kwargs)``; as a checkpoint if it records a graph and its site is recomputed."""
         at_the_end = len(fiber.marks) == self.last_stay
         if number in self._kept or at_the_end or not torch.is_grad_enabled() or _hooked_by_others():
             return call(args, kwargs)
@@ -104,14 +104,14 @@ class Recomputation:
         context = _C.ThreadContext() if notes else None
         random = RandomState(self._device, host=False) if notes else None
         tensors = repeatable.tensors
-        # The tensors say which devices' random states to keep, too.
+        # From the tensors checkpoint() also derives the devices whose random states it keeps.
         output = checkpoint(repeatable, *tensors, use_reentrant=False, early_stop=not in_full)
         if context is not None and random is not None:
             self._noted.append(Repetition(number, site, repeatable, tensors, context, random))
         return output
 
     def repeat(self, fiber: Fiber[bool]) -> bool:
-        """Run in a fiber: repeats the calls that were noted. Returns whether all gave the same."""
+        """Repeats the noted calls, in a fiber. Returns whether all computed the same as before."""
         different: set[str] = set()
         for noted in self._noted:
             noted.context.enter()
@@ -125,17 +125,17 @@ class Recomputation:
         self._noted.clear()
         if different:
             logger.warning(
-                "run.step keeps the activations of %s: calling them again gives something else", sorted(different)
+                "run.step keeps the activations of %s: a second call computes something else", sorted(different)
             )
         return not different
 
     def forget(self) -> None:
-        """The forward was not finished."""
+        """Drops the noted calls of a forward that has failed."""
         self._noted.clear()
 
 
 def _dropped(_tensor: Any) -> Any:
-    """What a repetition without a backward saves."""
+    """Drops a saved tensor, as a repetition has no backward."""
 
 
 def _hooked_by_others() -> bool:

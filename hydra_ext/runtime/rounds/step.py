@@ -34,15 +34,15 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step gives back.
+    """The results of a step.
 
     Attributes:
-        loss: of the step: the mean of the microbatches' losses, or their sum.
-        losses: what ``fn`` returned for each microbatch, without a graph.
-        grad_norm: total norm of the gradients before clipping; None without ``max_norm``.
-        metrics: what ``fn`` returned beside each loss, its tensors without a graph; None where it returned none.
-        skipped: whether the optimizer was left out because ``grad_norm`` is not finite. Only optimizers of
-            :mod:`hydra_ext.optim` are; torch's do what they do in a loop.
+        loss: Loss of the step: the mean of the microbatches' losses, or their sum.
+        losses: Loss that ``fn`` returned for each microbatch, without a graph.
+        grad_norm: Total norm of the gradients before clipping; None without ``max_norm``.
+        metrics: Values that ``fn`` returned beside each loss, with tensors detached; None for each microbatch without.
+        skipped: Whether the optimizer's step was skipped because ``grad_norm`` is not finite. Only optimizers of
+            :mod:`hydra_ext.optim` skip, and only without a scaler; torch's behave as in a loop.
     """
 
     loss: Tensor
@@ -53,32 +53,32 @@ class StepOutput:
 
 
 class NotAsALoop(Exception):
-    """The backward of several microbatches has left something else than a loop would have, or could not be run."""
+    """The backward of several microbatches has had another effect than a loop's, or could not be run."""
 
 
 class SharedWithEarlier(NotAsALoop):
-    """A microbatch uses what another one made in a round before: no round of the step was as in a loop."""
+    """A microbatch uses the graph of one of an earlier round: the step's rounds could not act as a loop."""
 
 
 @dataclass(frozen=True)
 class LastGradients:
-    """What waits for what the last backwards of a step bring; nothing does in those before.
+    """Processing of gradients that is active in the last backwards of a step only, when gradients become final.
 
     Attributes:
-        sums: takes their squares as they arrive.
-        averaging: takes their mean over the ranks.
+        sums: Optimizer steps that sum the gradients' squares on arrival, or None.
+        averaging: Averaging over the ranks, or None.
     """
 
     sums: Updates | None = None
     averaging: Averaging | None = None
 
     def begin(self) -> None:
-        """The last backward is about to run."""
+        """Called when the last backward is about to run."""
         if self.sums is not None:
             self.sums.expect_last_gradients()
 
     def begin_again(self) -> None:
-        """They will be brought another time."""
+        """Called when the whole step is undone: the last backwards will run again."""
         if self.sums is not None:
             self.sums.step_ended()
         if self.averaging is not None:
@@ -97,21 +97,22 @@ class Stepper:
     """The training steps of one run.
 
     Attributes:
-        rounds: how many there were.
-        refusals: rounds whose microbatches could not be run together.
-        fallbacks: microbatches that were run one at a time instead.
-        retries: rounds that were undone and run again otherwise: they ran out of memory, or have shown what to look at.
+        rounds: Number of rounds that have ended.
+        refusals: Number of rounds whose microbatches could not run together.
+        fallbacks: Number of microbatches that ran one at a time instead.
+        retries: Number of rounds that were undone and run again, because they ran out of memory, or showed state to
+            watch or blocks not to recompute.
     """
 
     def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
-        self._owner_reference = weakref.ref(owner)  # which has this, and would be kept by it
+        self._owner_reference = weakref.ref(owner)  # a reference would be a cycle: the owner refers to this object
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
         self._undo = Undo()
         self._known = Known()
-        self._backward_known = False  # whether it writes to buffers
-        self._looped = False  # without rounds from now on
-        self._alone = False  # in rounds of one microbatch from now on
+        self._backward_known = False  # whether a backward has been checked for writes to buffers
+        self._looped = False  # whether microbatches run without rounds from now on
+        self._alone = False  # whether rounds have one microbatch from now on
         self.rounds = 0
         self.refusals = 0
         self.fallbacks = 0
@@ -119,10 +120,10 @@ class Stepper:
 
     @property
     def _owner(self) -> StepOwner:
-        """Itself, and no proxy: it is compared with the engine's participants."""
+        """The owner itself, not a proxy, because it is compared with the engine's participants."""
         owner = self._owner_reference()
         if owner is None:
-            raise StateError("the run whose steps these are is no more")
+            raise StateError("the run that these steps belong to has been deleted")
         return owner
 
     def step(
@@ -140,7 +141,7 @@ class Stepper:
         optimizer = self._owner.optimizer
         if optimizer is None:
             raise StateError("run.step needs the optimizer: offload(model, optimizer, budget=...)")
-        updates = self._owner.updates if scaler is None else None  # else the scaler writes the gradients once more
+        updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
         self._undo.step_begins(self._owner)
         try:
@@ -167,11 +168,11 @@ class Stepper:
         recompute: bool | None,
         last: LastGradients,
     ) -> list[Outcome]:
-        """Forward and backward of every microbatch. What runs out of memory is undone and tried another way."""
+        """Runs forward and backward of every microbatch. A round that fails is undone and retried in another way."""
         outcomes: list[Outcome] = []
         while True:
             first = len(outcomes)
-            # What only a backward would show is seen alone first where it could not be taken back.
+            # If the step cannot be undone, the first round has one microbatch, to see what its backward writes to.
             alone = self._alone or (not self._backward_known and self._undo.step_cannot_be_undone())
             decision = self._choice.next(len(works) - first, size=1 if alone else size, recompute=recompute)
             end = first + decision.size
@@ -193,25 +194,28 @@ class Stepper:
                 failed = ""
                 obstacle = self._why_not_undone(last.averaging)
                 if obstacle:
-                    raise UnsupportedModel(f"{error}, and run.step cannot take that back: {obstacle}") from error
-            except Deviation as error:  # from now on that block is kept
+                    raise UnsupportedModel(f"{error}, and run.step cannot undo that: {obstacle}") from error
+            except Deviation as error:  # the block's activations are kept from now on
                 obstacle = self._why_not_undone(last.averaging)
                 if obstacle:
                     raise Deviation(
                         f"{error}. This step is not complete, and cannot be made again: {obstacle}"
                     ) from error
                 tell_deviation(error)
-                failed = "A block's second call gave something else"
+                failed = "A block's second call computed something else"
             except StepAgain:
                 failed = "Another rank makes the step again"
-            # No frame of the round is left here, and with it nothing that it had on the device.
+            # Here no frame of the round exists any more, so nothing keeps its tensors on the device.
             if self._take_back(len(works[first:end]), failed, last):
                 outcomes.clear()
 
     def _why_not_again(
         self, decision: Decision, size: int | None, recompute: bool | None, averaging: Averaging | None
     ) -> str:
-        """Why a round that has run out of memory is not tried another way; empty if it is. Then all ranks know."""
+        """Why a round that has run out of memory is not retried in another way; empty if it is.
+
+        If gradients have moved, the other ranks have then been told to make the step again.
+        """
         if size is not None:
             return f"round_size={size} was given, and so nothing else was tried."
         if self._looped:
@@ -221,38 +225,41 @@ class Stepper:
             tried = kinds.get(recompute, ", making activations again")
             return f"run.step tried rounds down to one microbatch{tried}."
         obstacle = self._why_not_undone(averaging)
-        return f"Nothing else was tried, as the step cannot be undone: {obstacle}." if obstacle else ""
+        return f"Nothing else was tried, because the step cannot be undone: {obstacle}." if obstacle else ""
 
     def _why_not_undone(self, averaging: Averaging | None) -> str:
-        """Why what has been done cannot be undone; empty if it can. Then all ranks know."""
+        """Why the round, or the step if gradients have moved, cannot be undone; empty if it can.
+
+        If gradients have moved, the other ranks have then been told to make the step again.
+        """
         whole = self._undo.moved_gradients(self._owner)
         obstacle = self._undo.obstacle(whole=whole)
         if not obstacle and whole and averaging is not None and not averaging.ask_again():
-            return "the other ranks have made the step"
+            return "the other ranks have completed the step"
         return obstacle
 
     def _take_back(self, size: int, failed: str, last: LastGradients) -> bool:
-        """Undoes a round of so many microbatches, or the whole step if gradients have moved: True.
+        """Undoes a round, or the whole step if gradients have moved. Returns whether it was the step.
 
         Args:
-            size: of the round.
-            failed: how it ran out of memory, if it did.
-            last: of the step.
+            size: Number of microbatches of the round.
+            failed: Reason for the warning about the retry; empty if the refusal was reported already.
+            last: Processing of the step's last gradients.
         """
-        gc.collect()  # of what refers to itself, such as an exception by its frames
+        gc.collect()  # frees reference cycles, such as those of an exception and its frames
         whole = self._undo.moved_gradients(self._owner)
         if whole:
             last.begin_again()
         obstacle = self._undo.obstacle(whole=whole)
-        if obstacle:  # of this rank, where another one has asked
-            raise StateError(f"{failed or 'The step is to be made again'}, and this rank cannot do so: {obstacle}")
+        if obstacle:  # another rank has asked to make the step again, which this one cannot undo
+            raise StateError(f"{failed or 'The step is to be made again'}, and this rank cannot undo it: {obstacle}")
         self._undo.undo(whole=whole)
         if failed:
             self._tell_again(size, failed)
         return whole
 
     def _tell_again(self, size: int, why: str) -> None:
-        """A round of so many microbatches has been undone, and is run otherwise."""
+        """Counts a round that was undone and runs in another way; the first one is logged."""
         if not self.retries:
             tell_again(size, why)
         self.retries += 1
@@ -260,7 +267,7 @@ class Stepper:
     def _run(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome]:
-        """Of all of them; of none where each is to have a round of its own, which can be undone by itself."""
+        """Runs a round. Returns no outcomes if it was refused and its microbatches are to have rounds of their own."""
         self._undo.round_begins(self._owner)
         if self._looped:
             return self._one_at_a_time(works, seeds, last)
@@ -268,12 +275,12 @@ class Stepper:
             outcomes = self._round(works, seeds, decision, last)
             while outcomes is None:
                 self._undo_round("the forward has to be run again")
-                self._tell_again(len(works), "Its forward has shown what is to be looked at, or kept")
+                self._tell_again(len(works), "Its forward showed state to watch, or blocks that cannot be recomputed")
                 outcomes = self._round(works, seeds, decision, last)
             return outcomes
         except Refused as refused:
             if isinstance(refused, SharesGraph) and self._undo.join_rounds(self._owner):
-                raise SharedWithEarlier(str(refused)) from refused  # whose backward has spent its edges
+                raise SharedWithEarlier(str(refused)) from refused  # the earlier round's graphs are spent
             self._refuse(refused)
             self._undo_round(refused)
         return self._one_at_a_time(works, seeds, last) if self._looped else []
@@ -281,19 +288,23 @@ class Stepper:
     def _undo_round(self, why: object) -> None:
         obstacle = self._undo.obstacle(whole=False)
         if obstacle:
-            raise UnsupportedModel(f"{why}, and run.step cannot take that back: {obstacle}")
+            raise UnsupportedModel(f"{why}, and run.step cannot undo that: {obstacle}")
         self._undo.undo(whole=False)
 
     def _refuse(self, error: Refused | NotAsALoop) -> None:
         self.refusals += 1
-        tell_alone(f"{error}. What is undone is made again: what fn does outside the model is done twice")
+        tell_alone(f"{error}. The round is undone and run again: side effects of fn outside the model happen twice")
         self._alone = isinstance(error, (OutOfOrder, NotAsALoop)) and not isinstance(error, SharedWithEarlier)
         self._looped = not self._alone
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients
     ) -> list[Outcome] | None:
-        """None if it is to be run anew: recomputed blocks gave something else, or modules are to be looked at."""
+        """Runs forward and backward of a round.
+
+        Returns None after the forward if it has to run again, because recomputed blocks computed something else, or
+        modules hold state that has to be watched.
+        """
         owner, undo = self._owner, self._undo
         self._known.generators = undo.generators()
         this = Round(
@@ -318,7 +329,7 @@ class Stepper:
                 raise NotAsALoop(f"the backward of several microbatches has {late}, in another order than a loop would")
         except RuntimeError as error:
             if decision.size > 1 and _WRITTEN_TO in str(error):
-                raise NotAsALoop("several microbatches have written to what backward needs as it was") from error
+                raise NotAsALoop("several microbatches have written to tensors that backward needs as saved") from error
             raise
         finally:
             owner.core.gradients.drop_early()
@@ -334,24 +345,24 @@ class Stepper:
         return outcomes
 
     def _learn_order(self, this: Round[Outcome], late: str) -> None:
-        """After a round of one microbatch: whether several would not be as a loop."""
+        """After a round of one microbatch, decides whether several would act as a loop; if not, warns."""
         if this.draws.turns > 1:
-            late = "it draws from a generator in several turns, or in its backward, too"
+            late = "a microbatch draws from one generator in several turns, or also in its backward"
         elif late:
-            late = f"its backward has {late}"
+            late = f"a microbatch's backward has {late}"
         elif this.found_more and self._undo.obstacle(whole=False):
-            late = f"what it does around blocks could not be undone: {self._undo.obstacle(whole=False)}"
+            late = f"its effects around blocks could not be undone: {self._undo.obstacle(whole=False)}"
         if late:
             self._alone = True
             tell_alone(late)
 
     def _written_late(self, this: Round[Outcome]) -> str:
-        """What a round's backward has done that several cannot do in the order of a loop; empty if nothing."""
+        """Effects of a round's backward that several backwards would not have in the order of a loop; empty if none."""
         if this.draws.conflict:
             return f"drawn from {this.draws.conflict}"
         if this.set_late:
             return "set attributes of modules"
-        return "changed buffers, or what modules hold" if self._undo.backward_has_written() else ""
+        return "changed buffers, or objects that modules hold" if self._undo.backward_has_written() else ""
 
     def _one_at_a_time(self, works: Sequence[Work[Any]], seeds: Sequence[int], last: LastGradients) -> list[Outcome]:
         outcomes: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""The process as each microbatch of a round knows it: random state, what is set on modules, shared generators."""
+"""Process state of each microbatch of a round: random state, attributes set on modules, shared generators."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from hydra_ext.runtime.rounds.order import Order
 
 
 class Turns:
-    """Microbatches take turns in one process. Each goes on in the process as it left it.
+    """Microbatches that take turns in one process. Each turn begins with the state that the microbatch's last one left.
 
     Args:
-        order: in which what modules hold is read and written.
-        seeds: of the random state that each microbatch begins with.
-        generators: that modules hold, and the microbatches share.
+        device: Device of the run.
+        model: Model whose attributes are swapped.
+        order: Order of reads and writes of state that modules hold.
+        seeds: Seed of each microbatch's first random state.
+        generators: Generators that modules hold, which the microbatches share.
 
     Attributes:
-        attributes: what microbatches set on modules.
-        draws: from the generators that they share.
+        attributes: Attributes that microbatches set on modules.
+        draws: Draws from the shared generators.
     """
 
     def __init__(
@@ -39,7 +41,13 @@ class Turns:
 
     @contextmanager
     def turn_of(self, index: int, *, keep: bool = False, backward: bool = False) -> Iterator[None]:
-        """The process as this microbatch knows it. ``keep``: what it sets on modules counts."""
+        """A context with the process state of this microbatch.
+
+        Args:
+            index: Index of the microbatch.
+            keep: Whether attributes that the turn sets on modules are kept for the microbatch.
+            backward: Whether the turn is part of a backward.
+        """
         own = self._own[index]
         own.restore()
         self.attributes.begin_turn(index, backward=backward)
@@ -52,7 +60,7 @@ class Turns:
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Turns inside repeat the first microbatch: its own state stays as it is."""
+        """A context whose turns repeat the first microbatch without changing its state."""
         own = self._own[0]
         self._own[0] = Surroundings(self._device)
         try:
@@ -61,5 +69,5 @@ class Turns:
             self._own[0] = own
 
     def restore_caller(self) -> None:
-        """The process is the caller's again."""
+        """Restores the caller's process state."""
         self._caller.restore()

@@ -1,1 +1,1 @@
-"""What a run saves, how it goes on from there, and what SIGTERM does."""
+"""Saving a run, resuming it, and handling SIGTERM."""

@@ -1,6 +1,6 @@
-"""Saving a run, and going on from what was saved.
+"""Saves a run to checkpoints, and resumes it from them.
 
-The modules that do it are imported by the first call, which keeps ``import hydra_ext`` fast.
+The first call imports the modules that do the work, which keeps ``import hydra_ext`` fast.
 """
 
 from __future__ import annotations
@@ -55,23 +55,24 @@ class CheckpointOwner(Protocol):
 
 
 class RunCheckpoint:
-    """The part of a run that saves and loads; what the calls mean stands at :class:`hydra_ext.Run`'s own.
+    """The part of a run that saves and loads. :class:`hydra_ext.Run` documents the calls.
 
     Args:
-        saving: of activations, whose bounds no checkpoint holds.
-        spilling: sends blocks to the disk.
+        run: Run to save and load.
+        saving: Policy for saved activations, whose adaptive bounds are in no checkpoint.
+        spilling: Plan for tensors whose home is the disk; None if there are none.
 
     Attributes:
-        files: all that is done to files goes through it.
-        gradients_used: by a step of the optimizer, since the last backward.
-        reads_the_disk: a save or load is under way: what is at home on the disk is taken from there, block by block.
+        files: Interface for all file operations.
+        gradients_used: Whether a step of the optimizer has used the gradients since the last backward.
+        reads_the_disk: Whether a save or load is under way, which reads tensors at home on the disk block by block.
     """
 
     def __init__(self, run: CheckpointOwner, saving: Saving | None, spilling: Spilling | None) -> None:
         self.files = Files()
         self.gradients_used = True
         self.reads_the_disk = False
-        self._owner = weakref.ref(run)  # which has this, and would be kept by it
+        self._owner = weakref.ref(run)  # a reference would be a cycle: the run refers to this object
         self._saving = saving
         self._spilling = spilling
         self._termination: Termination | None = None
@@ -80,7 +81,7 @@ class RunCheckpoint:
     def _run(self) -> CheckpointOwner:
         run = self._owner()
         if run is None:
-            raise StateError("the run whose checkpoints these are is no more")
+            raise StateError("the run that this checkpoint object belongs to has been deleted")
         return run
 
     # ---- loading ----------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class RunCheckpoint:
             self.gradients_used = True
             self._run.meter.updates = reader.manifest.step
             if self._saving is not None and self._saving.learns:
-                logger.warning("the adaptive bounds of hydra_ext.Compress begin anew, and are in no checkpoint")
+                logger.warning("the adaptive bounds of hydra_ext.Compress start over, as no checkpoint contains them")
             return loading.loaded(reader)
 
     # ---- saving -----------------------------------------------------------------------------------------------------
@@ -128,7 +129,15 @@ class RunCheckpoint:
         keep: int,
         random: dict[str, Any] | None = None,
     ) -> Path:
-        """``random``: the states to be saved; None for those of now."""
+        """Saves a checkpoint.
+
+        Args:
+            path: Folder of the checkpoints.
+            helpers: Schedule and scaler of the caller.
+            extra: Additional data of the caller.
+            keep: Number of checkpoints to retain.
+            random: Random states to save; None for the present ones.
+        """
         from hydra_ext.checkpoint.saving import save
         from hydra_ext.runtime.saving import snapshot
 
@@ -173,7 +182,7 @@ class RunCheckpoint:
 
     @nothing_traced
     def step_begins(self) -> None:
-        """Perhaps: it is called by every forward that might be its first, which one without gradients is not."""
+        """Called by ``run.step`` and every forward with gradients. No-op inside a step, a forward or a backward."""
         run = self._run
         if self._termination is not None and not (run.meter.inside or run.core.gate.open):
             self._termination.step_begins()
@@ -183,12 +192,12 @@ class RunCheckpoint:
             self._termination.step_ended()
 
     def end_steps(self) -> None:
-        """None follows: a signal that was to be served in the next one is served now."""
+        """Declares that no step follows: a SIGTERM that waits for the next step is handled now."""
         if self._termination is not None:
             self._termination.step_begins(last=True)
 
     def close(self) -> None:
-        """The signal is handled as before."""
+        """Restores the previous handler of SIGTERM."""
         if self._termination is not None:
             self._termination.close()
 
@@ -206,7 +215,7 @@ class RunCheckpoint:
         from hydra_ext.runtime.saving.snapshot import Training
 
         run = self._run
-        if run.closed:  # the other ranks are not heard any more
+        if run.closed:  # communication with the other ranks has ended
             raise StateError(f"{asked}: the offload context of this model has ended")
         return Training(
             run.model, run.optimizer, run.layout, run.device, run.replicas, helpers, run.core, self._spilling
@@ -224,13 +233,13 @@ class RunCheckpoint:
         return work() if self._run.replicas is None else self._run.replicas.together(work)
 
     def _everywhere(self, work: Callable[[], str]) -> list[str]:
-        """What it gives on each rank, on all of them."""
+        """Runs ``work`` on every rank. Returns the results of all ranks, on each of them."""
         if self._run.replicas is None:
             return [work()]
         found = self._run.replicas.together(work)
         return [os.fsdecode(each) for each in self._run.replicas.gather(os.fsencode(found))]
 
     def _from_first(self, work: Callable[[], str]) -> str:
-        """What it gives on rank 0, where alone it is done, on every rank."""
+        """Runs ``work`` on rank 0 only. Returns its result on every rank."""
         alone = self._run.replicas is None or self._run.replicas.rank == 0
         return self._everywhere(work if alone else str)[0]

@@ -1,4 +1,4 @@
-"""Everything that a run's next step depends on: taken for a checkpoint, and put back."""
+"""Captures everything that a run's next step depends on for a checkpoint, and restores it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hydra_ext.runtime.replicas import Replicas
 
 @dataclass(frozen=True)
 class Training:
-    """The objects that a run is made of.
+    """The objects of a run that a checkpoint covers, and those that give access to their bytes.
 
     Attributes:
-        helpers: the caller's schedule and scaler, by these names; None for one that is not there.
-        core: has what is on the disk.
-        spilling: sends it there; None if all is on the host.
+        helpers: Schedule and scaler of the caller, by these names; None for one that was not given.
+        core: Core of the model, which reads tensors at home on the disk.
+        spilling: Plan for tensors whose home is the disk; None if there are none.
     """
 
     model: nn.Module
@@ -52,11 +52,11 @@ class Training:
         return 0 if self.replicas is None else self.replicas.rank
 
 
-# ---- taking it ------------------------------------------------------------------------------------------------------
+# ---- capture --------------------------------------------------------------------------------------------------------
 
 
 def randomness(training: Training) -> dict[str, Any]:
-    """This process's, as it is now.
+    """The present random states of this process.
 
     Raises:
         UnsupportedState: a generator was replaced by one that cannot be saved.
@@ -65,11 +65,16 @@ def randomness(training: Training) -> dict[str, Any]:
 
 
 def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -> Contents:
-    """This rank's state, as if there were no others.
+    """Captures this rank's state, as if there were no other ranks.
+
+    Args:
+        random: Random states of this process.
+        step: Number of steps made.
+        extra: Additional data of the caller.
 
     Raises:
-        UnsupportedState: something of it would be lost.
-        InvalidArgument: ``extra`` does not come back from JSON as it was.
+        UnsupportedState: a checkpoint cannot represent part of the state.
+        InvalidArgument: JSON does not preserve ``extra``.
     """
     reason = strict_json.why_not(extra, "extra")
     if reason:
@@ -95,7 +100,7 @@ def take(training: Training, random: dict[str, Any], *, step: int, extra: Any) -
 
 
 def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
-    """What is on the disk is read from there when its turn has come, and stays there."""
+    """The entries, changed to read a tensor whose home is the disk from there at its turn, without moving it."""
 
     def fetched(fetch: Callable[[], Tensor]) -> Tensor:
         tensor = fetch()
@@ -106,7 +111,7 @@ def _where_it_is(group: Sequence[Entry], core: _C.PagedModel) -> list[Entry]:
 
 
 def with_ranks(contents: Contents, training: Training) -> Contents:
-    """With what the other ranks have of their own: random states, and buffers that differ from rank 0's."""
+    """Adds the state that the other ranks have of their own: random states, and buffers that differ from rank 0's."""
     replicas = training.replicas
     if replicas is None:
         return contents
@@ -125,7 +130,7 @@ def with_ranks(contents: Contents, training: Training) -> Contents:
 
 
 def _differing(replicas: Replicas, model: nn.Module) -> list[dict[str, Tensor]]:
-    """By rank, those buffers that are not as on rank 0."""
+    """The buffers that differ from rank 0's, by name, for each rank."""
     buffers = [named for named in model_state.named_tensors(model) if not isinstance(named.tensor, nn.Parameter)]
     digests = b"".join(hashlib.sha256(bytes_of(named.tensor)).digest() for named in buffers)
     every = replicas.gather(digests)
@@ -141,16 +146,16 @@ def _differing(replicas: Replicas, model: nn.Module) -> list[dict[str, Tensor]]:
     return found
 
 
-# ---- putting it back ------------------------------------------------------------------------------------------------
+# ---- restore --------------------------------------------------------------------------------------------------------
 
 
 class Return:
-    """A checkpoint that was compared with a training, and not given to it yet.
+    """A checkpoint that was compared with a training and is ready to be restored by :meth:`put`.
 
     Raises:
-        CheckpointError: it is damaged.
-        CheckpointMismatch: it is of something else.
-        UnsupportedState: the training has what no checkpoint can hold.
+        CheckpointError: the checkpoint is damaged.
+        CheckpointMismatch: it belongs to another model, optimizer or set of helpers.
+        UnsupportedState: a checkpoint cannot represent part of the training's state.
     """
 
     def __init__(self, training: Training, reader: Reader) -> None:
@@ -185,14 +190,15 @@ class Return:
         if self._saved.content.get("versions"):
             lines.append(
                 "its next step uses older weights, as its pipeline's schedule says, and a run's the newest (which "
-                "hydra_ext.load_model takes alone)"
+                "alone hydra_ext.load_model loads)"
             )
         return lines
 
     def put(self) -> None:
-        """
+        """Restores the training.
+
         Raises:
-            CheckpointError: a file has changed since it was looked at; the training is partly loaded.
+            CheckpointError: a file has changed since it was checked; the training is partly restored.
         """
         training = self._training
         with _moving_on(training) as put:
@@ -208,8 +214,10 @@ class Return:
 
 @contextmanager
 def _moving_on(training: Training) -> Iterator[Callable[[Tensor], None]]:
-    """To be called after each tensor that is filled, with the parameter that it belongs to. What is to be on the disk
-    goes there as soon as the next block's turn comes."""
+    """Yields a function to call after each tensor that is restored, with the parameter that it belongs to.
+
+    When the next block begins, the previous block's tensors move to the disk if that is their home.
+    """
     blocks = training.layout.blocks
     block_of = {id(parameter): number for number, block in enumerate(blocks) for _, parameter in block.parameters}
     latest: list[int] = []
@@ -233,10 +241,10 @@ def _article(optimizer: object) -> str:
 
 
 def pending_gradient(training: Training, *, used: bool) -> str | None:
-    """The name of a parameter whose gradient no step has used: nothing of a checkpoint holds it.
+    """The name of a parameter whose gradient no step has used, so that a checkpoint would lose it; None without one.
 
     Args:
-        used: the optimizer has stepped since the last backward.
+        used: Whether the optimizer has stepped since the last backward.
     """
     groups: Sequence[dict[str, Any]] = [] if training.optimizer is None else training.optimizer.param_groups
     stepped = {id(parameter) for group in groups for parameter in group["params"]}

@@ -1,9 +1,8 @@
-"""SIGTERM between steps: what is under way is finished and saved, then the process ends as it would have.
+"""Handles SIGTERM between steps: the step under way is finished and saved, then the process ends as usual.
 
-The first signal is only noted, and gives the handler that was there before its place back: a second one does what it
-would have done without us. When the step under way has ended, the random states are noted; the save comes as the next
-one begins, or the context ends, so that what follows ``optimizer.step()`` in the loop, schedule, scaler and
-``zero_grad()``, belongs to it.
+The first signal is only noted, and the previous handler is restored, so that a second signal has its usual effect. The
+random states are captured when the step under way ends. The save runs when the next step begins or the context ends.
+So it includes the effects of the code after ``optimizer.step()`` in the loop: schedule, scaler and ``zero_grad()``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 @dataclass(frozen=True)
 class Noted:
-    """What is as a step leaves it, and may be something else when the save comes."""
+    """State that is captured at the end of a step, because it may change until the save."""
 
     randomness: dict[str, Any]
     extra: Any
@@ -33,9 +32,9 @@ class Termination:
     """The handler of one run, from :meth:`__init__` to :meth:`close`.
 
     Args:
-        note: called as a step ends that is to be saved.
-        save: called with what was noted; None if the signal came after the last step.
-        replicas: the ranks of the run: a signal to one of them is one to all.
+        note: Function that captures state at the end of the step after which the run saves.
+        save: Function that saves; called with the captured state, or None if the signal came after the last step.
+        replicas: Ranks of the run, or None. A signal to one of them counts for all.
 
     Raises:
         StateError: this is not the main thread.
@@ -52,17 +51,17 @@ class Termination:
         self._received = False
         self._noted: Noted | None = None
         self._closed = False
-        self._previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None: of a library in C
+        self._previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None if C code has installed the handler
         signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, self._previous)
         self._received = True
-        if self._closed:  # a handler that has taken our place calls us
+        if self._closed:  # a handler that replaced this one has called it
             self._deliver()
 
     def step_ended(self) -> None:
-        """Every rank calls it at the end of the same step."""
+        """Captures state if a signal was received. Every rank calls it at the end of the same step."""
         if self._noted is None and self._anybody():
             self._noted = self._note()
 
@@ -72,38 +71,38 @@ class Termination:
         return bool(self._replicas.wait(self._replicas.start_maximum([int(self._received)]))[0])
 
     def step_begins(self, *, last: bool = False) -> None:
-        """Saves and ends the process if that is due; returns if not, or if the signal was to be ignored.
+        """Saves and ends the process if a save is due. Returns if not, or if the previous handler returns.
 
         Args:
-            last: none begins any more.
+            last: Whether no step follows. Without other ranks, a signal after the last step is then handled as well.
 
         Raises:
-            SystemExit: it was saved, and there was no other handler.
+            SystemExit: the run was saved, and there was no previous handler.
         """
         if self._noted is not None or (last and self._received and self._replicas is None):
             noted, self._noted = self._noted, None
-            self._received = False  # should it fail, the caller hears of that
+            self._received = False  # an error of the save is raised in place of the signal's effect
             self._save(noted)
             self._restore()
             self._deliver()
 
     def _deliver(self) -> None:
-        """What the signal would have done."""
+        """Has the effect that the signal would have had without this handler."""
         self._received = False
         if self._previous is signal.SIG_DFL and _in_main_thread():
-            # Rather than the signal itself: files are closed, workers ended. Shells call it the same.
+            # In place of the signal itself, so that Python closes files and ends workers; the exit code is the same.
             raise SystemExit(EXIT_CODE)
         signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
-        """A signal that came too late, or in a step that failed, does what it would have done."""
+        """Restores the previous handler, and passes on a signal that came too late or in a step that failed."""
         self._closed = True
         self._restore()
         if self._received:
             self._deliver()
 
     def _restore(self) -> None:
-        """The handler that was there before has its place again, unless ours was replaced meanwhile."""
+        """Restores the previous handler, unless this one was replaced meanwhile."""
         if signal.getsignal(signal.SIGTERM) == self._handle and _in_main_thread():
             signal.signal(signal.SIGTERM, self._previous)
 

@@ -1,1 +1,1 @@
-"""What a round is undone to: contents of modules, buffers, what holds them, and where they are read."""
+"""Undoing rounds and steps: contents of modules, buffers, the modules that hold an object, and reads of attributes."""

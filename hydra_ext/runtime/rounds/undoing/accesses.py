@@ -1,8 +1,8 @@
-"""Where a microbatch reads what modules hold: descriptors on their classes, while the forward of a round runs.
+"""Notes a microbatch's reads of module attributes by descriptors on the classes, while the forward of a round runs.
 
-Noted are buffers, and attributes that hold tensors or containers; of others those that forwards are known to set. Until
-a forward has shown which these are, all are noted. What compiled code reads, and what is read in a module's
-``__dict__``, is not seen.
+Reads of buffers, and of attributes that hold tensors or containers, are noted. Of other attributes only those that
+forwards set are noted, or all until a first forward has shown which these are. Reads by compiled code, and reads
+through a module's ``__dict__``, are not detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Accesses:
-    """Which attributes and buffers are looked at in the rounds of one run."""
+    """The attributes and buffers whose reads are noted in the rounds of one run."""
 
     def __init__(self) -> None:
         self._set: set[Place] = set()
@@ -37,7 +37,7 @@ class Accesses:
         self._learned = False
 
     def learn(self, keys: Iterable[Key]) -> bool:
-        """Forwards set these. Returns whether reads of some of them were not noted until now."""
+        """Learns that forwards set these. Returns whether reads of some of them were not noted until now."""
         places = {(type(module), name) for module, name in keys if name and name not in OF_EVERY_MODULE}
         unnoted = not places <= self._places
         self._set |= places
@@ -50,7 +50,7 @@ class Accesses:
 
     @contextmanager
     def noted(self, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Fibers are told of reads."""
+        """A context in which reads in fibers are reported to the fiber's listener."""
         self._look_through(models)
         installed: list[Place] = []
         try:
@@ -80,10 +80,11 @@ class Accesses:
 
 
 class _Noted:
-    """Stands on a class for what its modules have by that name.
+    """A descriptor that notes reads of an attribute and returns the module's value.
 
     Args:
-        inherited: what the class has by it.
+        name: Name of the attribute.
+        inherited: The class's own attribute of that name, for modules without a value.
     """
 
     def __init__(self, name: str, inherited: Any) -> None:
@@ -119,7 +120,7 @@ class _Noted:
 @dataclass
 class _Installed:
     descriptor: _Noted
-    own: Any  # what the class itself had
+    own: Any  # the class's own attribute of that name, or ABSENT
     users: int = 1
 
 
@@ -136,10 +137,10 @@ def _install(place: Place) -> bool:
             _installed[place].users += 1
             return True
         found = next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), ABSENT)
-        if isinstance(found, _Noted):  # of a class that it inherits from
+        if isinstance(found, _Noted):  # installed on a base class
             found = found._inherited
         elif hasattr(type(found), "__set__") or hasattr(type(found), "__delete__"):
-            return False  # a property, which goes before what the module itself has
+            return False  # a property, which takes precedence over the module's own value
         installed = _Installed(_Noted(name, found), kind.__dict__.get(name, ABSENT))
         setattr(kind, name, installed.descriptor)
         _installed[place] = installed

@@ -1,4 +1,4 @@
-"""Buffers as they were before a round that has to be run another way."""
+"""Notes of buffers, to restore them when a round is undone and to detect writes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class NotedBuffer:
 
 
 class ModelBuffers:
-    """Copies on the host of all the buffers of models; of large ones anew only if they have changed."""
+    """Host copies of all buffers of models. A copy is reused unless its buffer may have changed."""
 
     def __init__(self) -> None:
         self._latest: Sequence[NotedBuffer] = ()
 
     def note(self, models: Sequence[nn.Module]) -> Sequence[NotedBuffer]:
-        """As they are now."""
+        """Notes all buffers as they are now."""
         _C.suspend_charging()
         known = {id(noted.buffer): noted for noted in self._latest}
         found: list[NotedBuffer] = []
@@ -45,7 +45,7 @@ class ModelBuffers:
 
 
 def note(modules: Iterable[nn.Module]) -> list[NotedBuffer]:
-    """Of these modules themselves, those inside left out."""
+    """Notes the buffers of these modules, without those of modules inside them."""
     found = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     return [
         NotedBuffer(module, name, buffer, version_of(buffer), numbers.on_host(buffer))
@@ -55,14 +55,14 @@ def note(modules: Iterable[nn.Module]) -> list[NotedBuffer]:
 
 
 def differs(noted: NotedBuffer) -> bool:
-    """Whether the buffer is another one now, or has other numbers."""
+    """Whether the buffer was replaced, or has other numbers than noted."""
     if noted.module._buffers.get(noted.name) is not noted.buffer:
         return True
     return may_have_changed(noted.buffer, noted.version) and numbers.differ(noted.buffer, noted.value)
 
 
 def written(before: Sequence[NotedBuffer], after: Sequence[NotedBuffer]) -> list[NotedBuffer]:
-    """Those that are others between two times, or have other numbers, as they are after."""
+    """The buffers of ``after`` that were replaced, or have other numbers than in ``before``."""
     known = {(id(noted.module), noted.name): noted for noted in before}
     found = []
     for noted in after:

@@ -1,4 +1,4 @@
-"""Which modules hold what was written to: the attributes and buffers from which it is reached."""
+"""Finds the modules that hold an object that was written to: the attributes and buffers from which it is reachable."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hydra_ext.runtime.rounds.undoing.accesses import Key
 from hydra_ext.state.contents import ATTRIBUTES, OF_EVERY_MODULE, classes_of, kinds_of
 from hydra_ext.state.memory import storage_key
 
-Holding = frozenset[Key]  # one thing, by all that hold it
-Written = tuple[nn.Module, Any]  # a module that holds it, and it
+Holding = frozenset[Key]  # an object, identified by all attributes and buffers from which it is reachable
+Written = tuple[nn.Module, Any]  # a module that holds an object, and the object
 
 
 def holdings(models: Iterable[nn.Module], written: Sequence[Written]) -> list[Holding]:
-    """Of each thing that was written to; of what no module holds any more, by the module that did."""
+    """The holding of each object that was written to. If no module holds it any more, the former holder counts."""
     if not written:
         return []
     wanted = {_identity(value) for _, value in written}
@@ -38,14 +38,14 @@ def _all_of(module: nn.Module) -> set[Key]:
 
 
 def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> frozenset[Any]:
-    """Those of the wanted things that it is, or has in it, however deep."""
+    """The wanted identities that are the value's own, or are reachable from it at any depth."""
     if isinstance(value, Tensor):
         return frozenset({_identity(value)} & wanted)
     kinds = () if isinstance(value, nn.Module) and id(value) in known else kinds_of(value)
     if not kinds:
         return frozenset()
     if id(value) not in known:
-        known[id(value)] = frozenset()  # it may be in itself
+        known[id(value)] = frozenset()  # ends the recursion for an object that contains itself
         inner = [member for kind in kinds for member in kind.members(kind.save(value))]
         inner += classes_of(type(value)) if ATTRIBUTES in kinds else ()
         found = frozenset[Any]().union(*(_reached(each, wanted, known) for each in inner))
@@ -54,5 +54,5 @@ def _reached(value: Any, wanted: set[Any], known: dict[int, frozenset[Any]]) -> 
 
 
 def _identity(value: Any) -> Any:
-    """Tensors of one memory are one thing."""
+    """The identity of an object. Tensors that share a storage have one identity."""
     return ("memory", storage_key(value)) if isinstance(value, Tensor) else id(value)

@@ -1,10 +1,12 @@
-"""What modules hold beside parameters and the values of buffers, as it was before a round that has to be undone.
+"""State of modules beside parameters and the values of buffers, so that a round can be undone.
 
-That is their attributes, and what is reached from them, however deep: containers, tensors, arrays, objects of the
-user's classes and data of these classes, modules that are registered nowhere, iterators, and generators of random
-numbers; the names of their buffers; and their hooks: libraries install some in the first forward, and note in an
-attribute that they have. What only closures hold is not seen. Containers of more than 4096 members are data: they are
-put back, and what their members hold is not looked at.
+Covered are attributes and all objects reachable from them at any depth. These are containers, tensors, arrays, objects
+of the user's classes, data of these classes, unregistered modules, iterators, and generators of random numbers. The
+names of buffers are covered as well, and hooks: libraries install some in the first forward, and note in an attribute
+that they have.
+
+Objects that only closures hold are not covered. Containers of more than 4096 members are treated as data: they are
+restored, but objects inside their members are not.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from hydra_ext.state.iterators import independent_copy
 from hydra_ext.state.memory import storage_key
 from hydra_ext.state.numbers import is_small, version_of
 
-_OWN = frozenset({"_parameters", "_buffers", "_modules"})  # watched, or noted, by others
+_OWN = frozenset({"_parameters", "_buffers", "_modules"})  # covered elsewhere
 _SIZED = (MAPPING, SEQUENCE, SET, FIXED)
 _LONGEST = 4096
 _LARGE = 2**20  # bytes of an array
@@ -48,7 +50,7 @@ _ABSENT: Any = object()
 
 
 class Copies:
-    """Of large tensors and arrays: made anew only where these have changed since the round before."""
+    """Copies of large tensors and arrays, which are renewed only if the original has changed since the last round."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[Any, int, Any]] = {}
@@ -57,12 +59,12 @@ class Copies:
         self._models: Sequence[nn.Module] = ()
 
     def begin(self, models: Sequence[nn.Module]) -> None:
-        """All that they hold is going to be asked for."""
+        """Begins a pass over the models. Copies that it does not request are dropped in the next one."""
         self._latest, self._found = self._found, {}
         self._models, self._parameters = models, None
 
     def of_tensor(self, tensor: Tensor) -> Tensor | None:
-        """None where it is a view of parameters, which no round writes to, and of which there is to be no copy."""
+        """A copy on the host; None for a view of parameters, which no round writes to and which need no copy."""
         number, version = id(tensor), version_of(tensor)
         known = self._latest.get(number)
         if known is None or known[0] is not tensor or known[1] != version:
@@ -91,7 +93,7 @@ class _NotedTensor:
     owner: nn.Module
     tensor: Tensor
     version: int
-    value: Tensor | None  # None: trusted to its version
+    value: Tensor | None  # None: only the version counter shows writes
 
 
 @dataclass(frozen=True)
@@ -104,23 +106,25 @@ class _Noted:
 
 @dataclass
 class ModuleContents:
-    """What all modules of some models hold, as it is when this is made."""
+    """The state of all modules of some models at one time."""
 
     _copies: Copies | None = None
-    _apart: set[int] = field(default_factory=set)  # modules that are noted by themselves
+    _apart: set[int] = field(default_factory=set)  # identities of modules that are not entered from others
     _names: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     _hooks: list[tuple[Any, Any]] = field(default_factory=list)
-    _no_hooks: list[Any] = field(default_factory=list)  # most are: nothing is made for each
+    _no_hooks: list[Any] = field(default_factory=list)  # empty dictionaries of hooks, of which no copies are made
     _empty: list[tuple[nn.Module, Any]] = field(default_factory=list)
     _noted: list[_Noted] = field(default_factory=list)
     _tensors: list[_NotedTensor] = field(default_factory=list)
-    _iterators: list[tuple[_Noted, Any]] = field(default_factory=list)  # with another one that goes on as it does
+    _iterators: list[tuple[_Noted, Any]] = field(default_factory=list)  # with an independent copy, if there can be one
 
     @classmethod
     def of(cls, models: Sequence[nn.Module], copies: Copies) -> ModuleContents:
-        """
+        """Notes the present state of these models.
+
         Args:
-            copies: those made before for these models.
+            models: Models to note.
+            copies: Copies from earlier notes of these models, which are reused.
         """
         copies.begin(models)
         modules = dict.fromkeys(module for model in models for module in model.modules())
@@ -137,7 +141,7 @@ class ModuleContents:
 
     @classmethod
     def of_keys(cls, keys: Collection[Key]) -> ModuleContents:
-        """Of these attributes alone, modules inside left out: to see what is written to. Cannot be restored."""
+        """Notes these attributes only, without the modules inside, to detect writes. Cannot be restored."""
         contents = cls(None, {id(inner) for module, _ in keys for inner in module.modules()})
         known: set[int] = set()
         for module, name in keys:
@@ -151,7 +155,7 @@ class ModuleContents:
             self._empty.append((module, buffers))
 
     def _without_hooks(self, names: dict[str, Any]) -> list[Any]:
-        """What may hold something: of the hooks, each by itself."""
+        """The values of attributes that may hold state; dictionaries of hooks are replaced by the single hooks."""
         found: list[Any] = []
         for name, value in names.items():
             kind = type(value)
@@ -193,7 +197,7 @@ class ModuleContents:
         self._tensors.append(_NotedTensor(owner, tensor, version_of(tensor), copy))
 
     def _note_content(self, owner: nn.Module, value: Any) -> list[Any]:
-        """What is in it."""
+        """Notes the content of an object. Returns its members."""
         found: list[Any] = []
         for kind in kinds_of(value):
             large = kind is ARRAY and value.nbytes > _LARGE and self._copies is not None
@@ -210,11 +214,11 @@ class ModuleContents:
 
     @property
     def generators(self) -> list[Any]:
-        """Of random numbers."""
+        """The noted generators of random numbers."""
         return [noted.value for noted in self._noted if noted.kind is SOURCE]
 
     def again(self) -> ModuleContents:
-        """What these things have in them now. Cannot be restored."""
+        """Notes the present state of the same objects. Cannot be restored."""
         contents, known = ModuleContents(None, self._apart), set[int]()
         for owner, container in self._empty:
             contents._note(owner, [container], known)
@@ -226,12 +230,15 @@ class ModuleContents:
         return contents
 
     def written(self) -> list[tuple[nn.Module, Any]]:
-        """Tensors, arrays, containers, objects and classes that have been written to since, each with a module that
-        holds it; what was set in their place does not count, nor do hooks, nor generators of random numbers."""
+        """The objects that were written to in place since, each with a module that holds it.
+
+        Tensors, arrays, containers, objects and classes count; hooks and generators of random numbers do not. An
+        attribute that was set to another object does not count either.
+        """
         found = [(owner, container) for owner, container in self._empty if container]
         for noted in self._noted:
             if noted.value is noted.owner._buffers and noted.value.keys() == noted.saved.keys():
-                continue  # others see what is in them
+                continue  # the values of buffers are compared elsewhere
             if noted.kind is SOURCE or (noted.kind is ATTRIBUTES and _is_named_once(noted)):
                 continue
             if has_changed(noted.kind, noted.value, noted.saved):
@@ -244,14 +251,14 @@ class ModuleContents:
         return found
 
     def obstacle(self) -> str:
-        """What was changed and cannot be put back; empty if all can."""
+        """Why the state cannot be restored; empty if it can."""
         for noted, copy in self._iterators:
             if copy is None and has_changed(ITERATOR, noted.value, noted.saved):
-                return f"a {type(noted.value).__name__}, which a module holds, has gone on; count in a number instead"
+                return f"a {type(noted.value).__name__}, which a module holds, has advanced; count in a number instead"
         return ""
 
     def restore(self) -> None:
-        """An iterator that has gone on is replaced by another one, which begins where it began."""
+        """Restores the noted state. An iterator that has advanced is replaced by a copy at its former position."""
         moved = {
             id(noted.value): independent_copy(copy)
             for noted, copy in self._iterators
@@ -283,8 +290,11 @@ class ModuleContents:
 
 
 def _is_named_once(noted: _Noted) -> bool:
-    """Whether nothing but texts has come where there was None: the first forward of some models chooses the
-    kind of loss so, in an object that all modules hold. Every microbatch chooses the same."""
+    """Whether the only changes of attributes are from None to a string.
+
+    The first forward of some models stores the kind of loss so, in an object that all modules hold. Every microbatch
+    stores the same.
+    """
     now = noted.kind.save(noted.value)
     if now.keys() != noted.saved.keys():
         return False

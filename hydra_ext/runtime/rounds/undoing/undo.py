@@ -1,8 +1,8 @@
-"""What a round, or a whole step, is undone to when the device has run out of memory, or it is not as a loop.
+"""Undoes a round, or a whole step, that has run out of device memory or does not act as a loop.
 
-A round whose backward has not begun has left nothing in any gradient: it alone is undone. Else the step is, from its
-beginning: a sum of floating-point numbers cannot be taken apart, and copies of the sums before each round would cost
-every step their time. Gradients from before the step are copied, where there are any; those of the step are dropped.
+A round whose backward has not begun has added to no gradient, so it alone is undone. Otherwise the whole step is: a
+round's summands cannot be removed from floating-point sums, and copies of the sums before each round would slow every
+step down. Gradients from before the step are copied, if there are any. Gradients of the step are dropped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
     """The run whose steps are undone.
 
     Attributes:
-        spills: whether gradients may be on the disk.
+        spills: Whether gradients may be on the disk.
     """
 
     layout: Layout
@@ -38,7 +38,7 @@ class UndoOwner(engine.BackwardParticipant, Protocol):
 
 @dataclass(frozen=True)
 class _Moment:
-    """Before a round. Torch's random states each round restores by itself."""
+    """The state before a round. Each round restores torch's random states itself."""
 
     buffers: Sequence[NotedBuffer]
     contents: ModuleContents
@@ -59,14 +59,14 @@ class _NotedGradient:
 
 
 class Gradients:
-    """Of tensors, as they are before anything of a step has been added to them."""
+    """The gradients of tensors before a step, with copies so that they can be restored."""
 
     def __init__(self, owner: UndoOwner) -> None:
         self._core = owner.core
-        # Of those alone whose memory host_budget= is about there may be none for a copy.
+        # host_budget= may leave no memory for copies of the gradients that it counts, which are the parameters'.
         self._uncopied = {id(parameter) for parameter in owner.model.parameters()} if owner.spills else set()
         self._noted: dict[int, _NotedGradient] = {}
-        self._at_home: list[tuple[int, int, Tensor]] = []  # block, parameter, copy
+        self._at_home: list[tuple[int, int, Tensor]] = []  # block, index of the parameter, copy
         self._lost = False
         for block in owner.core.homes.on_device:
             self._note_home(block, [parameter for _, parameter in owner.layout.blocks[block].parameters])
@@ -75,7 +75,7 @@ class Gradients:
         self.note(parameter for group in groups for parameter in group["params"])
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Those of them that are not known yet."""
+        """Notes the gradients of those tensors that were not noted before."""
         for tensor in tensors:
             if id(tensor) in self._noted:
                 continue
@@ -91,7 +91,10 @@ class Gradients:
             return _NotedGradient(tensor, gradient, gradient._version, gradient.detach().clone())
 
     def _note_home(self, block: int, parameters: Sequence[Tensor]) -> None:
-        """Its gradients stay at home: asked for their bytes, they would come to the host, and the block with them."""
+        """Notes the gradients of a block at home on the device, without moving the block.
+
+        Access to the bytes of ``grad`` would bring the whole block to the host.
+        """
         if all(parameter.grad is None for parameter in parameters):
             return
         with torch.no_grad(), _C.Uncharged():
@@ -103,11 +106,11 @@ class Gradients:
 
     @property
     def obstacle(self) -> str:
-        """Why they could not be put back; empty when they can."""
+        """Why the gradients cannot be restored; empty if they can."""
         if self._lost:
             return "there were gradients before the step, and host_budget= leaves no room for a copy of them"
         if any(noted.tensor._post_accumulate_grad_hooks for noted in self._noted.values()):
-            return "hooks run when gradients have been accumulated, and what they did would be done twice"
+            return "hooks run when gradients have been accumulated, and their effects would happen twice"
         return ""
 
     @torch.no_grad()
@@ -126,7 +129,7 @@ def models_of(owner: UndoOwner) -> list[nn.Module]:
 
 
 class Undo:
-    """What the rounds of one step are undone to."""
+    """Notes the state before rounds and steps of one run, and restores it."""
 
     def __init__(self) -> None:
         self._buffers = ModelBuffers()
@@ -137,7 +140,7 @@ class Undo:
         self._after_forward: Sequence[NotedBuffer] = ()
         self._contents = ModuleContents()
         self._wrote_early = False
-        self._backwards = self._backwards_before = 0  # when the round, and the step, began
+        self._backwards = self._backwards_before = 0  # the owner's count when the round, and the step, began
 
     def step_begins(self, owner: UndoOwner) -> None:
         self._step = None
@@ -153,7 +156,7 @@ class Undo:
         self._backwards = owner.backwards
 
     def forward_ended(self, owner: UndoOwner) -> list[Holding]:
-        """Of the round. Returns what it has written to in place."""
+        """Notes the state after the round's forward. Returns the state that it has written to in place."""
         if self._round is None:
             return []
         models, contents = models_of(owner), self._round.contents
@@ -163,28 +166,35 @@ class Undo:
         return holdings(models, [*((noted.module, noted.buffer) for noted in changed), *contents.written()])
 
     def backward_has_written(self) -> bool:
-        """Whether the round's backward has: hooks do, and a checkpoint of the user's, which runs forward again."""
+        """Whether the round's backward has written to buffers or other state of modules.
+
+        Hooks can do so, and user checkpoints, which run the forward again.
+        """
         return self._wrote_early or any(map(differs, self._after_forward)) or bool(self._contents.written())
 
     @contextmanager
     def last_piece(self, *, buffers: bool) -> Iterator[None]:
-        """Around a backward before all forwards have ended. ``buffers``: it is not known whether it writes to them."""
+        """A context for a backward before all forwards have ended, in which its writes are detected.
+
+        Args:
+            buffers: Whether to check buffers, as it is unknown whether backward writes to them.
+        """
         noted = note({buffer.module for buffer in self._round.buffers}) if self._round is not None and buffers else ()
         contents = self._contents.again()
         yield
         self._wrote_early = self._wrote_early or any(map(differs, noted)) or bool(contents.written())
 
     def generators(self) -> Sequence[Any]:
-        """Of random numbers, that modules hold."""
+        """The generators of random numbers that modules hold."""
         return self._round.contents.generators if self._round is not None else ()
 
     def note_leaves(self, tensors: Iterable[Tensor]) -> None:
-        """A backward is about to sum into the gradients of these."""
+        """Notes the gradients of these tensors, to which a backward is about to add."""
         if self._gradients is not None:
             self._gradients.note(tensors)
 
     def step_ended(self) -> None:
-        """However it did."""
+        """Drops the notes, whether or not the step succeeded."""
         self._round = self._step = self._gradients = None
         self._after_forward, self._contents = (), ModuleContents()
 
@@ -193,16 +203,16 @@ class Undo:
         return owner.backwards != self._backwards
 
     def join_rounds(self, owner: UndoOwner) -> bool:
-        """This round and those before it in the step can only be undone together from now on: whether there are any."""
+        """Makes the round undoable only together with the step's earlier rounds. Returns whether there are any."""
         self._backwards = self._backwards_before
         return self.moved_gradients(owner)
 
     def step_cannot_be_undone(self) -> bool:
-        """As far as its gradients go."""
+        """Whether the step cannot be undone because of its gradients."""
         return self._gradients is not None and bool(self._gradients.obstacle)
 
     def obstacle(self, *, whole: bool) -> str:
-        """Why the round, or the ``whole`` step, cannot be undone; empty when it can."""
+        """Why the round, or the ``whole`` step, cannot be undone; empty if it can."""
         moment = self._step if whole else self._round
         if moment is None or (whole and self._gradients is None):
             return "nothing of it was noted"
@@ -210,7 +220,7 @@ class Undo:
         return gradients or moment.contents.obstacle()
 
     def undo(self, *, whole: bool) -> None:
-        """The round, nothing of which is in any gradient, or the ``whole`` step."""
+        """Undoes the ``whole`` step, or only the round, which must not have added to any gradient."""
         moment = self._step if whole else self._round
         self._wrote_early = False
         if moment is not None:
