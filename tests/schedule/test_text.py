@@ -97,8 +97,8 @@ GOOD = [HEADER, "rank 0: F0.0", "rank 1: F1.0"]
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "there is no line in it; the first one is such as 'hydra-schedule 1 stages=4"),
-        (["# only this"], "there is no line in it"),
+        ([], "the text is empty; begin it with a line such as 'hydra-schedule 1 stages=4"),
+        (["# only this"], "the text is empty"),
         (["rank 0: F0.0"], "line 1, 'rank': a schedule begins with a line such as"),
         (["", "hydra-schedule 2 stages=2"], "line 2, '2': format 1 is the one"),
         (["hydra-schedule"], "line 1: format 1 is the one"),
@@ -133,7 +133,7 @@ GOOD = [HEADER, "rank 0: F0.0", "rank 1: F1.0"]
         ([HEADER, "rank 0: F0.99999999999"], "line 2, 'F0.99999999999': an action"),
         ([HEADER, "rank 0: F0.3"], "line 2, 'F0.3': microbatch 3; there are 0 to 2"),
         ([HEADER, "rank 0: F2.0"], "line 2, 'F2.0': stage 2; there are 0 to 1"),
-        ([HEADER, "rank 0: F0.0-5000"], "line 2, 'F0.0-5000': batch -5000 counted from that of the step; it can be 0"),
+        ([HEADER, "rank 0: F0.0-5000"], "line 2, 'F0.0-5000': batch -5000, counted from that of the step; give 0 to"),
         ([HEADER, "rank 0: SB0.0"], "line 2, 'SB0.0': there is no stage before it to exchange anything with"),
         ([HEADER, "rank 0: F0.0", "rank 1: SF1.0"], "line 3, 'SF1.0': there is no stage after it"),
         ([HEADER, "rank 0: F0.0", "rank 1: F1.0 B0.0"], "line 3, 'B0.0': stage 0 is on rank 0 already"),

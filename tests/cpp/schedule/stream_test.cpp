@@ -180,8 +180,7 @@ TEST(Schedule, IsWhatItsBodiesSay) {
   EXPECT_EQ(refused(1, {{forward}, {}}), "rank 1 has no actions; give every rank a stage, or use fewer ranks");
   EXPECT_EQ(refused(1, {{forward}, {forward}}),
             "rank 1, F0.0: stage 0 is on rank 0 already; a stage lives on one rank");
-  EXPECT_EQ(refused(1, {{later}}),
-            "rank 0, B0.0: batch 1 counted from that of the step; it can be 0 or one of the 4096 before");
+  EXPECT_EQ(refused(1, {{later}}), "rank 0, B0.0: batch 1, counted from that of the step; give 0 to -4096");
   EXPECT_EQ(refused(1, {{absent}}), "rank 0, F2.0: stage 2; there are 0 to 0");
   EXPECT_NE(refused(0, {}), "");
 }
