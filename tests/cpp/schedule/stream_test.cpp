@@ -176,7 +176,7 @@ TEST(Schedule, IsWhatItsBodiesSay) {
     return message_of<InvalidSchedule>([&] { Schedule(stages, 1, VersionRule::kFlush, std::move(bodies)); });
   };
   EXPECT_EQ(refused(1, {{forward}}), "");
-  EXPECT_EQ(refused(2, {{forward}}), "stage 1 of 2 is on no rank; give its actions to one");
+  EXPECT_EQ(refused(2, {{forward}}), "stage 1 of 2 is on no rank; give its actions to one rank");
   EXPECT_EQ(refused(1, {{forward}, {}}), "rank 1 has no actions; give every rank a stage, or use fewer ranks");
   EXPECT_EQ(refused(1, {{forward}, {forward}}),
             "rank 1, F0.0: stage 0 is on rank 0 already; a stage lives on one rank");
