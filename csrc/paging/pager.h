@@ -6,12 +6,12 @@
 //
 // Threads: every call may come from any thread. Calls that may block (arrive, acquire, invalidate, end_pass,
 // write_back_dirty, evict_one, close) must not be made with the interpreter lock held.
-// Locking: one mutex. While it is held, no slot memory is allocated or released and no lane is waited for, so
+// Locking: one mutex. The thread that holds it allocates and releases no slot memory, and waits for no lane. So
 // evict_one() may be called from inside an allocation.
 //
-// A block may be unpinned while its users' compute is enqueued but not finished: the block remembers their fences, and
-// the lane that overwrites its slot waits for them. In a forked child, calls that would use a block throw StateError;
-// calls that would end a use, or the pager, do nothing.
+// A block may be unpinned while its users' compute is enqueued but not finished. It remembers their fences, and the
+// lane that overwrites its slot waits for them. In a forked child, calls that would use a block throw StateError; calls
+// that would end a use, or the pager, do nothing.
 #pragma once
 
 #include <condition_variable>
@@ -106,8 +106,8 @@ class Pager {
   /// `beside` more bytes of the device, for it.
   void settle(std::int32_t block, Bytes beside);
   /// The block's bytes have reached the host as contents_of() gave them, with its `writes`. If the slot was written
-  /// since, and no pin holds the block, returns false and changes nothing: the caller has to read the slot again. If a
-  /// pin holds it, the block unsettles and stays dirty.
+  /// since, the result depends on pins. Without one, returns false and changes nothing: the caller has to read the slot
+  /// again. With one, the block unsettles and stays dirty.
   [[nodiscard]] bool unsettle(std::int32_t block, std::int64_t writes) noexcept;
   /// The settled block that is needed last; -1 if none is settled.
   std::int32_t last_needed_settled() const;

@@ -1,7 +1,7 @@
 // Records the order of a window's blocks, and the room that activations took, and expects the same of the next window.
 //
-// A trace is a hint. Every pass is recorded anew. If a pass leaves the order of the last one of its kind, its position
-// is found again if the block comes later in that order; otherwise the rest of the pass is unknown. Not thread-safe.
+// A trace is a hint. Every pass is recorded anew. A pass may leave the order of the last one of its kind. If the block
+// comes later in that order, the trace continues there; otherwise the rest of the pass is unknown. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,9 @@ class Trace {
   /// `completed`: false if the pass ended with an error; then its record is dropped.
   void end(Bytes activation_peak, bool completed);
 
-  /// The expected uses, from the present one on: the rest of this pass, and up to two further passes while there are
-  /// fewer than four uses for each of `blocks`. Before the first arrival they start with the first use. Empty when the
-  /// rest of the pass is unknown.
+  /// The expected uses, from the present one on: the rest of this pass, and up to two further passes. A further pass is
+  /// added only while there are fewer than four uses for each of `blocks`. Before the first arrival the uses start with
+  /// the first. They are empty if the rest of the pass is unknown.
   /// `limit`: the budget. The room of each use is the limit less the bytes that activations took at that point of the
   /// last pass, and less `gradient_reserve` in backward passes.
   std::vector<Use> future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const;

@@ -41,7 +41,7 @@ struct Timeline {
   double makespan = 0;
   double period = 0;            // the time that a batch adds to the makespan, averaged over the later half
   std::vector<double> busy;     // by rank: seconds in forwards, backwards and updates
-  std::vector<double> bubbles;  // by rank: the idle share of a period, from 0 to 1
+  std::vector<double> bubbles;  // by rank: the share of a period that a batch's work leaves idle
 };
 
 /// Simulates `batches` steps and a drain. Throws InvalidSchedule unless costs are finite, not negative and one per

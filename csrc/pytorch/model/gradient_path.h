@@ -44,8 +44,8 @@ class GradientPath {
   /// Sends the gradients that were assigned to faces by hand to their homes too.
   void collect_assigned();
 
-  /// Returns a block's gradients, by parameter, if the whole gradient is on the device: takes it if it was gathered,
-  /// and copies it if the device is its home. Other gradients are undefined in the result.
+  /// Returns a block's gradients, by parameter, as far as they are wholly on the device. Takes those that were
+  /// gathered, and copies those whose home is the device. Other gradients are undefined in the result.
   std::vector<at::Tensor> take_gathered(std::int32_t block);
   /// Replaces a gradient that take_gathered() returned. `gradient` is the whole gradient from now on.
   void return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient);

@@ -1,8 +1,8 @@
 // Marks in the autograd graph. They tell which models a backward runs through, and when it reaches their blocks.
 //
 // The nodes that made a site's outputs are marked. A hook before such a node tells the model that backward has reached
-// the site's blocks. The node is also remembered, weakly, to match a backward with the models whose graphs it walks: a
-// backward of other models opens no window and is not charged.
+// the site's blocks. The node is also remembered, weakly, to match a backward with the models whose graphs it walks. So
+// a backward of other models opens no window and is not charged.
 // Threads: any.
 #pragma once
 

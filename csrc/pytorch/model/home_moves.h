@@ -32,8 +32,8 @@ class HomeMoves {
 
   /// Blocks until the block's host tensors are updated and have their bytes on the host.
   void bring_home(std::int32_t block);
-  /// Does the same for the block, and ends the updates of all blocks that use this storage; but from the disk it brings
-  /// only the extent of the storage.
+  /// Does the same, but brings only the extent of this storage from the disk. Also ends the updates of all other blocks
+  /// that use the storage.
   void bring_home(std::int32_t block, const c10::Storage& storage);
   /// Brings all blocks to the host. Bytes on the disk stay there unless `from_disk`.
   void bring_all_home(bool from_disk);

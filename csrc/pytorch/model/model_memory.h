@@ -1,7 +1,7 @@
 // The memory of one model: its budget on the device, the resources that draw on it, and the host arena.
 //
-// Owns the account, which may be outlived by tensors, and the resources of slots and optimizer state. open() sets the
-// callbacks for a budget that is used up; close() removes them.
+// Owns the resources of slots and optimizer state, and shares the account with tensors, which may outlive it. open()
+// sets the callbacks for a budget that is used up; close() removes them.
 // Threads: any; nothing else runs during open(), stop_serving() and close().
 #pragma once
 
