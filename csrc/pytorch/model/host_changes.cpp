@@ -225,10 +225,9 @@ std::string HostChanges::apply_faces() {
     if (parameter->same_dtype() && parameter->mismatch().empty()) {
       parameter->host.copy_(parameter->face);
     } else {
-      lost +=
-          (lost.empty() ? "" : "; ") +
-          ("the forward gave '" + parameter->name +
-           "' data of another dtype or shape, which its host parameter cannot take; replace it outside the forward");
+      lost += (lost.empty() ? "" : "; ") +
+              ("the forward gave '" + parameter->name +
+               "' data of another dtype or shape, which its host parameter cannot take; do so outside the forward");
     }
     parameter->attach();
   }

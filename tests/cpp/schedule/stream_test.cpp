@@ -145,9 +145,7 @@ TEST(Stream, RefusesASizeItCannotDoAndGoesOn) {
   const Schedule wrapped = made("2bw", 4, 2, 3);
   Stream stream(wrapped, 1);
   const auto refused = message_of<InvalidSchedule>([&] { stream.next_batch(4); });
-  EXPECT_EQ(refused,
-            "2bw with 2 stage(s) a rank: a batch of 4 microbatches; all have to have 3, as the schedule was "
-            "made for");
+  EXPECT_EQ(refused, "2bw with 2 stage(s) a rank: a batch of 4 microbatches; give 3, which the schedule was made for");
   EXPECT_EQ(stream.next_batch(3), Stream(wrapped, 1).next_batch(3));
 
   Stream written(parse(text(made("gpipe", 2, 2, 3))), 0);
