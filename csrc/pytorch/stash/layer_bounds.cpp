@@ -67,8 +67,7 @@ std::pair<LayerBounds::LayerPtr, std::optional<double>> LayerBounds::enter(const
   {
     const std::lock_guard lock(mutex_);
     const auto found = by_weight_.find(use.weight.unsafeGetTensorImpl());
-    if (found != by_weight_.end() &&
-        !found->second->weight.expired()) {  // the address may belong to another weight by now
+    if (found != by_weight_.end() && !found->second->weight.expired()) {  // another weight may have the address now
       layer = found->second;
     } else {
       std::erase_if(layers_, [](const LayerPtr& other) { return other->weight.expired(); });

@@ -194,13 +194,13 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   const SavedBytes saved_;
   IntervalState state_;
   Wishes wishes_;  // fixed once it is encoded: later savers have to accept them, or make an interval of their own
-  // The plan is made when the interval is saved, and does not change. Readers may come in any state.
+  // The plan is made when the interval is saved, or when a later tensor lets it leave. Readers may come in any state.
   DeparturePlan plan_;
   Readers readers_;
   Form form_;
   Elsewhere elsewhere_;
   std::optional<Making> making_;  // set in kMaking only
-  TicketPtr leaving_;             // set once the transfer is submitted, in kLeaving
+  TicketPtr leaving_;             // set from kLeaving on, once the transfer is submitted
   TicketPtr arriving_;            // no compute waits for it yet; its memory may outlive being held
 };
 
