@@ -1,8 +1,7 @@
-// What the pager needs of the owner of a block's pages and its backing.
+// The pager's interface to the owner of a block's pages and of their backing.
 //
-// The backing is an arena span today; a file span with reads of its own fits the same calls. `publish` and
-// `withdraw` run under the pager's lock: they set pointers and nothing else. The jobs they make own what
-// they need.
+// The backing is host memory or the disk, which only the client knows. `publish` and `withdraw` run under the pager's
+// lock: they set pointers and nothing else. The jobs that `fill` and `write_back` return own everything they need.
 #pragma once
 
 #include "csrc/transfer/lane.h"
@@ -15,7 +14,7 @@ class BlockClient {
 
   /// The copy that fills `slot` from the backing.
   virtual Job fill(void* slot) = 0;
-  /// The copy that writes `slot` back; asked for only after mark_dirty().
+  /// The copy that writes `slot` back. Called only after mark_dirty().
   virtual Job write_back(void* slot) = 0;
   /// The pages are readable at `slot` from now on.
   virtual void publish(void* slot) noexcept = 0;

@@ -50,7 +50,7 @@ std::int32_t Pager::add_block(BlockKey key, std::string name, Bytes bytes, std::
 
 Pager::Block& Pager::at(std::int32_t block) const {
   HYDRA_EXPECT(block >= 0 && static_cast<std::size_t>(block) < blocks_.size(), StateError,
-               "block " + std::to_string(block) + " asked for, " + std::to_string(blocks_.size()) + " known");
+               "block " + std::to_string(block) + " was asked for; there are " + std::to_string(blocks_.size()));
   return *blocks_[static_cast<std::size_t>(block)];
 }
 
@@ -72,7 +72,7 @@ void Pager::note_leaving(Bytes gradients) {
 
 void Pager::begin_pass(PassKind kind, int version) {
   home_.expect_here();
-  activation_peak();  // what happened between passes is not this pass's
+  activation_peak();  // discards the peak between the passes
   std::vector<std::int32_t> wanted;
   Bytes room = 0;
   {
@@ -92,7 +92,7 @@ void Pager::end_pass(bool completed) noexcept {
     const std::lock_guard lock(mutex_);
     trace_.end(peak, completed);
   } catch (const std::exception&) {
-    // The meter failed, or there is no host memory to remember the pass in: it is not planned by.
+    // The meter failed, or there was no host memory for the record: later passes do not plan by this one.
     const std::lock_guard lock(mutex_);
     trace_.end(0, /*completed=*/false);
   }
@@ -104,7 +104,7 @@ void Pager::end_pass(bool completed) noexcept {
       TicketPtr ticket;
       {
         const std::lock_guard lock(mutex_);
-        ticket = block->ticket;  // of present blocks too: compute may wait where the host does not
+        ticket = block->ticket;  // present blocks have one too, if compute waits on the device and not the host
       }
       if (ticket && !ticket->finished() && !range) {
         range.emplace(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForTransfers);
@@ -123,7 +123,8 @@ std::vector<std::int32_t> Pager::plan_locked(Bytes& room) {
     block->next_use = kNever;
     block->wanted = false;
   }
-  // What is settled stays, whatever the plan: it takes room at every moment, and none besides.
+  // Settled blocks keep their slots under any plan: their bytes are subtracted from every moment's room, and they count
+  // as empty in the choice.
   std::vector<Bytes> sizes = slot_bytes_;
   Bytes settled = 0;
   Bytes beside = 0;
@@ -269,7 +270,7 @@ void Pager::wait_present(Block& block, AcquireReason reason) {
       if (finished) {
         block.ticket = nullptr;
       } else {
-        break;  // this thread's compute waits on the device; another thread's has to wait for itself
+        break;  // this thread's compute waits on the device; the ticket stays for the compute of other threads
       }
     }
   }
@@ -300,13 +301,13 @@ void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
     return;
   }
   Block& block = *blocks_[static_cast<std::size_t>(index)];
-  // Recorded under the lock: another thread's use in between would pass for covered by this fence.
+  // Recorded under the lock: otherwise another thread's use in between would seem to be covered by this fence.
   const std::lock_guard lock(mutex_);
   try {
     if (block.slot != nullptr) {
       backend_.note_read(block.slot, block.bytes);
     }
-    // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
+    // Leaving a block records a fence. Single operations are covered by the next one, or by one recorded at eviction.
     FencePtr fence = reason == AcquireReason::kHook ? backend_.record() : backend_.record_use();
     if (fence) {
       forget_reached_locked(block);
@@ -319,7 +320,7 @@ void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
   unpin_locked(block);
 }
 
-// ---- what there is ----------------------------------------------------------------------------
+// ---- figures ----------------------------------------------------------------------------------
 
 BlockState Pager::state(std::int32_t block) const {
   const std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// What the pager knows of a block's bytes: where the truth is, and how it gets home.
+// The part of the pager that tracks a block's bytes: which copy is the truth, and how it comes home.
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -34,7 +34,7 @@ void Pager::settle(std::int32_t index, Bytes beside) {
   const std::lock_guard lock(mutex_);
   Block& block = at(index);
   HYDRA_EXPECT(block.state == BlockState::kPresent && block.pins > 0, StateError,
-               "block '" + block.name + "' is to settle without having been acquired");
+               "block '" + block.name + "' cannot settle: acquire it first");
   block.settled = true;
   block.beside = beside;
 }
@@ -44,7 +44,7 @@ bool Pager::unsettle(std::int32_t index, std::int64_t writes) noexcept {
   Block& block = *blocks_[static_cast<std::size_t>(index)];
   const bool written = block.dirty && block.writes != writes;
   if (written && block.pins == 0) {
-    return false;  // no window's end would bring it home
+    return false;  // no end of a window would bring the written bytes home
   }
   block.settled = false;
   block.dirty = written;
@@ -66,7 +66,7 @@ std::int32_t Pager::last_needed_settled() const {
 SlotContents Pager::contents_of(std::int32_t index) const {
   const std::lock_guard lock(mutex_);
   const Block& block = at(index);
-  // A write is noted before it is made, by the caller that has pinned the block.
+  // A caller pins the block and calls mark_dirty() before it writes: while there are pins, a write may be under way.
   return {block.slot, block.last_uses, block.pins > 0 ? -1 : block.writes};
 }
 
@@ -99,12 +99,12 @@ void Pager::write_back_dirty() {
       return;
     }
     for (const auto& block : blocks_) {
-      // A pinned one may be written at this moment; its turn comes when it is released.
+      // A pinned block may be written at this moment: it is written back after its release.
       if (block->dirty && block->pins == 0 && !block->settled && block->state == BlockState::kPresent) {
         Job job = block->client->write_back(block->slot);
         job.priority = Priority::kFault;
         job.label = {.block = block->index, .part = "written back"};
-        job.fences = block->last_uses;  // of other threads' compute, too
+        job.fences = block->last_uses;  // including other threads' compute
         job.fences.push_back(fence);
         statistics_.written_back_bytes += job.bytes();
         ++statistics_.write_backs;

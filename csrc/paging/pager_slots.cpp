@@ -1,4 +1,4 @@
-// How the pager gets slots, and how blocks lose them.
+// The part of the pager that reserves slots for blocks and takes them away.
 #include <algorithm>
 #include <utility>
 
@@ -8,8 +8,8 @@
 namespace hydra {
 
 Pager::Block* Pager::victim_locked(bool spare_wanted) const noexcept {
-  // What the plan does not want goes first, then worthless bytes, then what is needed last, then what was used
-  // longest ago.
+  // Blocks that the plan does not want are evicted first, then stale ones, then the one that is needed last, then the
+  // one that was used longest ago.
   const auto better = [](const Block& a, const Block& b) {
     if (a.wanted != b.wanted) {
       return b.wanted;
@@ -93,7 +93,7 @@ Pager::Slot Pager::take_slot_locked(Block& block) noexcept {
   Slot slot;
   slot.memory = std::exchange(block.slot, nullptr);
   slot.fences = std::exchange(block.last_uses, {});
-  block.written = nullptr;  // which is one of those
+  block.written = nullptr;  // it is among last_uses
   block.used_since_fence = false;
   block.ticket = nullptr;
   block.state = BlockState::kAbsent;
@@ -107,7 +107,7 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
     const bool within_room = ledger_.in_use(MemoryClass::kWeights) <= demand.room - demand.bytes;
     if (within_room && ledger_.in_use() <= ledger_.limit() - demand.bytes) {
       try {
-        // Fresh memory may have had another use before: the lane waits for all that is enqueued.
+        // Compute that is already enqueued may still use fresh memory: the lane waits for all of it.
         void* memory = slots_.allocate(demand.bytes);
         return Slot{memory, {backend_.record()}};
       } catch (const OutOfMemory&) {
@@ -141,8 +141,8 @@ Pager::Slot Pager::reserve(const Demand& demand, const Block& wanted) {
     if (refusal) {
       std::rethrow_exception(refusal);
     }
-    throw OutOfMemory("no slot for block '" + wanted.name + "': " + human_bytes(demand.bytes) + " asked, " +
-                      human_bytes(ledger_.in_use()) + " of " + human_bytes(ledger_.limit()) + " in use");
+    throw OutOfMemory("no slot for block '" + wanted.name + "': it needs " + human_bytes(demand.bytes) + ", and " +
+                      human_bytes(ledger_.in_use()) + " of " + human_bytes(ledger_.limit()) + " are in use");
   }
 }
 
@@ -191,7 +191,7 @@ void Pager::ensure_filling(Block& block, Priority priority, bool ahead, Bytes ro
 }
 
 void Pager::start_fill_locked(Block& block, Priority priority, bool ahead) {
-  // What it is if the lane refuses the job; last_uses stay, for the next one, until they are reached.
+  // The block is stale if the lane refuses the job. last_uses stay until they are reached, for the next fill.
   block.state = BlockState::kStale;
   changed_->notify_all();
   Job job = block.client->fill(block.slot);
@@ -214,8 +214,8 @@ void Pager::drop_failed_fill(Block& block, const TicketPtr& ticket) noexcept {
   if (block.state == BlockState::kPresent) {
     block.client->withdraw();
   }
-  // The slot stays: it is the first to go, with its ticket and fences as ever, or is filled again. A fence that could
-  // not be recorded has made this fill fail, and counts as reached.
+  // The block keeps its slot, ticket and fences. It is the first to be evicted, or is filled again. A fence that could
+  // not be recorded made this fill fail, and counts as reached.
   forget_reached_locked(block);
   block.state = BlockState::kStale;
   changed_->notify_all();
@@ -241,7 +241,7 @@ void Pager::trim(Bytes room) {
 }
 
 void Pager::unpin_locked(Block& block) noexcept {
-  if (block.pins > 0) {  // close() forgets them
+  if (block.pins > 0) {  // close() resets the count
     --block.pins;
   }
 }
@@ -292,7 +292,7 @@ void Pager::close() noexcept {
   }
   {
     const std::lock_guard lock(mutex_);
-    closed_ = true;  // no fill begins after the lanes have ended
+    closed_ = true;  // from now on no fill begins
     changed_->notify_all();
   }
   backend_.to_device().drain();
@@ -307,7 +307,7 @@ void Pager::close() noexcept {
         try {
           cover_uses_locked(*block);
         } catch (const std::exception&) {
-          // No host memory for a fence: what is on the device's home stream comes before the slot's next use anyway.
+          // No host memory for a fence: compute on the device's main stream precedes the slot's next use anyway.
         }
         slot = take_slot_locked(*block);
       }

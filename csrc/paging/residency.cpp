@@ -11,7 +11,7 @@ std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span
     return chosen;
   }
   const auto size_of = [&](std::int32_t block) { return slot_bytes[static_cast<std::size_t>(block)]; };
-  // What each moment holds already: at least the block that is used then.
+  // The bytes that the chosen blocks take at each moment: at least those of the block that is used then.
   std::vector<Bytes> held;
   held.reserve(future.size());
   for (const Use& use : future) {
@@ -37,7 +37,7 @@ std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span
       fits = held[moment] + slot_bytes[block] <= future[moment].room;
     }
     if (!fits) {
-      // A load out of turn would take the place of this one; keeping what is there would not.
+      // A load out of turn would take the room that this block needs; keeping a resident block would not.
       loads_stopped = true;
       continue;
     }

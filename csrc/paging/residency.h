@@ -1,8 +1,8 @@
-// Which blocks should be in slots now, given what will be used next: a pure function.
+// Chooses which blocks should have slots now, given the uses to come: a pure function.
 //
-// Nearest use first, under a limit that changes along the way (activations grow and shrink): a block is
-// worth a slot only if it fits at every moment until its next use. On a limit that does not change this
-// keeps and evicts as Belady's rule does, and prefetches in the order of use.
+// Blocks are considered by their nearest use, under a limit that changes along the way as activations grow and shrink.
+// A block gets a slot only if it fits at every moment until its next use. Under a constant limit this keeps and evicts
+// as Belady's rule does, and prefetches in the order of use.
 #pragma once
 
 #include <span>
@@ -12,17 +12,17 @@
 
 namespace hydra {
 
-/// One moment of the future: the block that is used, and the bytes that slots may hold while it is.
+/// One moment of the future: the block in use, and the bytes that all slots together may take meanwhile.
 struct Use {
   std::int32_t block = 0;
   Bytes room = 0;
-  /// Inside the window that is open now. Host weights may change before a later one, so that nothing is
-  /// loaded for it; what is there may be kept for it.
+  /// Whether the use lies in the window that is open now. Host weights may change before a later window, so nothing is
+  /// loaded for its uses; resident blocks may be kept for them.
   bool loadable = true;
 };
 
-/// `future[0]` is what is used now. `resident[b]` says that block b has valid bytes in a slot.
-/// Returns the blocks that should hold or get a slot, nearest use first, `future[0].block` always among them.
+/// `future[0]`: the use now. `resident[b]`: whether block b has valid bytes in a slot, or is being loaded.
+/// Returns the blocks that should have a slot, nearest use first, always including `future[0].block`.
 std::vector<std::int32_t> choose_resident(std::span<const Use> future, std::span<const Bytes> slot_bytes,
                                           const std::vector<bool>& resident);
 

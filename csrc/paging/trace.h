@@ -1,7 +1,7 @@
-// What a window runs, recorded once and expected again: the order of blocks, and the room activations took.
+// Records the order of a window's blocks, and the room that activations took, and expects the same of the next window.
 //
-// A trace is a hint. Every pass is recorded anew; when the order differs from the last pass of its kind, the
-// position is found again if the block comes later, else the rest of the pass is unknown. Not thread-safe.
+// A trace is a hint. Every pass is recorded anew. A pass may leave the order of the last one of its kind. If the block
+// comes later in that order, the trace continues there; otherwise the rest of the pass is unknown. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -15,22 +15,23 @@ namespace hydra {
 
 class Trace {
  public:
-  /// Of weights that have several versions, each with blocks of its own, every version's passes are recorded by
-  /// themselves.
+  /// Weights may have several versions, each with blocks of its own; the passes of each version are recorded
+  /// separately.
   void begin(PassKind kind, int version = 0);
-  /// The pass uses `block` from now on. `activation_peak` is what activations took since the last call.
+  /// The pass uses `block` from now on. `activation_peak`: the most that activations took since the last call.
   void arrive(std::int32_t block, Bytes activation_peak);
-  /// `completed` is false when the pass ended by an error: then nothing is learned from it.
+  /// `completed`: false if the pass ended with an error; then its record is dropped.
   void end(Bytes activation_peak, bool completed);
 
-  /// What comes, from the present use on, as far as every block has been met or two further passes have ended.
-  /// `limit` is the budget; each moment leaves the room that activations took at that point of the last pass,
-  /// and in backward passes `gradient_reserve` more.
-  /// Empty when the rest of the pass is unknown. Before the first arrival it starts with the first use.
+  /// The expected uses, from the present one on: the rest of this pass, and up to two further passes. A further pass is
+  /// added only while there are fewer than four uses for each of `blocks`. Before the first arrival the uses start with
+  /// the first. They are empty if the rest of the pass is unknown.
+  /// `limit`: the budget. The room of each use is the limit less the bytes that activations took at that point of the
+  /// last pass, and less `gradient_reserve` in backward passes.
   std::vector<Use> future(Bytes limit, Bytes gradient_reserve, std::size_t blocks) const;
 
-  /// What the last pass of a kind ran, of the first version: blocks, and the bytes activations took at most while each
-  /// was in use.
+  /// The blocks of the last pass of a kind, for the first version, each with the most bytes that activations took while
+  /// it was in use.
   std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
   /// Passes whose order differed from the one recorded before.
   std::int64_t order_changes() const noexcept { return order_changes_; }
@@ -42,7 +43,7 @@ class Trace {
   };
   using Entries = std::vector<Entry>;
 
-  using Pass = std::pair<PassKind, int>;  // its version
+  using Pass = std::pair<PassKind, int>;  // kind and version
 
   std::map<Pass, Entries> recorded_;
   std::map<Pass, Pass> successor_;
@@ -52,7 +53,7 @@ class Trace {
   Pass previous_{PassKind::kForward, 0};
   Entries current_;
   Bytes prologue_peak_ = 0;
-  std::size_t next_ = 0;  // index into the recorded pass of the entry expected next
+  std::size_t next_ = 0;  // index of the expected entry in the recorded pass
   bool following_ = false;
   std::int64_t order_changes_ = 0;
 };

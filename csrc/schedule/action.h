@@ -1,14 +1,14 @@
-// The words of a pipeline schedule.
+// The vocabulary of a pipeline schedule.
 //
 //   stage       consecutive blocks owned by a rank; stage s computes after stage s - 1
-//   microbatch  what runs through the pipeline at once; a batch has one or more, counted from 0 in it
-//   batch       what one step trains with: its gradients, summed over its microbatches, make one update of each stage
-//   body        the actions of one rank in one step, with batches counted from that of the step (0, -1, ...)
-//   version     W(0) is what training starts with, the update with batch t's gradients makes W(t + 1)
+//   microbatch  the samples that one action computes with; a batch has one or more, numbered from 0
+//   batch       the samples of one step: their gradients, summed over the microbatches, make one update of each stage
+//   body        the actions of one rank in one step; batches are counted from that of the step (0, -1, ...)
+//   version     a copy of a stage's weights; training starts with W(0), and the update with batch t makes W(t + 1)
 //   hop         the way from one stage to the next; each direction of each hop is a queue of its own
-//   in place    how a stage with one buffer is updated: the next version is written over the only one
+//   in place    the update of a stage with one buffer: the next version overwrites the only one
 //
-// Values. No thread, no clock: what is here only says what is to be done, in which order.
+// Plain values, without threads and clocks: they say only what is done and in which order.
 #pragma once
 
 #include <compare>
@@ -19,25 +19,25 @@
 
 namespace hydra::schedule {
 
-/// What is done. The letters are those of the text form.
+/// The kind of an action. The letters are those of the text form.
 enum class ActionKind : std::uint8_t {
-  kForward,            // F: keeps what backward needs: the microbatch is in flight
+  kForward,            // F: saves tensors for backward; the microbatch is in flight from now on
   kBackward,           // B: adds to the batch's gradients; the microbatch is no longer in flight
-  kReduce,             // R: the batch's gradients of the stage are complete; sums over ranks start now
-  kBeginUpdate,        // BU: from here on the update may be made, behind what follows, once what R started has ended
-  kFinishUpdate,       // U: waits for what R started, on every stage of that batch, makes what is left of the update,
-                       // and publishes the next version
+  kReduce,             // R: the stage's gradients of the batch are complete; their sums over ranks start now
+  kBeginUpdate,        // BU: the update may run behind later actions, as soon as the sums that R started have ended
+  kFinishUpdate,       // U: waits for the batch's sums on every stage, completes the update and publishes the next
+                       // version
   kSendActivation,     // SF: to the next stage; returns at once
-  kReceiveActivation,  // RF: from the stage before; room is offered now, F waits until it is filled
-  kSendGradient,       // SB: to the stage before; returns at once
-  kReceiveGradient,    // RB: from the next stage; room is offered now, B waits until it is filled
+  kReceiveActivation,  // RF: from the previous stage; posts a buffer and returns at once, F waits until it is filled
+  kSendGradient,       // SB: to the previous stage; returns at once
+  kReceiveGradient,    // RB: from the next stage; posts a buffer and returns at once, B waits until it is filled
 };
 
 struct Action {
   ActionKind kind = ActionKind::kForward;
   int stage = 0;
   std::int64_t batch = 0;  // counted from the start of training; in a body from the batch of the step
-  int microbatch = 0;      // 0 for R, BU and U, which are of a whole batch
+  int microbatch = 0;      // 0 for R, BU and U, which concern a whole batch
 
   auto operator<=>(const Action&) const = default;
 };
@@ -62,10 +62,10 @@ std::string token(const Action& action);
 /// "F0.3 of batch 5".
 std::string in_words(const Action& action);
 
-/// Containers are indexed by size_t, stages and ranks are ints.
+/// A stage, rank, batch or position as an index into a container.
 constexpr std::size_t index(std::int64_t value) noexcept { return static_cast<std::size_t>(value); }
 
-// More than any schedule has; they keep products of the two, and the room that a text can ask for, within bounds.
+// No real schedule comes near these limits. They bound the product of the two, and the memory that a text can demand.
 inline constexpr int kMostStages = 4096;
 inline constexpr int kMostMicrobatches = 1 << 20;
 

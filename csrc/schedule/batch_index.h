@@ -1,4 +1,4 @@
-// Batches of any sizes, and places in flat arrays for what belongs to a stage and a microbatch.
+// The sizes of batches, and the index into a flat array for each stage and microbatch.
 #pragma once
 
 #include <utility>
@@ -10,7 +10,7 @@ namespace hydra::schedule {
 
 class BatchIndex {
  public:
-  /// Of `stages` stages; `sizes` are the microbatches of batches 0, 1, ...
+  /// `sizes`: the numbers of microbatches in batches 0, 1, ...
   BatchIndex(int stages, std::vector<int> sizes) : stages_(index(stages)), sizes_(std::move(sizes)) {
     for (const int size : sizes_) {
       firsts_.push_back(total_);

@@ -4,7 +4,7 @@ namespace hydra::schedule {
 
 namespace {
 
-/// `stage` if it is there, and on another rank than `other`.
+/// `stage` if it exists, and is on another rank than `other`; otherwise kNoStage.
 int elsewhere(const Schedule& schedule, int stage, int other) {
   const bool there = stage >= 0 && stage < schedule.stages();
   return there && schedule.rank_of(stage) != schedule.rank_of(other) ? stage : kNoStage;
@@ -36,7 +36,7 @@ Actions add_communication(const Schedule& schedule, const Actions& actions) {
       added.push_back(of_kind(compute, forward ? ActionKind::kReceiveActivation : ActionKind::kReceiveGradient));
     }
   };
-  std::size_t next = 0;  // of the forwards and backwards, the first whose receive is not there yet
+  std::size_t next = 0;  // where the first forward or backward without its receive may be
   const auto receive_next = [&] {
     while (next < actions.size() && !is_compute(actions[next].kind)) {
       ++next;

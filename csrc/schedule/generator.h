@@ -1,13 +1,13 @@
-// The actions of one rank by a recipe, batch after batch, whatever their sizes: computes, reductions and ends of
-// updates; no begins of updates (update_placer.h) and no communication yet.
+// Generates the actions of one rank by a recipe, batch after batch, for batches of any size: computes, reductions and
+// ends of updates. It makes no begins of updates (update_placer.h) and no communication (communication.h).
 //
-//   1. Before the first forward of batch t on a stage that uses W(t - 1), what W(t - 1) is made of is finished there:
-//      the backwards of batch t - 2, their reduction, the update. As late as possible, so that the sums over ranks have
-//      a whole batch's time.
-//   2. A forward is admitted; then backwards run, oldest first, while more than the recipe's limit are in flight.
+//   1. The first forward of batch t on a stage that uses W(t - 1) comes after everything that makes W(t - 1): the
+//      backwards of batch t - 2, their reduction and the update. These come as late as possible, so that the sums over
+//      ranks have the time of a whole batch.
+//   2. After each forward, backwards run, oldest first, while more than the recipe's limit are in flight.
 //   3. A recipe that flushes runs all backwards at the end of the batch, then its updates.
 //
-// Forwards and backwards are in the same order on all ranks and the limit falls from rank to rank, so no sequence of
+// Forwards and backwards have the same order on all ranks, and the limit falls from rank to rank; so no sequence of
 // batch sizes deadlocks. Owned by one thread.
 #pragma once
 
@@ -20,13 +20,13 @@ namespace hydra::schedule {
 
 class Generator {
  public:
-  /// `first_batch`: the number of the next one, as after a drain behind those before it.
+  /// `first_batch`: the number of the next batch. The pipeline is empty, as after a drain of the batches before it.
   Generator(const Recipe& recipe, int rank, std::int64_t first_batch = 0);
 
-  /// What the rank does in the step of the next batch. Throws InvalidSchedule for a size that cannot be, having changed
-  /// nothing.
+  /// The rank's actions in the step of the next batch. Throws InvalidSchedule for a size that the recipe does not take;
+  /// then nothing has changed.
   Actions next_batch(int microbatches);
-  /// All that is left of the batches so far. The next one begins as the first did, with its own number.
+  /// The remaining actions of all batches so far. The next batch fills an empty pipeline, like the first.
   Actions drain();
 
   std::int64_t batches() const noexcept { return batches_; }
@@ -35,14 +35,14 @@ class Generator {
   struct Pending {
     Turn turn;
     std::int64_t batch = 0;
-    bool taken = false;  // false for a microbatch that is not there
+    bool taken = false;  // false for a microbatch that the batch does not have
   };
   struct Open {
     std::int64_t batch = 0;
-    std::vector<int> left;  // of each of the rank's stages: backwards yet to run
+    std::vector<int> left;  // by the rank's stages: backwards yet to run
   };
 
-  /// `there` is false in a drain, which goes on as if batches came, and takes none of their turns.
+  /// `there` is false in a drain, which continues as if batches came but takes none of their turns.
   void admit(std::int64_t batch, int microbatches, bool there);
   void run_backward();
   void finish(int stage, std::int64_t batch);
@@ -54,10 +54,10 @@ class Generator {
   Recipe recipe_;
   int rank_;
   std::int64_t batches_;
-  int microbatches_ = 0;                   // of the last batch
-  std::deque<Pending> pending_;            // backwards in their order, those of the batch being admitted too
-  std::deque<Open> open_;                  // batches, oldest first, until they are updated on all stages
-  std::vector<std::int64_t> next_update_;  // of each of the rank's stages
+  int microbatches_ = 0;                   // in the last batch
+  std::deque<Pending> pending_;            // backwards in their order, including those of the batch being admitted
+  std::deque<Open> open_;                  // batches, oldest first, until they are updated on all of the rank's stages
+  std::vector<std::int64_t> next_update_;  // by the rank's stages: the batch of the next update
   int in_flight_ = 0;
   Actions actions_;
 };

@@ -13,7 +13,7 @@ constexpr unsigned bit(ActionKind kind) { return 1U << static_cast<unsigned>(kin
 
 std::string version(std::int64_t number) { return "W(" + std::to_string(number) + ")"; }
 
-/// What a send or receive goes with.
+/// The forward or backward whose value a send or receive carries.
 Action compute_of(Action communication) {
   const bool forward =
       communication.kind == ActionKind::kSendActivation || communication.kind == ActionKind::kReceiveActivation;
@@ -88,7 +88,7 @@ bool RankCheck::taken(ActionKind kind, const Action& action) const {
 }
 
 void RankCheck::take_once(const Action& action) {
-  expect(!taken(action.kind, action), action, "it is there a second time; leave one");
+  expect(!taken(action.kind, action), action, "it occurs twice; remove one");
   auto& bits = taken_[batches_.microbatch_place(action.stage, action.batch, action.microbatch)];
   bits = static_cast<std::uint16_t>(bits | bit(action.kind));
 }
@@ -96,7 +96,7 @@ void RankCheck::take_once(const Action& action) {
 void RankCheck::take_forward(const Action& action) {
   take_once(action);
   expect(received_from(schedule_, action) == kNoStage || taken(ActionKind::kReceiveActivation, action), action,
-         "what it needs was not received: put its RF before it");
+         "its input was not received: put its RF before it");
   check_version(action);
   Stage& stage = stages_[index(action.stage)];
   change(stage, &Peaks::in_flight, 1);
@@ -107,12 +107,12 @@ void RankCheck::take_backward(const Action& action) {
   take_once(action);
   expect(taken(ActionKind::kForward, action), action, "its forward has not run: put F before it");
   expect(received_from(schedule_, action) == kNoStage || taken(ActionKind::kReceiveGradient, action), action,
-         "what it needs was not received: put its RB before it");
+         "its gradient was not received: put its RB before it");
   check_version(action);
   Stage& stage = stages_[index(action.stage)];
-  // Two batches may use one version, and then add to the same gradients.
+  // Two batches may use the same version, and then add to the same gradients.
   expect(action.batch == 0 || stage.reduced[index(action.batch - 1)], action,
-         "the gradients of the batch before are still being summed: put R of that batch before it");
+         "the gradients of the previous batch are still being summed: put R of that batch before it");
   if (stage.backwards[index(action.batch)]++ == 0) {
     change(stage, &Peaks::gradients, 1);
   }
@@ -126,7 +126,7 @@ void RankCheck::take_backward(const Action& action) {
 
 void RankCheck::take_reduce(const Action& action) {
   Stage& stage = stages_[index(action.stage)];
-  expect(!stage.reduced[index(action.batch)], action, "it is there a second time; leave one");
+  expect(!stage.reduced[index(action.batch)], action, "it occurs twice; remove one");
   const int missing = batches_.size(action.batch) - stage.backwards[index(action.batch)];
   if (missing > 0) {
     fail(action, "the gradients are not complete: " + std::to_string(missing) +
@@ -138,10 +138,10 @@ void RankCheck::take_reduce(const Action& action) {
 void RankCheck::take_begin(const Action& action) {
   Stage& stage = stages_[index(action.stage)];
   if (action.batch > stage.updates) {
-    fail(action, "it needs " + version(action.batch) + ", and the newest there is " + version(stage.updates) +
+    fail(action, "it needs " + version(action.batch) + ", but the newest version is " + version(stage.updates) +
                      ": put U of batch " + std::to_string(action.batch - 1) + " before it");
   }
-  expect(action.batch == stage.updates && !stage.updating, action, "it is there a second time; leave one");
+  expect(action.batch == stage.updates && !stage.updating, action, "it occurs twice; remove one");
   for (const int number : schedule_.stages_of(rank_)) {
     if (!stages_[index(number)].reduced[index(action.batch)]) {
       fail(action, "the gradients of stage " + std::to_string(number) +
@@ -161,8 +161,8 @@ void RankCheck::take_begin(const Action& action) {
 void RankCheck::take_update(const Action& action) {
   Stage& stage = stages_[index(action.stage)];
   if (action.batch != stage.updates) {
-    fail(action, "updates are made in the order of batches, each once, and that of batch " +
-                     std::to_string(stage.updates) + " is the next");
+    fail(action, "updates are made in the order of batches, one for each; the next is that of batch " +
+                     std::to_string(stage.updates));
   }
   expect(stage.reduced[index(action.batch)], action, "its gradients were not reduced: put R of that batch before it");
   expect(stage.updating, action, "it was not begun: put BU of that batch before it, or leave out all BU");
@@ -181,7 +181,7 @@ void RankCheck::take_communication(const Action& action) {
   if (is_send(action.kind)) {
     expect(sent_to(schedule_, compute) != kNoStage, action,
            "there is no stage on another rank to send to; leave it out");
-    expect(taken(compute.kind, compute), action, "it sends what is not computed yet: put it after its F or B");
+    expect(taken(compute.kind, compute), action, "its value is not computed yet: put it after its F or B");
   } else {
     expect(received_from(schedule_, compute) != kNoStage, action,
            "there is no stage on another rank to receive from; leave it out");
@@ -193,7 +193,7 @@ void RankCheck::check_version(const Action& action) const {
   const Stage& stage = stages_[index(action.stage)];
   const std::int64_t used = schedule_.version_of(action.stage, action.batch);
   if (used > stage.updates) {
-    fail(action, "it uses " + version(used) + " (versions=" + name(schedule_.rule()) + "), and the newest there is " +
+    fail(action, "it uses " + version(used) + " (versions=" + name(schedule_.rule()) + "), but the newest version is " +
                      version(stage.updates) + ": put U of batch " + std::to_string(used - 1) + " before it");
   }
 }

@@ -1,11 +1,13 @@
-// What can be said of one rank's actions alone: each once, in an order that makes sense, with versions that are there.
+// Checks the actions of one rank by themselves: each occurs once, their order is valid, and the versions they use
+// exist.
 //
-// That a version is there when a forward runs is looked up. That it is not written over before its last backward
-// follows: updates come in the order of batches, each is begun after all backwards of its batch, and the update that
-// writes over a version is that of the last batch that uses it (version_rule.h: a stage holds one version more than its
-// rule's delay). Likewise gradients are summed batch by batch: a batch is reduced before the next one's first backward.
+// The check tests whether a version exists when a forward runs. It need not test whether a version is overwritten
+// before its last backward: updates come in the order of batches, each begins after all backwards of its batch, and the
+// update that overwrites a version is that of the last batch that uses it. (A stage holds one version more than the
+// delay of its rule: version_rule.h.) Gradients are summed batch by batch too: a batch is reduced before the first
+// backward of the next.
 //
-// Where updates may begin is looked up: the three conditions of update_placer.h.
+// Updates may begin only under the three conditions of update_placer.h, which are checked.
 #pragma once
 
 #include <vector>
@@ -25,7 +27,7 @@ class RankCheck {
   /// Throws InvalidSchedule unless everything was taken.
   void end() const;
 
-  /// Of a stage that lives on the rank.
+  /// The peaks of one stage, which has to be on this rank.
   const Peaks& peaks_of(int stage) const { return stages_[index(stage)].peaks; }
   const Peaks& peaks() const noexcept { return peaks_; }
 
@@ -33,11 +35,11 @@ class RankCheck {
   struct Stage {
     Peaks now;
     Peaks peaks;
-    std::int64_t updates = 0;    // so the newest version is W(updates)
-    bool updating = false;       // the next one has begun
-    std::vector<int> uses_left;  // of each version: backwards yet to run with it
-    std::vector<int> backwards;  // of each batch
-    std::vector<bool> reduced;   // likewise
+    std::int64_t updates = 0;    // made so far: the newest version is W(updates)
+    bool updating = false;       // the next update has begun
+    std::vector<int> uses_left;  // by version: backwards yet to run with it
+    std::vector<int> backwards;  // by batch: those taken
+    std::vector<bool> reduced;   // by batch
   };
 
   [[noreturn]] void fail(const Action& action, const std::string& problem) const;
@@ -58,11 +60,11 @@ class RankCheck {
   const BatchIndex& batches_;
   const int rank_;
   const Limits limits_;
-  std::vector<std::uint16_t> taken_;  // of each microbatch on each stage: a bit for each kind
-  std::vector<Stage> stages_;         // all of the schedule's; only the rank's own are used
+  std::vector<std::uint16_t> taken_;  // by stage and microbatch: one bit for each kind of action
+  std::vector<Stage> stages_;         // all stages of the schedule; only those on the rank are used
   Peaks now_;
   Peaks peaks_;
-  int in_place_ = kNoStage;  // the stage whose update has to end with the next action
+  int in_place_ = kNoStage;  // the stage whose U has to be the next action
   std::int64_t position_ = -1;
 };
 

@@ -29,10 +29,10 @@ RecipeKind kind_named(std::string_view name) {
     names += (names.empty() ? "'" : ", '") + std::string(known) + "'";
   }
   throw InvalidSchedule("there is no schedule '" + std::string(name) + "'; the built-in ones are " + names +
-                        ", any other is given as its text");
+                        "; give any other as its text");
 }
 
-/// Rank `rank`'s stages one after the other, each for a group of microbatches before the next stage.
+/// The rank's stages one after another; each takes a whole group of microbatches before the next stage begins.
 RankOrder grouped(const Recipe& recipe, int rank, int microbatches, int group) {
   RankOrder order;
   const int chunks = recipe.stages_per_rank();
@@ -112,8 +112,8 @@ void Recipe::check_batch(int batch_microbatches) const {
   const bool fixed = kind == RecipeKind::kPipedream || (kind == RecipeKind::kTwoBufferedWeights && stages > ranks);
   HYDRA_EXPECT(!fixed || batch_microbatches == microbatches, InvalidSchedule,
                std::string(name()) + " with " + std::to_string(stages_per_rank()) + " stage(s) a rank: a batch of " +
-                   std::to_string(batch_microbatches) + " microbatches; all have to have " +
-                   std::to_string(microbatches) + ", as the schedule was made for");
+                   std::to_string(batch_microbatches) + " microbatches; give " + std::to_string(microbatches) +
+                   ", which the schedule was made for");
 }
 
 int Recipe::sent_on(int rank) const noexcept { return (ranks - 1 - rank) * (1 + ahead); }
@@ -121,8 +121,8 @@ int Recipe::sent_on(int rank) const noexcept { return (ranks - 1 - rank) * (1 + 
 RankOrder Recipe::order(int rank, int batch_microbatches) const {
   const int chunks = stages_per_rank();
   if (kind == RecipeKind::kInterleaved) {
-    // What is missing from the last group is left out of the order of a full one. Leaving out all turns of a microbatch
-    // takes waits away and adds none.
+    // A last group that is not full follows the order of a full one without the missing microbatches. Leaving out all
+    // turns of a microbatch removes waits and adds none.
     RankOrder order = grouped(*this, rank, batch_microbatches, ranks);
     order.in_flight = (chunks - 1) * ranks + 2 * sent_on(rank);
     return order;

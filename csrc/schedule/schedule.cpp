@@ -34,8 +34,8 @@ std::optional<std::string> problem_of(const Action& action, int stages, int micr
     return "microbatch " + std::to_string(action.microbatch) + "; there are 0 to " + std::to_string(count - 1);
   }
   if (action.batch > 0 || action.batch < -kMostStages) {
-    return "batch " + std::to_string(action.batch) + " counted from that of the step; it can be 0 or one of the " +
-           std::to_string(kMostStages) + " before";
+    return "batch " + std::to_string(action.batch) + ", counted from that of the step; give 0 to -" +
+           std::to_string(kMostStages);
   }
   return std::nullopt;
 }
@@ -57,7 +57,7 @@ Schedule::Schedule(int stages, int microbatches, VersionRule rule, std::vector<A
   const auto missing = std::ranges::find(ranks_, kNowhere);
   HYDRA_EXPECT(missing == ranks_.end(), InvalidSchedule,
                "stage " + std::to_string(missing - ranks_.begin()) + " of " + std::to_string(stages) +
-                   " is on no rank; give its actions to one");
+                   " is on no rank; give its actions to one rank");
 }
 
 void Schedule::place(int rank, const Action& action) {
@@ -107,8 +107,8 @@ int Schedule::buffers(int stage) const {
 
 Schedule Schedule::make(const Recipe& recipe) {
   std::vector<Actions> bodies(index(recipe.ranks));
-  // By then nothing is of a batch before the first. What a stage owes to the batches before is at most a microbatch a
-  // stage (pipedream), or two batches.
+  // From this step on no batch lies before the first. The actions that a stage still owes to earlier batches are at
+  // most those of a microbatch a stage (pipedream), or of two batches.
   const std::int64_t steady = std::max(recipe.stages, 2);
   for (int rank = 0; rank < recipe.ranks; ++rank) {
     Generator generator(recipe, rank);

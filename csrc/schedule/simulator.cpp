@@ -109,11 +109,11 @@ class Clock {
   const std::vector<Actions>& ranks_;
   WaitGraph graph_;
   std::vector<TimedAction> times_;
-  std::vector<double> now_;             // of each rank
-  std::vector<double> reducing_until_;  // of each rank
-  std::vector<double> values_until_;    // of each hop: when it is free again
+  std::vector<double> now_;             // by rank
+  std::vector<double> reducing_until_;  // by rank
+  std::vector<double> values_until_;    // by hop: when it is free again
   std::vector<double> gradients_until_;
-  std::vector<std::vector<double>> reduced_;  // of each stage and batch
+  std::vector<std::vector<double>> reduced_;  // by stage and batch
 };
 
 std::vector<TimedAction> run(const Schedule& schedule, const Costs& costs, int batches) {
@@ -134,7 +134,7 @@ Timeline simulate(const Schedule& schedule, const Costs& costs, int batches) {
   timeline.actions = run(schedule, costs, batches);
   timeline.makespan = timeline.period = last_end(timeline.actions);
   if (batches > 1) {
-    // What filling and draining take is the same in both.
+    // Filling and draining take the same time in both runs, so their difference is that of full steps.
     const int half = batches / 2;
     timeline.period = (timeline.makespan - last_end(run(schedule, costs, half))) / (batches - half);
   }

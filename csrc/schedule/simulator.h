@@ -1,12 +1,12 @@
-// When a schedule's actions run, given what each costs. Seconds, from the start of the first.
+// Computes when a schedule's actions run, given the cost of each. Times are in seconds since the first action started.
 //
-// A rank computes one action after the other, in its order. A send's value takes the hop when those before it have left
-// it, occupies it for `transfer`, and arrives `latency` later. Reductions of a rank run one after the other beside its
-// computes; an update waits for its own, or for those of all stages where there is a norm over the whole model. Without
-// overlap sends and reductions hold up their rank until they are done.
+// A rank computes one action after another, in its order. A sent value enters the hop once the values before it have
+// left, occupies the hop for `transfer`, and arrives `latency` later. The reductions of a rank run one after another,
+// beside its computes. An update waits for its own reduction, or for those of all stages if there is a norm over the
+// whole model. Without overlap, sends and reductions block their rank until they are done.
 //
-// An update takes its time at U, as with an optimizer that cannot step behind other actions; BU takes none. The cost of
-// an update that is made behind them is 0.
+// An update takes its time at U, as with an optimizer that cannot step behind other actions; BU takes none. For an
+// optimizer that can, give the updates a cost of 0.
 #pragma once
 
 #include <vector>
@@ -16,12 +16,12 @@
 namespace hydra::schedule {
 
 struct Costs {
-  // Of each stage; for forward and backward, of one microbatch.
+  // Per stage; forward and backward for one microbatch.
   std::vector<double> forward;
   std::vector<double> backward;
   std::vector<double> update;
   std::vector<double> reduce;
-  // Of the hop from each stage but the last to the next, either way.
+  // Per hop from a stage to the next, in either direction.
   std::vector<double> transfer;
   std::vector<double> latency;
   bool overlap = true;
@@ -31,7 +31,7 @@ struct Costs {
 struct TimedAction {
   Action action;
   int rank = 0;
-  // Of a send: from when it has the hop until its value has arrived. A receive and BU take no time.
+  // A send lasts from when its value enters the hop until the value has arrived. A receive and BU take no time.
   double start = 0;
   double end = 0;
 };
@@ -39,13 +39,13 @@ struct TimedAction {
 struct Timeline {
   std::vector<TimedAction> actions;  // rank by rank, each in its order
   double makespan = 0;
-  double period = 0;            // that a batch adds to the makespan, over the later half of them
-  std::vector<double> busy;     // of each rank: in forwards, backwards and updates
-  std::vector<double> bubbles;  // of each rank: the part of a period that a batch's work leaves over
+  double period = 0;            // the time that a batch adds to the makespan, averaged over the later half
+  std::vector<double> busy;     // by rank: seconds in forwards, backwards and updates
+  std::vector<double> bubbles;  // by rank: the share of a period that a batch's work leaves idle
 };
 
-/// `batches` steps and a drain. Throws InvalidSchedule for costs that are not one per stage or hop, negative or not
-/// finite, and for actions that block each other; for the rest the schedule is taken as verified.
+/// Simulates `batches` steps and a drain. Throws InvalidSchedule unless costs are finite, not negative and one per
+/// stage or hop, and for actions that block each other. In all other respects the schedule is assumed to be verified.
 Timeline simulate(const Schedule& schedule, const Costs& costs, int batches);
 
 }  // namespace hydra::schedule

@@ -10,7 +10,7 @@ namespace hydra::schedule {
 
 namespace {
 
-/// With what the schedule leaves out.
+/// Adds the begins of updates and the communication that the schedule leaves out.
 Actions completed(const Schedule& schedule, UpdatePlacer& placer, Actions actions) {
   if (!schedule.begins_updates()) {
     actions = placer.place(actions);
@@ -41,7 +41,7 @@ void BodyReader::read(std::int64_t step, std::int64_t end, Actions& actions) con
 Actions BodyReader::next_batch(int microbatches) {
   HYDRA_EXPECT(microbatches == microbatches_, InvalidSchedule,
                "a batch of " + std::to_string(microbatches) + " microbatches for a schedule that is written for " +
-                   std::to_string(microbatches_) + "; every batch has to have as many");
+                   std::to_string(microbatches_) + "; give every batch that many");
   Actions actions;
   read(batches_, batches_ + 1, actions);
   ++batches_;
@@ -103,7 +103,7 @@ std::vector<Actions> unroll(const Schedule& schedule, int batches) {
 }
 
 Schedule written_out(const Schedule& schedule) {
-  // By then nothing is of a batch before the first, nor begins at another place because it is of the first.
+  // From this step on no batch lies before the first, and no update begins elsewhere because its batch is the first.
   const int steady = schedule.steps_behind() + 1;
   std::vector<Actions> bodies(index(schedule.ranks()));
   for (int rank = 0; rank < schedule.ranks(); ++rank) {

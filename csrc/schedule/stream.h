@@ -1,5 +1,5 @@
-// What one rank does, step after step, with batches counted from the start of training: computes, reductions, updates,
-// sends and receives. Begins of updates, and communication, are added where the schedule has none. Owned by one thread.
+// The actions of one rank, step after step: computes, reductions, updates, sends and receives. Batches are counted from
+// the start of training. Begins of updates, and communication, are added if the schedule has none. Owned by one thread.
 #pragma once
 
 #include <optional>
@@ -10,14 +10,14 @@
 
 namespace hydra::schedule {
 
-/// The bodies one after the other, without what is of no batch.
+/// Repeats a rank's body step by step, without the actions of batches that do not exist.
 class BodyReader {
  public:
-  /// `first_batch`: the number of the next one, as after a drain behind those before it. Throws InvalidSchedule for a
-  /// rank that is not there.
+  /// `first_batch`: the number of the next batch. The pipeline is empty, as after a drain of the batches before it.
+  /// Throws InvalidSchedule for an unknown rank.
   BodyReader(const Schedule& schedule, int rank, std::int64_t first_batch);
 
-  /// Throws InvalidSchedule unless the bodies are for that many microbatches.
+  /// Throws InvalidSchedule unless the bodies are written for that many microbatches.
   Actions next_batch(int microbatches);
   Actions drain();
   std::int64_t batches() const noexcept { return batches_; }
@@ -28,41 +28,42 @@ class BodyReader {
   Actions body_;
   int microbatches_;
   int steps_behind_;
-  std::int64_t first_;  // after the last drain
+  std::int64_t first_;  // the first batch since the last drain
   std::int64_t batches_;
 };
 
 class Stream {
  public:
-  /// `first_batch`: where a training goes on that has made all updates of the batches before it. Throws
-  /// InvalidSchedule for a rank that is not there, and for a negative number.
+  /// `first_batch`: where training continues; all updates of earlier batches have been made. Throws InvalidSchedule for
+  /// an unknown rank, and for a negative number.
   Stream(const Schedule& schedule, int rank, std::int64_t first_batch = 0);
 
-  /// The step of the next batch. Built-in schedules that flush, and 2bw with one stage a rank, take batches of any
-  /// size; any other throws InvalidSchedule, having changed nothing, unless it is the size it was made for.
+  /// The actions in the step of the next batch. Built-in schedules that flush, and 2bw with one stage a rank, take
+  /// batches of any size. All others throw InvalidSchedule, and change nothing, unless the size is the one that they
+  /// were made for.
   Actions next_batch(int microbatches);
-  /// What is left of the batches so far, updates included; nothing where the schedule flushes. The next batch fills
-  /// the pipeline anew, and uses the version that it would use without the drain.
+  /// The remaining actions of the batches so far, updates included; none if the schedule flushes. The next batch fills
+  /// an empty pipeline, and uses the version that it would use without the drain.
   Actions drain();
-  /// The losses of a batch that is not trained with: forwards alone, stage after stage, and what they send and receive.
-  /// Its number is the caller's, below 0: no version belongs to it, so that they use the newest. The stream is as
-  /// before.
+  /// The actions that compute the losses of a batch without training: forwards, stage after stage, with their sends and
+  /// receives. The caller chooses the batch's number, below 0. No version belongs to such a batch, so its forwards use
+  /// the newest. The stream does not change.
   Actions evaluation(std::int64_t batch, int microbatches) const;
-  /// So far: the number of the next one.
+  /// The number of batches so far, which is the number of the next one.
   std::int64_t batches() const noexcept;
 
  private:
   Schedule schedule_;
   int rank_;
-  std::optional<Generator> generator_;  // of a built-in schedule
-  BodyReader reader_;                   // of any other
+  std::optional<Generator> generator_;  // for a built-in schedule
+  BodyReader reader_;                   // for any other
   UpdatePlacer placer_;
 };
 
-/// What the ranks do in `batches` steps and a drain, from the bodies alone.
+/// The actions of all ranks in `batches` steps and a drain, made from the bodies alone.
 std::vector<Actions> unroll(const Schedule& schedule, int batches);
 
-/// With all that is added to the bodies written in them.
+/// The schedule with begins of updates and communication written into its bodies.
 Schedule written_out(const Schedule& schedule);
 
 }  // namespace hydra::schedule

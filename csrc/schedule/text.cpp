@@ -18,7 +18,7 @@ constexpr std::string_view kBlanks = " \t\r";
 constexpr std::string_view kExample = "hydra-schedule 1 stages=4 ranks=4 microbatches=8 versions=delay-1";
 constexpr std::array kLetters = {ActionKind::kSendActivation, ActionKind::kReceiveActivation,
                                  ActionKind::kSendGradient,   ActionKind::kReceiveGradient,
-                                 ActionKind::kBeginUpdate,  // before R and B, which are their first letters
+                                 ActionKind::kBeginUpdate,  // before B, with which BU begins
                                  ActionKind::kForward,        ActionKind::kBackward,
                                  ActionKind::kReduce,         ActionKind::kFinishUpdate};
 
@@ -39,7 +39,7 @@ std::vector<std::string_view> words_of(std::string_view line) {
   return words;
 }
 
-/// Takes `prefix` from the front of `text`.
+/// Removes `prefix` from the front of `text`; false if it is not there.
 bool take(std::string_view& text, std::string_view prefix) {
   if (!text.starts_with(prefix)) {
     return false;
@@ -48,7 +48,7 @@ bool take(std::string_view& text, std::string_view prefix) {
   return true;
 }
 
-/// Takes a number without a sign; anything longer than an int is none.
+/// Removes a number without a sign from the front; nullopt if there is none, or it does not fit an int.
 std::optional<int> take_number(std::string_view& text) {
   int number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
@@ -96,7 +96,7 @@ class Parser {
         stages_ == 0 ? read_header(line, words) : read_rank(line, words);
       }
     }
-    HYDRA_EXPECT(stages_ > 0, InvalidSchedule, "there is no line in it; the first one is such as " + quoted(kExample));
+    HYDRA_EXPECT(stages_ > 0, InvalidSchedule, "the text is empty; begin it with a line such as " + quoted(kExample));
     const auto missing = std::ranges::find(lines_, 0);
     HYDRA_EXPECT(missing == lines_.end(), InvalidSchedule,
                  "there is no line for rank " + std::to_string(missing - lines_.begin()) + "; each of the " +
@@ -112,7 +112,7 @@ class Parser {
       fail(line, words[0], "a schedule begins with a line such as " + quoted(kExample));
     }
     if (words.size() < 2 || words[1] != kFormat) {
-      fail(line, words.size() < 2 ? "" : words[1], "format 1 is the one that can be read here");
+      fail(line, words.size() < 2 ? "" : words[1], "only format 1 is supported");
     }
     int ranks = 0;
     bool ruled = false;
@@ -198,8 +198,8 @@ class Parser {
   int microbatches_ = 0;
   VersionRule rule_ = VersionRule::kFlush;
   std::vector<Actions> bodies_;
-  std::vector<int> lines_;  // of each rank; 0 where it has none yet
-  std::vector<int> homes_;  // of each stage: the rank that names it
+  std::vector<int> lines_;  // by rank: the number of its line; 0 while it has none
+  std::vector<int> homes_;  // by stage: the rank that names it
 };
 
 }  // namespace

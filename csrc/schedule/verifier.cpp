@@ -53,7 +53,7 @@ bool all_at_end(const std::vector<Actions>& ranks, const std::vector<std::size_t
   return true;
 }
 
-/// So that memory is asked for only where bodies are as long as they say.
+/// Checks the counts first: memory is allocated by the numbers of stages and microbatches, which the bodies must match.
 void check_counts(const Schedule& schedule) {
   const std::int64_t wanted = std::int64_t{schedule.stages()} * schedule.microbatches();
   for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackward}) {

@@ -10,7 +10,7 @@ constexpr std::size_t kKinds = 9;
 
 std::size_t number(ActionKind kind) { return static_cast<std::size_t>(kind); }
 
-/// The action that `action` of another stage goes with: what brings its value, or takes it.
+/// The action of a neighbouring stage that supplies the value of `action`, or receives it.
 Action partner(const Schedule& schedule, const Action& action) {
   Action other = action;
   switch (action.kind) {
@@ -40,7 +40,7 @@ Action partner(const Schedule& schedule, const Action& action) {
 
 WaitGraph::WaitGraph(const Schedule& schedule, const std::vector<Actions>& ranks, const BatchIndex& batches)
     : schedule_(schedule), ranks_(ranks), batches_(batches) {
-  std::vector<std::vector<std::size_t>> places(kKinds);  // of each kind and microbatch: the action's number
+  std::vector<std::vector<std::size_t>> places(kKinds);  // by kind, and by stage and microbatch: the action's id
   std::size_t count = 0;
   for (std::size_t kind = 0; kind < kKinds; ++kind) {
     places[kind].assign(batches.microbatch_places(), kNothing);

@@ -114,8 +114,8 @@ def test_a_batch_smaller_than_the_pipeline_is_finished_before_its_version_is_nee
 @pytest.mark.parametrize(
     ("schedule", "size", "message"),
     [
-        (make("pipedream", stages=2, microbatches=1), 2, "all have to have 1"),
-        (make("2bw", stages=4, ranks=2, microbatches=4), 3, "all have to have 4"),
+        (make("pipedream", stages=2, microbatches=1), 2, "give 1, which the schedule was made for"),
+        (make("2bw", stages=4, ranks=2, microbatches=4), 3, "give 4, which the schedule was made for"),
         (Schedule.parse(make("gpipe", stages=2, microbatches=3).text), 2, "written for 3"),
         (make("gpipe", stages=2, microbatches=3), 0, "give 1 to"),
         (make("2bw", stages=2, microbatches=3), -1, "give 1 to"),

@@ -156,18 +156,18 @@ GOOD = "F0.0 B0.0 R0 U0|F1.0 B1.0 R1 U1"
         ("F0.0 R0 B0.0 U0|F1.0 B1.0 R1 U1", "R0 of batch 0: the gradients are not complete: 1 of the batch's"),
         ("F0.0 B0.0 U0 R0|F1.0 B1.0 R1 U1", "U0 of batch 0: its gradients were not reduced"),
         ("F0.0 B0.0 U0|F1.0 B1.0 R1 U1", "U0 of batch 0: its gradients were not reduced"),
-        ("F0.0 B0.0 R0|F1.0 B1.0 R1 U1", r"F0.0 of batch 1: it uses W\(1\) .*newest there is W\(0\): put U of batch 0"),
-        ("F0.0 B0.0 R0 R0 U0|F1.0 B1.0 R1 U1", "R0 of batch 0: it is there a second time"),
+        ("F0.0 B0.0 R0|F1.0 B1.0 R1 U1", r"F0.0 of batch 1: it uses W\(1\) .*newest version is W\(0\): put U of batch"),
+        ("F0.0 B0.0 R0 R0 U0|F1.0 B1.0 R1 U1", "R0 of batch 0: it occurs twice"),
         ("F0.0 B0.0 R0 U0 U0|F1.0 B1.0 R1 U1", "U0 of batch 0: updates are made in the order of batches"),
         ("F0.0 B0.0 R0 U0-1|F1.0 B1.0 R1 U1", r"F0.0 of batch 1: it uses W\(1\)"),
         ("F0.0 B0.0 R0 U0|F1.0 B1.0 R1 BU1 U1", "rank 0, .*U0 of batch 0: it was not begun: put BU of that batch"),
         ("F0.0 B0.0 BU0 R0 U0|F1.0 B1.0 R1 BU1 U1", "BU0 of batch 0: the gradients of stage 0 were not reduced, and"),
         ("F0.0 B0.0 R0 BU0 BU0 U0|F1.0 B1.0 R1 BU1 U1", "BU0 of batch 0: stage 0 is being updated in place: put its U"),
         ("F0.0 BU0-1 B0.0 R0 U0-1|F1.0 B1.0 R1 BU1 U1", r"F0.0 of batch 1: it uses W\(1\)"),
-        ("F0.0 SF0.0 RB0.0 B0.0 R0 U0|F1.0 B1.0 R1 U1", "rank 1, .*F1.0 of batch 0: what it needs was not received"),
+        ("F0.0 SF0.0 RB0.0 B0.0 R0 U0|F1.0 B1.0 R1 U1", "rank 1, .*F1.0 of batch 0: its input was not received"),
         ("F0.0 RB0.0 B0.0 R0 U0|RF1.0 F1.0 B1.0 SB1.0 R1 U1", "rank 0: SF0.0 of batch 0 is missing"),
-        ("SF0.0 F0.0 RB0.0 B0.0 R0 U0|RF1.0 F1.0 B1.0 SB1.0 R1 U1", "SF0.0 .*it sends what is not computed yet"),
-        ("F0.0 SF0.0 RB0.0 B0.0 R0 U0|F1.0 RF1.0 B1.0 SB1.0 R1 U1", "F1.0 .*what it needs was not received"),
+        ("SF0.0 F0.0 RB0.0 B0.0 R0 U0|RF1.0 F1.0 B1.0 SB1.0 R1 U1", "SF0.0 .*its value is not computed yet"),
+        ("F0.0 SF0.0 RB0.0 B0.0 R0 U0|F1.0 RF1.0 B1.0 SB1.0 R1 U1", "F1.0 .*its input was not received"),
     ],
 )  # fmt: skip
 def test_it_says_what_is_wrong_where_and_why(body: str, message: str) -> None:
@@ -194,7 +194,7 @@ def test_an_update_that_waits_for_a_rank_that_waits_for_it_is_a_deadlock() -> No
 def test_batches_that_use_one_version_do_not_sum_their_gradients_together() -> None:
     said = problem("F0.0 B0.0 R0-1 U0-1|F1.0 B1.0 R1 U1", versions="delay-1")
     assert said == (
-        "rank 0, its action 7, B0.0 of batch 1: the gradients of the batch before are still being summed: put R of "
+        "rank 0, its action 7, B0.0 of batch 1: the gradients of the previous batch are still being summed: put R of "
         "that batch before it"
     )
 
@@ -204,9 +204,9 @@ def test_batches_that_use_one_version_do_not_sum_their_gradients_together() -> N
     [
         ("U0-1 F0.0 B0.0 R0 BU0", None),
         ("F0.0 BU0-1 B0.0 U0-1 R0", None),
-        ("F0.0 B0.0 R0 BU0 BU0 U0", "BU0 of batch 0: it is there a second time; leave one"),
+        ("F0.0 B0.0 R0 BU0 BU0 U0", "BU0 of batch 0: it occurs twice; remove one"),
         ("F0.0 B0.0 BU0 R0 U0", "BU0 of batch 0: the gradients of stage 0 were not reduced"),
-        ("F0.0 B0.0 R0 BU0 U0-1", r"BU0 of batch 1: it needs W\(1\), and the newest there is W\(0\): put U of batch 0"),
+        ("F0.0 B0.0 R0 BU0 U0-1", r"BU0 of batch 1: it needs W\(1\), but the newest version is W\(0\): put U of batch"),
         ("F0.0 B0.0 R0 U0-1 BU0-1", "U0 of batch 0: it was not begun: put BU of that batch before it, or"),
     ],
 )

@@ -9,7 +9,7 @@ namespace hydra {
 
 namespace {
 
-/// Whether what the host's gradient will be is the sum that forms on the device, and nothing sees it form.
+/// Whether the host's gradient will equal the sum on the device, and no hook observes how it forms.
 bool host_can_wait(const HostParameter& parameter) {
   return !parameter.host.unsafeGetTensorImpl()->grad().defined() &&
          !torch::autograd::impl::post_acc_grad_hooks(parameter.host);
@@ -72,7 +72,7 @@ at::Tensor GradientGathering::take(HostParameter& parameter) {
     return {};
   }
   if (parameter.host.unsafeGetTensorImpl()->grad().defined()) {
-    kept_.push_back(&parameter);  // it is added to that, on the host
+    kept_.push_back(&parameter);  // it has to be added to the host's gradient
     return {};
   }
   return std::exchange(gradient_of(parameter.face), at::Tensor());

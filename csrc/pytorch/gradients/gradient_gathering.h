@@ -1,12 +1,12 @@
-// Gradients that stay on the device while several microbatches add to them.
+// Keeps gradients on the device while several microbatches add to them.
 //
-// In a round the microbatches of a block's backward follow one another, so that the block's gradient need leave only
-// once. It may stay where the result is the same to the last bit: nothing has been summed on the host yet, the sum
-// there would be of the same dtype, and nothing watches the host's sum grow.
+// In a round the microbatches pass a block's backward one after another, so that the block's gradient need leave only
+// once. It may stay if the result has the same bits: the host has no gradient yet, its sum would have the same dtype,
+// and no hook observes the host's sum.
 //
-// What a round has gathered before it is known that its backward can be run to the end is carried over to there, or
-// dropped as if it had never been.
-// Threads: any; keep() is called by those that run backward. What is carried is one thread's, that of the round.
+// Gradients that a round gathers early, before all of its forwards have ended, are carried over to its backward, or
+// dropped without a trace.
+// Threads: any; those that run backward call keep(). Only the round's thread uses carried gradients.
 #pragma once
 
 #include <functional>
@@ -23,22 +23,24 @@ class GradientGathering {
   using HandOver = std::function<void(HostParameter&, at::Tensor)>;
 
   void begin();
-  /// Everything stays, until carry().
+  /// Keeps every gradient until carry().
   void begin_early();
-  /// Whether the parameter's gradient may stay, were there one.
+  /// Whether a gradient of this parameter could stay.
   bool would_keep(const HostParameter& parameter) const;
-  /// What stayed is taken from the faces and kept, whatever else begins or is discarded, up to the next end().
+  /// Takes the gradients that stayed from the faces, and keeps them until the next end(). begin() and discard() do not
+  /// affect them.
   void carry();
   void drop_carried() noexcept;
-  /// The face of `parameter` has got a gradient. True if it is to stay there.
+  /// Decides about a gradient that the face of `parameter` has got. Returns true if it stays there.
   bool keep(HostParameter& parameter);
-  /// Likewise, between begin_early() and carry(); false else.
+  /// Does the same between begin_early() and carry(); otherwise returns false.
   bool keep_early(HostParameter& parameter);
-  /// Takes the gradient of `parameter` away if it has stayed and is all there is of it; undefined else.
+  /// Takes the gradient of `parameter` if it has stayed and is the whole gradient; otherwise returns an undefined
+  /// tensor.
   at::Tensor take(HostParameter& parameter);
-  /// Whatever stayed is handed over; nothing stays from now on. Returns its bytes.
+  /// Hands over all gradients that stayed or were carried; none stays from now on. Returns their bytes.
   Bytes end(const HandOver& hand_over);
-  /// The pass has failed: what stayed is forgotten.
+  /// Drops the gradients that stayed, because the pass has failed.
   void discard() noexcept;
 
  private:

@@ -16,13 +16,13 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// Throws when the gradient was taken for complete.
+/// Notes that backward brings a gradient. Throws if the parameter's gradient was declared complete.
 void note_arrival(HostParameter& parameter) {
   try {
     HYDRA_EXPECT(parameter.gradient_state != GradientState::kSettled, StateError,
                  "the gradient of '" + parameter.name +
-                     "' was averaged over the ranks, and then backward brought more of it. A backward inside the "
-                     "backward is not foreseen there, but by torch.utils.checkpoint");
+                     "' was averaged over the ranks, and then backward brought more of it. With several ranks, a "
+                     "backward inside the backward is supported only for torch.utils.checkpoint");
   } catch (const Error&) {
     rethrow_for_torch({});
   }
@@ -82,7 +82,7 @@ class HostHooks final : public autograd::FunctionPreHook {
   HostParameter& parameter_;
 };
 
-/// Before the node that sums into the host parameter: hands the gradient over and leaves the node nothing to sum.
+/// Runs before the node that sums into the host parameter: hands the gradient over and leaves the node nothing to sum.
 class Diversion final : public autograd::FunctionPreHook {
  public:
   Diversion(HostParameter& parameter, GradientSink& sink, std::function<bool()> active)

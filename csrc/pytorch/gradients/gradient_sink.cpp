@@ -25,7 +25,7 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-// ---- what is leaving ------------------------------------------------------------------------------------------------
+// ---- transfers under way --------------------------------------------------------------------------------------------
 void LeavingGradients::add(TicketPtr ticket, HostParameter& parameter, bool first) {
   const std::lock_guard lock(mutex_);
   bytes_ += ticket->bytes();
@@ -71,18 +71,18 @@ bool LeavingGradients::wait_for_oldest() {
   const ReleaseGilIfHeld released;
   const auto start = std::chrono::steady_clock::now();
   wait_for(oldest);
-  at::Tensor failed;  // ends without the lock, since Python may know it
+  at::Tensor failed;  // destroyed without the lock, since Python may refer to it
   const std::lock_guard lock(mutex_);
   statistics_.wait_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (leaving_.empty() || leaving_.front().ticket != oldest.ticket) {
-    return true;  // another thread waited for it too and has counted it
+    return true;  // another thread waited for it too and has removed it
   }
   leaving_.pop_front();
   bytes_ -= oldest.ticket->bytes();
   if (std::exception_ptr error = oldest.ticket->error()) {
     error_ = error_ ? error_ : error;
     if (oldest.first) {
-      // Never leave bytes that did not arrive where a gradient is expected.
+      // A gradient must not have bytes that did not arrive.
       failed = std::exchange(oldest.parameter->host.unsafeGetTensorImpl()->mutable_grad(), at::Tensor());
     }
   }
@@ -192,7 +192,7 @@ void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& grad
   if (!first) {
     sum.unsafeGetTensorImpl()->bump_version();  // for all pieces, as one addition would
   }
-  // Both lie alike and have no gaps: a piece of the one's memory belongs to the same piece of the other's.
+  // Both have the same layout, without gaps: equal ranges of their memory have the same elements.
   const std::int64_t count = gradient.numel();
   const std::int64_t step = LandingRing::kPieceBytes / static_cast<std::int64_t>(gradient.itemsize());
   const auto* const source = static_cast<const std::byte*>(gradient.const_data_ptr());
@@ -220,7 +220,7 @@ void AccumulatingSink::add_home(HostParameter& parameter, const at::Tensor& grad
         arrival(sum);
       }
     };
-    // Of a sum that lacks a piece nothing is left.
+    // If one of several chunks fails, the whole sum is dropped.
     submit(parameter, std::move(job), first || length < count);
   }
 }
@@ -237,7 +237,7 @@ void AccumulatingSink::accept_synchronously(HostParameter& parameter, const at::
   drain();
   const Activity::Time begin = backend_.activity().now();
   const HostScope on_the_host;
-  // With a graph of its own the copy belongs to the graph, as the sum does.
+  // If the gradient has a graph of its own, the copy and the sum become part of it.
   at::Tensor copy = gradient.to(gradient.options().device(at::kCPU).dtype(parameter.host.scalar_type()),
                                 /*non_blocking=*/false, /*copy=*/true);
   at::Tensor& sum = parameter.host.unsafeGetTensorImpl()->mutable_grad();
@@ -264,7 +264,7 @@ void AccumulatingSink::note_hooks(HostParameter& parameter, bool hold) {
   Hooked noted{&parameter, nullptr};
   if (known != hooked_.end()) {
     noted = std::move(*known);
-    hooked_.erase(known);  // the order is that of the last parts
+    hooked_.erase(known);  // hooks run in the order in which the last parts arrived
   }
   if (hold && hook) {
     noted.held = std::move(hook);
@@ -287,7 +287,7 @@ void AccumulatingSink::run_hooks(bool failed) {
     return;
   }
   drain();
-  const HostScope on_the_host;  // what a hook makes, an optimizer's state say, is the host's
+  const HostScope on_the_host;  // tensors that a hook makes, such as optimizer state, belong to the host
   for (const Hooked& one : hooked) {
     if (const auto& hook = autograd::impl::post_acc_grad_hooks(one.parameter->host)) {
       norm_.forget();  // it may write any gradient, and not every write shows

@@ -5,7 +5,7 @@
 namespace hydra {
 
 void GradientSpill::begin(std::int32_t block, Bytes backlog) {
-  disk_.expect_open("gradients on the disk, outside their context");
+  disk_.expect_open("gradients cannot move to the disk outside the model's context");
   for (HostParameter* parameter : blocks_.parameters_of(block)) {
     parameter->gradient_buffers = disk_.gradient_buffers();
   }
@@ -53,7 +53,7 @@ void GradientSpill::store(std::int32_t block) {
   sink_.between_gradients([&] {
     std::vector<at::Tensor> gradients;
     for (const HostParameter* parameter : parameters) {
-      // An array of numpy's, say, would lose its memory: such a gradient stays.
+      // A gradient whose memory has another owner, such as a numpy array, stays on the host.
       const std::size_t known = sink_.norm().holds(*parameter) ? 2 : 1;
       if (parameter->lent(gradient_of(parameter)) && gradient_of(parameter).storage().use_count() <= known) {
         gradients.push_back(gradient_of(parameter));

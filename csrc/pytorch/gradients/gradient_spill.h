@@ -1,7 +1,7 @@
-// Gradients on their way to the disk: those of blocks that backward has left, once those of others have come.
+// Sends the gradients of blocks that backward has left to the disk, while the gradients of later blocks arrive.
 //
-// Nothing happens before begin(). Threads: those that run backward; one at a time stores, under a mutex. The disk, and
-// the sink by which gradients reach the host, have to outlive this.
+// Does nothing before begin(). The disk, and the sink that brings gradients to the host, have to outlive it.
+// Threads: those that run backward; one at a time stores, under a mutex.
 #pragma once
 
 #include <deque>
@@ -17,13 +17,15 @@ class GradientSpill {
   GradientSpill(ModelBlocks& blocks, ModelDisk& disk, AccumulatingSink& sink)
       : blocks_(blocks), disk_(disk), sink_(sink) {}
 
-  /// From now on the block's gradients go to the disk when backward has left it; so many bytes may be on their way.
+  /// Sends the block's gradients to the disk from now on, when backward has left it. `backlog`: how many bytes may be
+  /// on their way to the disk; the largest one given applies.
   void begin(std::int32_t block, Bytes backlog);
-  /// Backward has left these blocks. The last one's gradients may be on their way still, and are not waited for.
+  /// Tells that backward has left these blocks. The gradients of the last one may still be on their way to the host,
+  /// and are not waited for.
   void note_left(const BlockList& blocks);
-  /// At the end of a backward: all that is on the host.
+  /// Stores all gradients that are on the host. Called at the end of a backward.
   void store_all();
-  /// One block's, whatever backward does.
+  /// Stores the gradients of one block now.
   void store(std::int32_t block);
 
  private:
@@ -31,7 +33,7 @@ class GradientSpill {
   ModelDisk& disk_;
   AccumulatingSink& sink_;
   Bytes backlog_ = 0;
-  std::mutex mutex_;  // one thread at a time stores what was left
+  std::mutex mutex_;  // one thread at a time stores gradients
   std::deque<std::int32_t> left_;
 };
 

@@ -9,7 +9,7 @@ namespace hydra {
 
 namespace {
 
-/// A gradient as it arrived. Its memory stays, so that nothing else can lie there.
+/// A gradient as it arrived. Keeps its memory alive, so that no other gradient can get the same address.
 struct Arrived {
   c10::Storage storage;
   const void* data = nullptr;

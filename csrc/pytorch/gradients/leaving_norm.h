@@ -1,9 +1,9 @@
-// The squares of a step's gradients, summed while other gradients are still on their way to the host.
+// Sums the squares of a step's gradients while other gradients are still on their way to the host.
 //
-// From begin() on the gradients that a sink brings home are taken to be the step's last; each one's squares are summed
-// as soon as nothing more is to come for it. A sum stands for `.grad` only while that is what arrived: the same memory,
-// or what was made of it on the disk, in the same version, laid out as the parameter is. A write that shows in neither
-// has to be told of by forget().
+// From begin() on, the gradients that a sink brings home are taken for the last of the step. A gradient's squares are
+// summed as soon as nothing more will be added to it. The sum is valid only while `.grad` is the gradient that arrived:
+// the same memory, or its copy on the disk, in the same version, with the layout of the parameter. A caller that writes
+// without a trace in either has to call forget().
 //
 // Threads: any, without the interpreter lock.
 #pragma once
@@ -23,27 +23,28 @@ namespace hydra {
 
 class LeavingNorm {
  public:
-  /// To be called with `.grad` once the bytes are there; empty when no sum is wanted.
+  /// Called with `.grad` once its bytes have arrived; empty if no sum is wanted.
   using Arrival = std::function<void(const at::Tensor&)>;
 
   void begin(std::shared_ptr<ThreadPool> pool);
-  /// What is known is void; later gradients are summed again.
+  /// Discards all sums. Gradients that arrive later are summed again.
   void forget();
-  /// What is known is void, and nothing is summed any more. Returns when no gradient is being read.
+  /// Discards all sums, and ends the summing. Returns when no gradient is being read.
   void end();
 
-  /// A gradient of the parameter is about to be written. Returns once no earlier one is being read.
+  /// Announces that a gradient of the parameter will be written. Returns once no earlier one is being read.
   Arrival expect(const HostParameter& parameter);
-  /// As far as is known, those written so far get nothing more.
+  /// Tells that, as far as is known, nothing more will be added to the gradients written so far.
   void release();
-  /// As that, and blocks until they have been read: their bytes may leave, and their sums stand.
+  /// Does the same, and blocks until these gradients have been read. Then their bytes may leave; their sums stay valid.
   void finish();
-  /// Whether it holds on to the storage of the parameter's gradient.
+  /// Whether this object owns a reference to the storage of the parameter's gradient.
   bool holds(const HostParameter& parameter) const;
 
-  /// Ends; the sums of those host parameters whose gradient is what arrived. Waits for what is under way.
+  /// Ends the summing. Returns the sums of those host parameters whose gradient is still the one that arrived. Waits
+  /// for sums under way.
   std::vector<std::optional<double>> take(const std::vector<at::Tensor>& hosts);
-  /// How many sums were taken, since there is this object.
+  /// The number of sums that take() has returned so far.
   std::int64_t taken() const;
 
  private:

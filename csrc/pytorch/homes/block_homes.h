@@ -1,8 +1,8 @@
 // The homes that blocks of one model may have besides the host: the device, and the disk.
 //
-// Owns both, and answers which one a block has. They know where tensors are; HomeMoves knows what has to happen before
-// one of them moves. The disk ends before the device's homes, which end before the pager. Threads: as each of them
-// says; a block may move as soon as home_of() has returned, unless the caller keeps moves out.
+// Owns both, and tells which home a block has. They move tensors and index them; HomeMoves does what has to come before
+// a move. The disk is destroyed before the device's homes, which are destroyed before the pager.
+// Threads: see each of them. A block may move as soon as home_of() has returned, unless the caller prevents moves.
 #pragma once
 
 #include <memory>
@@ -12,10 +12,11 @@
 
 namespace hydra {
 
-/// Where the truth of a block's weights is: where a fill of its slot comes from, and where an optimizer step finds
-/// them. On the device the slot itself is that. Gradients and optimizer state are with the weights on the device;
-/// whether they are on the disk each tensor says for itself. A parameter that was given other bytes (`.data = ...`)
-/// changes nothing before the next window: see HomeMoves::review().
+/// The place of the truth of a block's weights. Fills of the block's slot read the weights there, and an optimizer step
+/// updates them there. If it is the device, the slot itself has the truth, and gradients and optimizer state are on the
+/// device too. The disk may also be the home of gradients and optimizer state alone: each tensor tells its own. If the
+/// user gives a parameter other bytes (`.data = ...`), the block's home changes only before the next window: see
+/// HomeMoves::review().
 enum class Home : std::uint8_t { kHost, kDevice, kDisk };
 
 class BlockHomes {

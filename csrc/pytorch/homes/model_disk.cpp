@@ -12,7 +12,7 @@ ModelDisk::ModelDisk(DeviceBackend& backend, std::shared_ptr<HostArena> arena, M
 
 void ModelDisk::open(const std::string& folder, const std::vector<Bytes>& sizes,
                      std::shared_ptr<FileOperations> files) {
-  HYDRA_EXPECT(!homes_ && !gate_.closed(), StateError, "a second spill_dir of one offload context");
+  HYDRA_EXPECT(!homes_ && !gate_.closed(), StateError, "an offload context takes one spill_dir, before it ends");
   auto homes = std::make_unique<DiskHomes>(folder, arena_, std::move(files));
   homes->reserve(sizes);
   homes_ = std::move(homes);
@@ -22,7 +22,8 @@ void ModelDisk::open(const std::string& folder, const std::vector<Bytes>& sizes,
 
 void ModelDisk::close() noexcept {
   if (!process_.here()) {
-    // Other threads may have been at it when the child was forked, and none of them is here to come to an end.
+    // Threads that do not exist in this child may have been using the homes at the fork, so their destructor could
+    // hang.
     static_cast<void>(homes_.release());
     return;
   }
@@ -50,7 +51,7 @@ void ModelDisk::expect_here() const {
 }
 
 at::Tensor ModelDisk::make(std::int32_t block, const at::Tensor& like, at::ScalarType dtype, bool copies) {
-  return expect_open("optimizer state on the disk, outside its context")
+  return expect_open("optimizer state cannot be made on the disk outside the model's context")
       .make(block, like, dtype, copies, blocks_.owner());
 }
 

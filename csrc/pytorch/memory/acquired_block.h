@@ -7,7 +7,7 @@ namespace hydra {
 
 class AcquiredBlock {
  public:
-  /// A hook has acquired `block` before.
+  /// `block`: acquired before, with AcquireReason::kHook.
   AcquiredBlock(Pager& pager, std::int32_t block) noexcept : pager_(pager), block_(block) {}
   ~AcquiredBlock() { pager_.release(block_, AcquireReason::kHook); }
   AcquiredBlock(const AcquiredBlock&) = delete;

@@ -1,6 +1,6 @@
-// A pass arrives at blocks and leaves them: they are pinned, noted, and unpinned.
+// Pins blocks when a pass arrives at them, notes the arrivals, and unpins the blocks when the pass leaves them.
 //
-// Owns the low-precision copies of blocks in use, and the timeline. What was arrived at stays pinned until it is left.
+// Owns the low-precision copies of blocks in use, and the timeline. A block is pinned from arrive() until leave().
 // Threads: any, without the interpreter lock.
 #pragma once
 
@@ -17,21 +17,22 @@ class Arrivals {
   Arrivals(ModelMemory& memory, const ModelBlocks& blocks, Pager& pager, BlockHomes& homes)
       : memory_(memory), pager_(pager), homes_(homes), timeline_(memory, blocks, pager) {}
 
-  /// All blocks or none.
+  /// Pins all blocks, or none if it throws.
   void arrive(const BlockList& blocks, PassKind kind);
   void leave(const BlockList& blocks) noexcept;
-  /// Drops the low-precision copies of these blocks: the next microbatch makes its own.
+  /// Drops the low-precision copies of these blocks. The next microbatch makes its own.
   void drop_copies(const BlockList& blocks) noexcept;
-  /// On a device whose allocator cannot wait for room, homes make it in time.
+  /// Moves blocks whose home is the device to the host, if the device is crowded and its allocator cannot wait for
+  /// room.
   void keep_headroom();
 
-  /// Where weights have several versions, each with blocks of its own: passes that begin from now on are of this one.
+  /// Sets the version of the passes that begin from now on. Each version of the weights has blocks of its own.
   void set_version(int version) noexcept { version_ = version; }
   int version() const noexcept { return version_; }
 
   MemoryTimeline& timeline() noexcept { return timeline_; }
   DerivedPages& derived_pages() noexcept { return derived_pages_; }
-  /// Low-precision copies that were dropped, to be cast anew.
+  /// The number of low-precision copies that were dropped. They are cast again when an operation needs them.
   std::int64_t dropped_copies() const noexcept { return dropped_copies_; }
 
  private:

@@ -22,7 +22,7 @@ namespace hydra {
 
 namespace {
 
-/// Pins for the length of one operation; unpins on every way out.
+/// Pins inputs for the length of one operation, and unpins them on every way out.
 class OperationPins {
  public:
   OperationPins() = default;
@@ -89,7 +89,7 @@ bool detaches_storage(const c10::OperatorName& name) {
          name.name == "aten::set_data" || name.name == "aten::swap_";
 }
 
-/// Collectives run on streams of their own, which are not known here, after the operation has returned.
+/// Whether this is a collective. It runs after the operation has returned, on a stream that is not known here.
 bool communicates(const c10::OperatorName& name) {
   return name.name.starts_with("c10d::") || name.name.starts_with("_c10d_functional::");
 }
@@ -107,13 +107,13 @@ bool casts_under_autocast(const c10::OperatorHandle& op) {
   if (op.operator_name().name != "aten::_to_copy") {
     return false;
   }
-  // Autocast switches itself off while it casts; the depth of its regions is what still tells.
+  // Autocast disables itself while it casts. Only the nesting depth of its regions still shows that it is active.
   const int depth = at::autocast::increment_nesting();
   at::autocast::decrement_nesting();
   return depth > 1;
 }
 
-/// Autocast's copy of a whole parameter in a smaller type becomes droppable.
+/// Turns autocast's copy of a whole parameter in a smaller dtype into a derived page, whose bytes can be dropped.
 void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor& copy) {
   const std::shared_ptr<PagedModel> model = page.owner.lock();
   const bool whole = parameter.sizes() == copy.sizes() && parameter.storage_offset() == 0 &&
@@ -125,7 +125,7 @@ void derive_copy(const at::Tensor& parameter, const Page& page, const at::Tensor
   }
 }
 
-/// The operation reads, or writes, what an optimizer step is writing, or whose home is the device.
+/// Brings the bytes of a withheld tensor to the host: an optimizer step uses them, or their home is elsewhere.
 void bring_to_host(const Withheld& withheld, const c10::Storage& storage, const c10::OperatorHandle& op) {
   const std::shared_ptr<PagedModel> model = withheld.owner.lock();
   TORCH_CHECK(model != nullptr, "hydra_ext: ", c10::toString(op.operator_name()),
@@ -166,7 +166,8 @@ void fault_fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
   }
 }
 
-/// Views read no bytes, and composites call operations that come here by themselves.
+/// Whether an operator needs no fault path: views read no bytes, and composites call operations that take it
+/// themselves.
 bool falls_through(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   bool view = false;
@@ -188,7 +189,7 @@ bool falls_through(const c10::OperatorHandle& op) {
 
 void register_fault_path() {
   static std::mutex mutex;
-  // Deliberately leaked: unregistering at exit would race with the dispatcher's own end.
+  // Leaked on purpose: unregistering at exit would race with the destruction of the dispatcher.
   static std::vector<c10::RegistrationHandleRAII>* registrations = nullptr;
   const std::lock_guard lock(mutex);
   if (registrations != nullptr) {

@@ -86,7 +86,7 @@ void GradientPath::return_gathered(std::int32_t block, std::size_t index, at::Te
   if (homes_.device().replace_gradient(parameter, gradient)) {
     return;
   }
-  if (at::Tensor& host = parameter.host.unsafeGetTensorImpl()->mutable_grad(); host.defined()) {  // it has come home
+  if (at::Tensor& host = parameter.host.unsafeGetTensorImpl()->mutable_grad(); host.defined()) {  // it is home now
     if (FencePtr fence = backend_.record()) {
       fence->wait();
     }

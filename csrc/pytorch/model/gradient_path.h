@@ -1,8 +1,9 @@
-// The way of gradients from faces to where they are at home: hooks, the sink, what a round gathers, what goes to the
-// disk; and how others take, change and return what is on that way.
+// The path of gradients from faces to their home: the hooks, the sink, the gathering of a round, and the spill to the
+// disk. Callers may take a block's gradients off this path, change them and return them.
 //
-// Hooks hand gradients over on the threads that run backward. They end with clear_hooks(), before any of the parts that
-// they use. Threads: any; a block's gradients are taken and returned by one thread at a time.
+// Hooks hand gradients over on the threads that run backward. clear_hooks() removes them before the parts that they use
+// are destroyed.
+// Threads: any. One thread at a time takes and returns a block's gradients.
 #pragma once
 
 #include <memory>
@@ -18,13 +19,14 @@ namespace hydra {
 
 class GradientPath {
  public:
-  /// Gradients cross the lane in this dtype, their own unless set; at most `bound` bytes at once, where that is not 0.
+  /// `transfer_dtype`: the dtype in which gradients cross the lane; by default their own. `bound`: the most bytes that
+  /// may be on their way at once; 0 sets no bound.
   GradientPath(DeviceBackend& backend, std::shared_ptr<HostArena> arena, ModelBlocks& blocks, BlockHomes& homes,
                WindowGate& gate, std::optional<at::ScalarType> transfer_dtype, Bytes bound);
 
-  /// The parameter's face hands its gradients over from now on.
+  /// Makes the parameter's face hand its gradients over from now on.
   void install_hooks(HostParameter& parameter);
-  /// What the host's own graph computes for it is handed over, too, while a window is open.
+  /// While a window is open, also hands over the gradients that autograd computes for the host parameter itself.
   void divert(HostParameter& parameter);
   void clear_hooks();
 
@@ -32,25 +34,26 @@ class GradientPath {
   GradientGathering& gathering() noexcept { return gathering_; }
   GradientSpill& spill() noexcept { return spill_; }
 
-  /// From now on gradients stay on the device, where their sums are the same there.
+  /// Keeps gradients on the device from now on, if their sums there have the same bits.
   void begin_gathering();
-  /// Whether one that stays for a round may be dropped again as if it had never been.
+  /// Whether a gradient that `leaf` gets before the round is planned stays on the device, so that it can be dropped
+  /// without a trace.
   bool may_accumulate_early(const at::Tensor& leaf) const;
-  /// A gradient that has stayed on the device goes to its home.
+  /// Sends a gradient that has stayed on the device to its home.
   void hand_over(HostParameter& parameter, at::Tensor gradient);
-  /// Those that were assigned to faces by hand go where the others go.
+  /// Sends the gradients that were assigned to faces by hand to their homes too.
   void collect_assigned();
 
-  /// Takes what was gathered of a block's gradients and is all there is of them, by parameter, or copies what is at
-  /// home on the device; undefined elsewhere.
+  /// Returns a block's gradients, by parameter, as far as they are wholly on the device. Takes those that were
+  /// gathered, and copies those whose home is the device. Other gradients are undefined in the result.
   std::vector<at::Tensor> take_gathered(std::int32_t block);
-  /// What take_gathered() gave has become this, which is the whole gradient from now on.
+  /// Replaces a gradient that take_gathered() returned. `gradient` is the whole gradient from now on.
   void return_gathered(std::int32_t block, std::size_t index, at::Tensor gradient);
-  /// Nothing is to be added to the block's gradients any more in this window: that throws from now on. Returns which
-  /// of them backward has brought, wholly or in part, since they were last finished; the others are as they were.
-  /// Blocks until those on their way are home.
+  /// Completes the block's gradients: in this window, adding to them throws from now on. Blocks until those on their
+  /// way are home. Returns, by parameter, whether backward has brought a gradient, or a part of it, since the last
+  /// call; the others are unchanged.
   std::vector<bool> finish(std::int32_t block);
-  /// The window closes: something may be added again.
+  /// Allows gradients to be added again, because the window closes.
   void reopen() noexcept;
 
  private:
@@ -58,7 +61,7 @@ class GradientPath {
   ModelBlocks& blocks_;
   BlockHomes& homes_;
   WindowGate& gate_;
-  const bool narrows_;  // gradients cross the lane in another dtype than sums have
+  const bool narrows_;  // gradients cross the lane in a dtype other than that of their sums
   AccumulatingSink sink_;
   GradientGathering gathering_;
   GradientSpill spill_;

@@ -18,7 +18,7 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// Holds no tensor and no node: it would keep the graph alive.
+/// Tells the model that backward has reached a site. It owns no tensor and no node, which would keep the graph alive.
 class SiteReached final : public autograd::FunctionPreHook {
  public:
   SiteReached(std::weak_ptr<PagedModel> model, BlockList blocks, std::shared_ptr<const void> life)
@@ -43,7 +43,7 @@ class SiteReached final : public autograd::FunctionPreHook {
   std::shared_ptr<const void> life_;
 };
 
-/// Visits every node behind `roots` once, until `visit` says false.
+/// Visits every node behind `roots` once, until `visit` returns false.
 template <class Visit>
 void walk(const std::vector<at::Tensor>& roots, const Visit& visit) {
   std::vector<autograd::Node*> stack;
@@ -75,7 +75,7 @@ std::weak_ptr<const void> GraphMarks::mark(const std::vector<at::Tensor>& output
   std::unordered_set<autograd::Node*> seen;
   const auto life = std::make_shared<const char>();
   const std::lock_guard lock(mutex_);
-  if (nodes_.size() >= prune_at_) {  // forwards that no backward follows
+  if (nodes_.size() >= prune_at_) {  // forwards without a backward leave expired nodes
     std::erase_if(nodes_, [](const auto& known) { return known.expired(); });
     prune_at_ = 2 * nodes_.size() + kPruneAtLeast;
   }

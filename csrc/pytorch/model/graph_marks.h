@@ -1,8 +1,8 @@
-// Which models a backward will run through, and where in it.
+// Marks in the autograd graph. They tell which models a backward runs through, and when it reaches their blocks.
 //
-// What a site returns is marked in the graph: a hook before its node tells the model that backward has reached the
-// site's blocks, and the node is remembered, weakly, so that a backward can be matched with the models whose graph
-// it walks. Backwards of other models thus open no window and are not charged.
+// The nodes that made a site's outputs are marked. A hook before such a node tells the model that backward has reached
+// the site's blocks. The node is also remembered, weakly, to match a backward with the models whose graphs it walks. So
+// a backward of other models opens no window and is not charged.
 // Threads: any.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace hydra {
 
 class PagedModel;
 
-/// What torch holds nodes by: an intrusive pointer since 2.13, a shared pointer before.
+/// torch's owning pointer to a node: intrusive since 2.13, shared before.
 using NodePtr = std::decay_t<decltype(std::declval<const at::Tensor&>().grad_fn())>;
 
 template <class Pointer>
@@ -37,10 +37,11 @@ using WeakNodePtr = WeakOf<NodePtr>::type;
 
 class GraphMarks {
  public:
-  /// Marks the nodes that made `outputs`. `blocks` empty: remembered only. What is returned lives as long as they do.
+  /// Marks the nodes that made `outputs`. With empty `blocks` they are only remembered. The result expires with the
+  /// last of them.
   std::weak_ptr<const void> mark(const std::vector<at::Tensor>& outputs, const std::vector<std::int32_t>& blocks,
                                  const std::shared_ptr<PagedModel>& model);
-  /// Nodes that are still alive.
+  /// Returns the marked nodes that are still alive.
   std::vector<NodePtr> alive();
 
  private:
@@ -50,12 +51,12 @@ class GraphMarks {
   std::size_t prune_at_ = kPruneAtLeast;
 };
 
-/// Those of `models` whose marked nodes or device parameters the graph of `roots` reaches. Walks the graph, and no
-/// further than until every model has been found.
+/// Returns those of `models` whose marked nodes or device parameters the graph of `roots` reaches. The walk ends as
+/// soon as every model is found.
 std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Tensor>& roots,
                                                         const std::vector<std::shared_ptr<PagedModel>>& models);
 
-/// Which of these leaves the graph of `roots` reaches.
+/// Returns, for each of these leaves, whether the graph of `roots` reaches it.
 std::vector<bool> reached_leaves(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves);
 
 }  // namespace hydra

@@ -12,10 +12,11 @@ namespace hydra {
 // ---- away from the host -----------------------------------------------------------------------
 
 bool HomeMoves::settle_on_device(std::int32_t block, const std::vector<at::Tensor>& state) {
-  gate_.expect_outside("a block moves to the device during the model's forward or backward, or after its context");
+  gate_.expect_outside(
+      "a block cannot move to the device during the model's forward or backward, or after its context");
   update_.finish(block);
   const auto gate = gate_.hold();
-  gate_.expect_outside("a block moves to the device while another thread is inside the model");
+  gate_.expect_outside("a block cannot move to the device while another thread is inside the model");
   if (homes_.home_of(block) == Home::kDevice) {
     return true;
   }
@@ -24,7 +25,7 @@ bool HomeMoves::settle_on_device(std::int32_t block, const std::vector<at::Tenso
 
 void HomeMoves::settle_state_on_disk(std::int32_t block, const std::vector<at::Tensor>& state) {
   constexpr const char* kWhen =
-      "optimizer state moves to the disk during the model's forward or backward, or outside its context";
+      "optimizer state cannot move to the disk during the model's forward or backward, or outside its context";
   DiskHomes& disk = homes_.disk().expect_open(kWhen);
   gate_.expect_outside(kWhen);
   update_.finish(block);
@@ -33,12 +34,12 @@ void HomeMoves::settle_state_on_disk(std::int32_t block, const std::vector<at::T
 
 bool HomeMoves::settle_weights_on_disk(std::int32_t block) {
   constexpr const char* kWhen =
-      "weights move to the disk during the model's forward or backward, or outside its context";
+      "weights cannot move to the disk during the model's forward or backward, or outside its context";
   DiskHomes& disk = homes_.disk().expect_open(kWhen);
   gate_.expect_outside(kWhen);
   update_.finish(block);
   const auto gate = gate_.hold();
-  gate_.expect_outside("a block moves to the disk while another thread is inside the model");
+  gate_.expect_outside("a block cannot move to the disk while another thread is inside the model");
   if (homes_.home_of(block) == Home::kDisk) {
     return true;
   }
@@ -50,7 +51,7 @@ bool HomeMoves::settle_weights_on_disk(std::int32_t block) {
   return disk.settle_weights(block, backing, blocks_.owner());
 }
 
-// ---- and home ---------------------------------------------------------------------------------
+// ---- back to the host -------------------------------------------------------------------------
 
 void HomeMoves::bring_home(std::int32_t block) {
   update_.finish(block);
@@ -84,16 +85,16 @@ void HomeMoves::review() {
     if (homes_.home_of(block) == Home::kDisk &&
         !std::all_of(parameters.begin(), parameters.end(),
                      [](const HostParameter* parameter) { return parameter->on_disk(); })) {
-      update_.finish(block);  // which works on the bytes from before
+      update_.finish(block);  // it works on the bytes from before
       homes_.disk().homes()->bring_weights_home(block);
     }
   }
 }
 
 void HomeMoves::abandon() noexcept {
-  const bool here = process_.here();  // a forked child does not know what is updated, nor has it the threads
+  const bool here = process_.here();  // a forked child lacks the threads, and cannot tell what is updated
   if (here) {
-    update_.abandon();  // before the memory that it may be working on goes
+    update_.abandon();  // first: it may be working on memory that is dropped below
   }
   homes_.device().abandon();
   if (DiskHomes* const disk = homes_.disk().homes(); here && disk != nullptr) {
@@ -101,11 +102,12 @@ void HomeMoves::abandon() noexcept {
   }
 }
 
-// ---- where it is ------------------------------------------------------------------------------
+// ---- in place ---------------------------------------------------------------------------------
 
 void HomeMoves::update(const BlockUpdate& update, ThreadPool& pool, float scale) {
-  gate_.expect_outside("an optimizer step during the model's forward or backward, or after its context");
-  HYDRA_EXPECT(update.blocks.size() == 1, StateError, "blocks whose weights overlap are updated at home on the device");
+  gate_.expect_outside("an optimizer step cannot run during the model's forward or backward, or after its context");
+  HYDRA_EXPECT(update.blocks.size() == 1, StateError,
+               "blocks whose weights overlap cannot be updated at home on the device; bring them to the host first");
   const std::int32_t block = update.blocks.front();
   if (!homes_.device().update(block, update.plan, pool, scale)) {
     update.plan.on_host().run(pool, scale);

@@ -1,7 +1,7 @@
-// Moves of one model's blocks between their homes: the host, the device, the disk.
+// Moves one model's blocks between their homes: the host, the device and the disk.
 //
-// Before a block's tensors move, its update ends; before its weights do, its slot has the hosts' bytes. Blocks settle
-// outside windows only, under the gate; they come home at any moment, from any thread.
+// A block's update ends before its tensors move. Its slot is brought up to date before its weights settle. Blocks
+// settle only outside windows, under the gate. They come home to the host at any moment, on any thread.
 // Threads: any, without the interpreter lock.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace hydra {
 
-/// In place, as mul_(); wherever the home of this `.grad` is.
+/// Multiplies this `.grad` in place, as mul_() does, wherever its home is.
 void scale_gradient(const at::Tensor& gradient, double factor);
 
 class HomeMoves {
@@ -22,29 +22,33 @@ class HomeMoves {
             WindowGate& gate)
       : blocks_(blocks), homes_(homes), spill_(spill), update_(update), changes_(changes), gate_(gate) {}
 
-  /// Moves a block and its optimizer's `state` to the device, their home from now on; see DeviceHomes. False when they
-  /// cannot go there.
+  /// Makes the device the home of a block and of its optimizer's `state`; see DeviceHomes. Returns false if they cannot
+  /// move there.
   bool settle_on_device(std::int32_t block, const std::vector<at::Tensor>& state);
-  /// The disk becomes the home of the block's `state`, or of its weights: false if they cannot go there.
+  /// Makes the disk the home of the block's `state`.
   void settle_state_on_disk(std::int32_t block, const std::vector<at::Tensor>& state);
+  /// Makes the disk the home of the block's weights. Returns false if they cannot move there.
   bool settle_weights_on_disk(std::int32_t block);
 
-  /// Blocks until a block's host tensors have their bytes: updated, and at home on the host.
+  /// Blocks until the block's host tensors are updated and have their bytes on the host.
   void bring_home(std::int32_t block);
-  /// Likewise, for all blocks that use this storage; but of what is on the disk only what it has there.
+  /// Does the same, but brings only the extent of this storage from the disk. Also ends the updates of all other blocks
+  /// that use the storage.
   void bring_home(std::int32_t block, const c10::Storage& storage);
-  /// Of all blocks; without `from_disk` what is there stays.
+  /// Brings all blocks to the host. Bytes on the disk stay there unless `from_disk`.
   void bring_all_home(bool from_disk);
-  /// Before a window opens: blocks that were given other bytes, on the host, have the rest there, too.
+  /// Called before a window opens. If the user gave a parameter other bytes on the host, brings the rest of its block
+  /// there too.
   void review();
-  /// What is not on the host is lost, and its tensors say so; an update under way has ended.
+  /// Ends an update under way, and drops all bytes that are not on the host. Operations on their tensors raise from now
+  /// on.
   void abandon() noexcept;
 
-  /// Runs a block's part of an optimizer step now: on the device if that is its home, on the host if it is not.
+  /// Runs a block's part of an optimizer step now: on the device if that is its home, otherwise on the host.
   void update(const BlockUpdate& update, ThreadPool& pool, float scale);
-  /// A copy of a tensor that is on the disk, whose home stays there; undefined if it is not.
+  /// Returns a copy of a tensor whose home is the disk, and stays there. The copy is undefined if it is not.
   at::Tensor read_from_disk(const at::Tensor& tensor);
-  /// In place; false if the gradient is not at home on the device, or on the disk.
+  /// Multiplies the gradient in place. Returns false if its home is neither the device nor the disk.
   bool scale(const at::Tensor& gradient, double factor);
 
  private:

@@ -23,7 +23,7 @@ void append(std::string& list, const char* separator, const std::string& item) {
 }  // namespace
 
 void HostChanges::forget() noexcept {
-  if (process_.here()) {  // where it was forked, a thread that is not here may hold the lock
+  if (process_.here()) {  // in a forked child, a thread that does not exist there may hold the lock
     overlapping_memory::forget(this);
   }
 }
@@ -134,7 +134,7 @@ void HostChanges::follow_training(HostParameter& parameter) {
   }
 }
 
-// ---- to all that have the same memory ---------------------------------------------------------
+// ---- to parameters that share memory ----------------------------------------------------------
 
 void HostChanges::spread_moves() {
   std::vector<HostExtent> written;
@@ -148,7 +148,7 @@ void HostChanges::spread_moves() {
     }
     overlapping.push_back(parameter->reach());
   }
-  // Whether other models have written there is not known.
+  // Other models may have written to shared memory without a trace here.
   const auto others = overlapping_memory::exchange(this, std::move(overlapping));
   written.insert(written.end(), others.begin(), others.end());
   mark_moved(std::move(written));
@@ -182,12 +182,12 @@ void HostChanges::mark_moved(std::vector<HostExtent> written) {
 void HostChanges::note_face_written(const Page& page) {
   if (DiskHomes* const disk = homes_.disk().homes()) {
     const ReleaseGilIfHeld released;
-    disk->bring_weights_home(page.block);  // where they are to be written back
+    disk->bring_weights_home(page.block);  // write-backs need them there
   }
   for (const HostParameter* parameter : blocks_.parameters_of(page.block)) {
     if (parameter->page.get() == &page) {
       TORCH_CHECK(parameter->same_dtype(), "hydra_ext: the forward writes in place to '", page.name,
-                  "', whose device copy is ", parameter->face.scalar_type(), " and whose truth on the host is ",
+                  "', whose device copy is ", parameter->face.scalar_type(), " while its host parameter is ",
                   parameter->host.scalar_type(), "; the write would be lost. Leave param_dtype unset for this model");
       parameter->page->written = true;
     }
@@ -201,7 +201,7 @@ void HostChanges::note_written_home() {
     if (parameter->page->written) {
       parameter->page->written = false;
       parameter->host.unsafeGetTensorImpl()->bump_version();
-      parameter->note_seen();  // the slot holds the same
+      parameter->note_seen();  // the slot has the same bytes
       if (parameter->may_overlap()) {
         shared.push_back(parameter->reach());
       }
@@ -227,7 +227,7 @@ std::string HostChanges::apply_faces() {
     } else {
       lost += (lost.empty() ? "" : "; ") +
               ("the forward gave '" + parameter->name +
-               "' data of another dtype or shape, which its host parameter cannot take; do that outside the forward");
+               "' data of another dtype or shape, which its host parameter cannot take; do so outside the forward");
     }
     parameter->attach();
   }

@@ -1,10 +1,10 @@
-// What is written to one model's parameters, on either side, and what follows from it for the other.
+// Tracks writes to one model's parameters, on the host and on the device, and brings the other side up to date.
 //
-// Writes to hosts make slots stale; writes to one parameter are writes to all that have the same memory, here or in
-// another model. Writes to faces come home when the window closes. Where hosts are poisoned their bytes are aside while
-// a window is open.
+// Writes to hosts make slots stale. A write to one parameter is a write to all that share its memory, here or in
+// another model. Writes to faces come home when the window closes. If hosts are poisoned, their bytes are kept
+// elsewhere while a window is open.
 // Threads: one at a time at the edges of windows, under the gate; refresh(), note_face_written() and
-// synchronise_for_fault() from any.
+// synchronise_for_fault() on any.
 #pragma once
 
 #include <atomic>
@@ -24,47 +24,49 @@ class HostChanges {
               bool poisons)
       : blocks_(blocks), pager_(pager), homes_(homes), gradients_(gradients), gate_(gate), poisons_(poisons) {}
 
-  /// Brings the host's bytes up to date in every slot before the next use, whatever the versions say.
+  /// Makes every slot stale at the next synchronise(), even if versions show no write.
   void refresh() noexcept { all_stale_ = true; }
-  /// The optimizer has written: what is trained, or has a gradient, is stale.
+  /// Notes that an optimizer has written all parameters that are trained or have a gradient.
   void note_optimizer_step();
-  /// Names of parameters that were written to since the window opened, or last was open; empty if none.
+  /// Returns the names of parameters that were written since they were last synchronised; empty if none.
   std::string moved() const;
 
-  /// Slots get the hosts' bytes that are new, before the next use. Throws ModelChanged if parameters are others.
+  /// Makes the slots of written parameters stale, so that they are filled again before their next use. Throws
+  /// ModelChanged if a parameter has changed in other ways. Called at the opening of a window.
   void synchronise();
-  /// Between windows, one block alone. False if parameters differ from what they were.
+  /// Does the same for one block, between windows. Returns false if a parameter has changed in other ways.
   bool synchronise(std::int32_t block);
-  /// Outside windows: brings one block up to date for an operation that met its face.
+  /// Does the same outside windows for an operation that met the block's face.
   void synchronise_for_fault(std::int32_t block);
 
+  /// Notes that an operation writes this face.
   void note_face_written(const Page& page);
-  /// The hosts hold what the forward wrote to faces.
+  /// Notes that the hosts now have the bytes that the forward wrote to faces.
   void note_written_home();
-  /// What the forward did to faces without touching their bytes, done to the hosts: `requires_grad`, and `.data`
-  /// replaced. Says what could not be done.
+  /// Applies to hosts what the forward changed on faces other than their bytes: `requires_grad`, and `.data` that was
+  /// replaced. Returns a description of changes that could not be applied.
   std::string apply_faces();
 
-  /// The model closes: other models need not look for writes to what it had.
+  /// Tells other models to stop looking for writes to this model's memory, because it closes.
   void forget() noexcept;
 
   bool poisons() const noexcept { return poisons_; }
-  /// While the window is open.
+  /// Poisons the hosts until reveal(), if this model poisons them. Called when the window opens.
   void conceal();
   void reveal() noexcept;
 
  private:
-  /// False: what it found is added to `mismatches`.
+  /// Returns whether the parameter was written. Adds other changes to `mismatches`.
   bool synchronise(HostParameter& parameter, bool all_stale, std::string& mismatches);
-  /// Whether the block's slot is stale.
+  /// Returns whether any of the block's parameters was written.
   bool synchronise(const BlockBacking& backing, bool all_stale, std::string& mismatches);
-  /// Of a block whose home is the device: its slot is never stale.
+  /// Synchronises a block whose home is the device: its slot is never stale.
   void synchronise_home(const BlockBacking& backing);
-  /// The face is trained if the host is.
+  /// Trains the face if the host is trained.
   void follow_training(HostParameter& parameter);
-  /// What one parameter's version or optimizer tells is true of all that have its memory.
+  /// Marks all parameters that share memory with a written one as written.
   void spread_moves();
-  /// Slots have older bytes than these, whichever parameters they are of.
+  /// Marks all parameters whose memory overlaps these extents as written.
   void mark_moved(std::vector<HostExtent> written);
 
   ModelBlocks& blocks_;

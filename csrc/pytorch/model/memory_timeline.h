@@ -1,4 +1,4 @@
-// Where a model's pass is, and what the device held there: for messages, for the timeline, and for the activity log.
+// Notes where a model's pass is and what the device holds there, for messages, the timeline and the activity log.
 //
 // Threads: any; samples have a mutex of their own.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace hydra {
 
-/// What the device held when a pass reached a block.
+/// The memory that the device held when a pass reached a block.
 struct MemorySample {
   PassKind kind = PassKind::kForward;
   std::int32_t block = 0;
@@ -28,22 +28,23 @@ class MemoryTimeline {
 
   void begin_pass(PassKind kind) noexcept;
   void end_pass() noexcept;
-  /// Of the last one that began.
+  /// The kind of the last pass that began.
   PassKind pass() const noexcept { return pass_; }
-  /// The pass comes to a block, and has it.
+  /// Notes the block that the pass is about to use, for messages.
   void approach(std::int32_t block) noexcept { block_ = block; }
+  /// Takes a sample at a block that is present now.
   void note_arrival(std::int32_t block, PassKind kind);
-  /// For the activity log: compute has been in these blocks since then.
+  /// Logs that compute was in these blocks from `begin` until now.
   void note_compute(const BlockList& blocks, Activity::Time begin) noexcept;
 
-  /// From now on every arrival at a block is noted, as long as there is room for `samples` more.
+  /// Keeps a sample of every arrival from now on, up to `samples` more.
   void record(std::size_t samples);
   std::vector<MemorySample> samples() const;
-  /// Where the run is, what the device holds, and what to change: the second half of an out-of-memory message.
+  /// The second half of an out-of-memory message: where the run is, what the device holds, and what to change.
   std::string explain() const;
 
  private:
-  /// For the activity log: what the device holds now.
+  /// Logs the memory that the device holds now.
   void note_memory() noexcept;
 
   ModelMemory& memory_;

@@ -1,7 +1,8 @@
-// The memory of one model: its budget on the device, what draws on it, and the host arena.
+// The memory of one model: its budget on the device, the resources that draw on it, and the host arena.
 //
-// Owns the account, which tensors may outlive, and the resources that slots and optimizer state come from. open() says
-// what is asked when the budget is used up; close() ends that. Threads: any; open(), stop_serving() and close() alone.
+// Owns the resources of slots and optimizer state, and shares the account with tensors, which may outlive it. open()
+// sets the callbacks for a budget that is used up; close() removes them.
+// Threads: any; nothing else runs during open(), stop_serving() and close().
 #pragma once
 
 #include <functional>
@@ -20,11 +21,11 @@ class ModelMemory {
  public:
   ModelMemory(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, Bytes budget, bool simulated);
 
-  /// `relieve` and `explain` are as an Account's; `evict_one` as a MemoryClient's.
+  /// `relieve` and `explain`: see Account. `evict_one`: see MemoryClient.
   void open(std::function<bool()> relieve, std::function<std::string()> explain, std::function<bool()> evict_one);
-  /// `evict_one` is not called any more.
+  /// Guarantees that `evict_one` is not called any more.
   void stop_serving() noexcept { service_.reset(); }
-  /// Buffers are counted down; nothing is charged any more.
+  /// Discharges the buffers. Nothing is charged any more.
   void close() noexcept;
 
   DeviceBackend& backend() const noexcept { return *backend_; }
@@ -32,15 +33,15 @@ class ModelMemory {
   Ledger& ledger() const noexcept { return account_->ledger(); }
   Resource& slots() noexcept { return slots_; }
   Resource& optimizer_state() noexcept { return optimizer_state_; }
-  /// What the calling thread's allocations on the host are charged to: the simulated device's memory is there.
+  /// The account that host allocations are charged to on the simulated device, whose memory they are; otherwise null.
   AccountPtr charged() const { return simulated_ ? account_ : nullptr; }
-  /// Buffers that live on the device until close(), where no allocator of the device counts them.
+  /// Charges buffers that live on the device until close(), if the device's allocator does not count them.
   void charge_buffers(Bytes bytes);
-  /// Whether allocations are about to miss, on a device whose allocator cannot wait for room.
+  /// Whether allocations are about to fail, on a device whose allocator cannot wait for room.
   bool crowded() const { return backend_->crowded(budget_); }
-  /// Bytes that the device has given to slots and optimizer state, and has not got back.
+  /// The bytes of slots and optimizer state that the device has allocated and that were not released.
   Bytes slot_bytes() const noexcept { return tracked_.statistics().live_bytes; }
-  /// What the device holds, by class, in words.
+  /// Describes the memory that the device holds, by class.
   std::string describe() const;
 
  private:

@@ -16,15 +16,16 @@ namespace hydra {
 
 namespace {
 
-/// When a node fails, torch leaves what else was ready in its thread's queue, and with it that part of the graph, until
-/// the thread's next backward drops it. Of the rest of the budget a next one may not even have its forward run, so this
-/// is the next one: of nothing. The interpreter's lock is held, and the failed backward is over.
+/// Frees the graph of a failed backward. When a node fails, torch leaves the other ready nodes in its thread's queue,
+/// and keeps their part of the graph alive until the thread's next backward. The memory that remains may not even let
+/// the next forward run, so this runs an empty backward now. Called with the interpreter lock, after the failed
+/// backward.
 void drop_failed_backward() noexcept {
   const py::gil_scoped_release released;
   try {
     torch::autograd::Engine::get_default_engine().execute({}, {}, /*keep_graph=*/false, /*create_graph=*/false,
                                                           /*accumulate_grad=*/true);
-  } catch (const std::exception&) {  // torch runs none in a forked child, say: the error on its way says more
+  } catch (const std::exception&) {  // torch may refuse, as in a forked child; the error on its way says more
   }
 }
 
@@ -53,7 +54,7 @@ void ModelWindow::enter(WindowToken& token, PassKind kind) {
     } else if (before.thread == 0) {
       expect_unmoved_hosts();
     }
-  } catch (...) {  // re-raised: it is as if the thread had not come
+  } catch (...) {  // re-raised: the thread's state is as before
     if (gate.swap().exit_to(token.thread, before.thread)) {
       gate.swap().show_host();
       model_.changes().reveal();
@@ -94,8 +95,8 @@ void ModelWindow::expect_unmoved_hosts() const {
   const std::string moved = model_.changes().moved();
   HYDRA_EXPECT(moved.empty(), StateError,
                "something wrote to " + moved +
-                   " while another thread was inside the model, which went on with the values from before, and saw "
-                   "device parameters in the model's place of host parameters meanwhile. Let no thread be inside "
+                   " while another thread was inside the model. That thread went on with the old values, and the model "
+                   "showed device parameters in place of host parameters meanwhile. Let no thread be inside "
                    "the model's forward or backward when another one writes its weights");
 }
 
@@ -135,11 +136,11 @@ void ModelWindow::returns(WindowToken& token, const std::vector<at::Tensor>& out
 void ModelWindow::restore_charge(WindowToken& token, bool failed) const {
   const bool inside_another = token.charge.account != nullptr && !token.charge.while_graph_lives;
   if (token.kind == PassKind::kBackward && !inside_another) {
-    exchange_thread_charge({});  // it ends what the forward began
+    exchange_thread_charge({});  // ends the charge that the forward began
   } else if (!token.charge.account && !failed && !token.graph.expired()) {
     exchange_thread_charge({model_.memory().charged(), true, token.graph});
   } else {
-    exchange_thread_charge(std::move(token.charge));  // a loss of two models belongs to the one that ran first
+    exchange_thread_charge(std::move(token.charge));  // a loss of two models is charged to the one that ran first
   }
 }
 
@@ -160,13 +161,13 @@ void ModelWindow::exit(WindowToken& token, bool failed) {
     } else if (backward && !failed && (token.thread_depth == 0 || token.gradients)) {
       const py::gil_scoped_release released;
       model_.gradients().collect_assigned();
-      sink.drain();  // another thread goes on inside, but this one's gradients are to be there
+      sink.drain();  // another thread is still inside, but this thread's gradients have to be complete
       HYDRA_EXPECT(!token.gradients || *token.gradients == sink.statistics().gradients, StateError,
                    "backward() inside the model's own forward has summed gradients into its parameters, which are "
                    "device parameters there: neither clipping nor an optimizer would find them. Offload the inner "
-                   "module in place of the one around it");
+                   "module instead of the outer one");
     }
-  } catch (...) {  // re-raised: the gradients did not all come
+  } catch (...) {  // re-raised: not all gradients have arrived
     const py::gil_scoped_release released;
     sink.run_hooks(/*failed=*/true);
     throw;
@@ -194,7 +195,7 @@ void ModelWindow::close_window(bool failed) {
     model_.gradients().collect_assigned();
     model_.gradients().sink().drain();
     model_.gradients().spill().store_all();
-  } catch (...) {  // re-raised below, once the hosts are as they were
+  } catch (...) {  // re-raised below, once the hosts are revealed again
     error = std::current_exception();
   }
   std::string lost = writes_to_hosts();
@@ -220,8 +221,8 @@ std::string ModelWindow::writes_to_hosts() const {
     return {};
   }
   return "something wrote to " + moved + " while " +
-         (poisons ? "Checks(poison_hosts=True) had the values aside, and the write is lost"
-                  : "the forward ran, which went on with the values from before") +
+         (poisons ? "Checks(poison_hosts=True) had poisoned the host parameters, and the write is lost"
+                  : "the forward ran, which went on with the old values") +
          ". ";
 }
 
@@ -232,7 +233,7 @@ void ModelWindow::close() {
   model_.gate().swap().clear();
 }
 
-// ---- of several models ------------------------------------------------------------------------
+// ---- several models ---------------------------------------------------------------------------
 
 void Windows::enter() {
   try {
@@ -240,7 +241,7 @@ void Windows::enter() {
       entered_.emplace_back();
       model->window().enter(entered_.back(), kind_);
     }
-  } catch (...) {  // re-raised: none is entered
+  } catch (...) {  // re-raised: all or none are entered
     exit(/*failed=*/true);
     throw;
   }

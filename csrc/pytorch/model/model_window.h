@@ -1,10 +1,11 @@
-// The windows of one model, and the visits of its sites: what one thread's outermost forward or backward opens, and the
-// last thread inside closes.
+// The windows of one model, and the visits of its sites. A thread's outermost forward or backward opens a window, and
+// the last thread inside closes it.
 //
-// At those edges, under the gate, everything is checked, brought up to date and swapped, and brought home again. A
-// visit pins the blocks of one site; it opens a window of its own if its thread is inside none. Threads: windows may be
-// entered from any thread, one edge at a time. Calls are made with the interpreter lock, and release it while they
-// wait.
+// Both edges run under the gate. The opening checks the model, brings slots up to date and swaps the dictionaries; the
+// closing swaps them back and brings written bytes and gradients home. A visit pins the blocks of one site, and opens a
+// window if its thread is inside none.
+// Threads: windows may be entered from any thread, one edge at a time. Calls are made with the interpreter lock, and
+// release it while they wait.
 #pragma once
 
 #include <memory>
@@ -20,33 +21,33 @@
 
 namespace hydra {
 
-/// What a thread takes into a window and gives back on leaving it. It knows whether the window was entered, so
-/// that the caller can make it first and leave in a `finally`, wherever an interrupt arrives.
+/// The state of a thread before it entered a window, which exit() restores. The token knows whether the window was
+/// entered, so that a caller can make it first and leave in a `finally`, wherever an interrupt arrives.
 struct WindowToken {
   bool entered = false;
   std::thread::id thread;
   std::int64_t thread_depth = 0;
-  ThreadCharge charge;  // the thread's before
+  ThreadCharge charge;  // the thread's charge before
   PassKind kind = PassKind::kForward;
-  std::weak_ptr<const void> graph{};        // of what a forward returned
-  std::optional<std::int64_t> gradients{};  // before a backward inside the model's own forward
+  std::weak_ptr<const void> graph{};        // lives as long as the graph of the forward's outputs
+  std::optional<std::int64_t> gradients{};  // the count before a backward inside the model's own forward
 };
 
-/// One call of a module that uses blocks; a window of its own if its thread is inside none.
+/// One call of a module that uses blocks.
 struct SiteVisit {
-  WindowToken window;
-  BlockList blocks;  // those pinned
+  WindowToken window;  // entered if the thread was inside none
+  BlockList blocks;    // the blocks that this visit has pinned
   Activity::Time begin{};
 };
 
-/// The windows of several models, of one pass: entered and left together.
+/// The windows of several models for one pass, which are entered and left together.
 class Windows {
  public:
   Windows(std::vector<std::shared_ptr<PagedModel>> models, PassKind kind) : models_(std::move(models)), kind_(kind) {}
 
-  /// All or none.
+  /// Enters all windows, or none if it throws.
   void enter();
-  /// Leaves those entered, all of them; throws the first error.
+  /// Leaves all windows that were entered, and then throws the first error.
   void exit(bool failed);
 
  private:
@@ -57,25 +58,28 @@ class Windows {
 
 class ModelWindow {
  public:
-  /// Its edges need all other parts of the model, which have to outlive it.
+  /// Uses all other parts of the model, which have to outlive this one.
   explicit ModelWindow(PagedModel& model) : model_(model) {}
 
-  /// Opens the window if no thread is inside.
+  /// Enters the window, and opens it if no thread is inside.
   void enter(WindowToken& token, PassKind kind);
-  /// A forward returns these. What its thread allocates afterwards still belongs to this model (the loss), until
-  /// backward ends or nothing is left of their graph.
+  /// Notes the outputs of a forward. Later allocations of the thread (the loss) still belong to this model, until
+  /// backward ends or the graph of the outputs is freed.
   void returns(WindowToken& token, const std::vector<at::Tensor>& outputs);
-  /// Restores the depth the thread had at enter(); closes the window when the last thread leaves. Throws what went
-  /// wrong on the lanes, unless `failed` says that another error is on its way. Does nothing with a token that entered
+  /// Restores the depth that the thread had at enter(), and closes the window if the last thread leaves. Throws the
+  /// first error of the lanes, unless `failed` says that another error is on its way. Does nothing if the token entered
   /// no window.
   void exit(WindowToken& token, bool failed);
 
-  /// A module that uses these blocks is called, returns. All blocks or none.
+  /// Pins the blocks of a module that is called; all of them, or none if it throws. Enters a window if the thread is
+  /// inside none.
   void begin_visit(SiteVisit& visit, const BlockList& blocks, PassKind kind);
+  /// Notes the outputs of the module.
   void returns(SiteVisit& visit, const std::vector<at::Tensor>& outputs);
+  /// Unpins the visit's blocks, and leaves the window that it entered.
   void end_visit(SiteVisit& visit, bool failed);
 
-  /// The context has ended: closes an open window, as after an error.
+  /// Closes an open window, as after an error, because the context has ended.
   void close();
   GraphMarks& marks() noexcept { return marks_; }
 
@@ -83,7 +87,7 @@ class ModelWindow {
   void open_window(PassKind kind);
   void close_window(bool failed);
   void expect_unmoved_hosts() const;
-  /// What the forward wrote to hosts, in words: it is lost, or was not seen.
+  /// Describes writes to hosts during the forward, which are lost or were not seen; empty if there are none.
   std::string writes_to_hosts() const;
   void restore_charge(WindowToken& token, bool failed) const;
 

@@ -46,7 +46,8 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       [this] { return arrivals_.timeline().explain(); }, [this] { return pager_.evict_one(/*may_wait=*/false); });
   if (std::function<Bytes()> meter = memory_.backend().activation_meter()) {
     pager_.set_activation_meter(std::move(meter));
-    // Gradients on their way are activations to the meter until they have left; they cannot be waited for then.
+    // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
+    // then.
     pager_.set_gradient_reserve(options.gradient_bound);
   }
 }
@@ -57,7 +58,7 @@ PagedModel::~PagedModel() {
   } catch (const std::exception& error) {  // there is no caller to tell
     TORCH_WARN("hydra_ext: an offload context that was not left has lost bytes: ", error.what());
   }
-  memory_.stop_serving();  // if close() has failed: before the pager
+  memory_.stop_serving();  // in case close() has failed: before the pager is destroyed
 }
 
 std::int32_t PagedModel::add_block(std::string name,
@@ -83,11 +84,11 @@ void PagedModel::close() {
     lost = std::current_exception();
     moves_.abandon();
   }
-  memory_.stop_serving();  // before the pager: it must not be asked for room any more
+  memory_.stop_serving();  // before the pager closes: allocations must not call it any more
   pager_.close();
   memory_.close();
   changes_.forget();
-  memory_.arena()->unpin_all();  // the parameters stay in the arena, and are read by forked children again
+  memory_.arena()->unpin_all();  // the parameters stay in the arena, and forked children can read them again
   gradients_.clear_hooks();
   blocks_.close();
   homes_.disk().close();

@@ -1,13 +1,13 @@
-// One model under one budget: it owns the parts that page it, and hands them out.
+// One model under one budget: it owns the parts that page it, and gives access to them.
 //
-// The Python side decides what the blocks are and hooks modules; everything per tensor happens in the parts. Life:
-// add_block() for every block, then windows, then close(). A window is what one thread's outermost forward or
-// backward opens and the last thread inside closes; passes, swaps and version checks happen at those edges.
+// The Python side chooses the blocks and hooks modules; the parts do everything that concerns tensors. Lifetime:
+// add_block() for every block, then windows, then close(). A window is opened by one thread's outermost forward or
+// backward and closed by the last thread inside; passes, swaps and version checks happen at those edges.
 //
-// A part knows those above it here, and the last one all. They end in the opposite order, after close(), which lets no
-// lane, no hook and no callback of a device's allocator come back to any of them.
+// A part refers only to parts declared before it; the last refers to all. They are destroyed in the opposite order,
+// after close(). From then on no lane, hook or callback of a device's allocator calls any of them.
 //
-// Threads: windows may be entered from any thread; each part says what holds for it.
+// Threads: windows may be entered from any thread; each part has a contract of its own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +31,10 @@ namespace hydra {
 
 struct PagedModelOptions {
   Bytes budget = 0;
-  c10::Device device = c10::Device(c10::kCPU);  // where faces live; cpu on the simulated device
-  std::optional<at::ScalarType> face_dtype;     // of floating-point faces; the host's unless set
-  std::optional<at::ScalarType> gradient_dtype;
-  Bytes gradient_bound = 0;
+  c10::Device device = c10::Device(c10::kCPU);   // the faces' device; cpu on the simulated device
+  std::optional<at::ScalarType> face_dtype;      // of floating-point faces; by default the host's
+  std::optional<at::ScalarType> gradient_dtype;  // in which gradients cross the lane; by default their own
+  Bytes gradient_bound = 0;                      // the most bytes of gradients on their way at once; 0 sets no bound
   bool poison_hosts = false;
   bool fault_path = true;
 };
@@ -49,7 +49,8 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
 
   /// Makes faces for the parameters and moves their bytes into the arena. Returns the block's number.
   std::int32_t add_block(std::string name, const std::vector<std::pair<std::string, at::Tensor>>& parameters);
-  /// Ends it all, an open window first: lanes drained, slots given back, faces absent for ever. Idempotent.
+  /// Closes an open window, brings all blocks home, drains the lanes and returns the slots. Faces are absent from now
+  /// on. Idempotent.
   void close();
 
   WindowGate& gate() noexcept { return gate_; }

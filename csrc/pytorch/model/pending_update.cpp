@@ -11,7 +11,7 @@ namespace hydra {
 
 namespace {
 
-/// References that wrappers of Python's are, which Python itself does not refer to.
+/// Counts, by storage, the references that an idle Python wrapper holds: Python itself does not refer to it.
 UpdateHold::ReferenceCounts wrappers_of(const std::vector<BlockUpdate>& updates) {
   UpdateHold::ReferenceCounts wrappers;
   for (const BlockUpdate& update : updates) {
@@ -44,7 +44,7 @@ class DiskLender final : public Lender {
 // ---- begin ------------------------------------------------------------------------------------
 
 void PendingUpdate::defer(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale) {
-  gate_.expect_outside("an optimizer step during the model's forward or backward, or after its context");
+  gate_.expect_outside("an optimizer step cannot run during the model's forward or backward, or after its context");
   finish();
   if (DiskHomes* const disk = disk_.homes()) {
     disk->expect_gradients();  // before anything is changed
@@ -67,7 +67,7 @@ void PendingUpdate::defer(std::vector<BlockUpdate> updates, std::shared_ptr<Thre
       known_elsewhere = hold_.known_elsewhere(kept);
       update_ = DeferredUpdate::begin(std::move(parts), std::move(pool), scale, backend_.host_memory_bytes_per_second(),
                                       &backend_.activity());
-    } catch (...) {  // re-raised: no thread, say, and nothing is updated
+    } catch (...) {  // re-raised: for example no thread could be started; nothing is updated
       give_all_back_locked(departed);
       throw;
     }
@@ -88,7 +88,7 @@ DeferredUpdate::Part PendingUpdate::part_of(const BlockUpdate& update) const {
   part.blocks = update.blocks;
   if (on_disk) {
     HYDRA_EXPECT(update.blocks.size() == 1, StateError,
-                 "a joint update of blocks whose weights overlap, some of which are on the disk");
+                 "blocks whose weights overlap cannot be updated together while some of them are on the disk");
     part.lender = std::make_unique<DiskLender>(*disk_.homes(), update.blocks.front(), update.plan);
   } else {
     part.plan = update.plan.on_host();
@@ -144,7 +144,7 @@ void PendingUpdate::finish(std::int32_t block) {
     note_wait(begin, update->wait(block), block);
     UpdateHold::Departed departed;
     const std::lock_guard lock(mutex_);
-    if (update_ == update) {  // else another step writes the block now
+    if (update_ == update) {  // otherwise another step writes the block now
       give_back_locked(block, departed);
     }
   }
@@ -211,7 +211,7 @@ void PendingUpdate::give_all_back_locked(UpdateHold::Departed& departed) noexcep
   }
 }
 
-// ---- what there was ---------------------------------------------------------------------------
+// ---- figures ----------------------------------------------------------------------------------
 
 void PendingUpdate::note_wait(Activity::Time begin, double seconds, std::int32_t block) {
   if (seconds > 0.0) {

@@ -1,8 +1,9 @@
-// An optimizer step that runs while the model goes on: what it writes is withheld until it is written.
+// An optimizer step that runs while the model goes on. It withholds the tensors that it reads and writes.
 //
-// Until a block is done its tensors are withheld, and its fills wait. Owns the step, and references to its tensors; has
-// to end before the disk that it works on. Threads: any; a mutex guards the step, what it withholds, and counters. What
-// ends with a step ends without that mutex, as torch takes the interpreter lock where a tensor ends.
+// Until a block is updated its tensors are withheld, and its fills wait. Owns the step, and references to its tensors.
+// Has to be destroyed before the disk that it works on.
+// Threads: any; a mutex guards the step, the withheld storages and the counters. The tensors of an ended step are
+// destroyed without that mutex, because torch takes the interpreter lock when a tensor ends.
 #pragma once
 
 #include <memory>
@@ -17,8 +18,8 @@
 
 namespace hydra {
 
-/// One block's part of an optimizer step, or that of several whose weights overlap, and the tensors that it reads and
-/// writes.
+/// The part of an optimizer step for one block, or for several blocks whose weights overlap, and the tensors that it
+/// reads and writes.
 struct BlockUpdate {
   BlockList blocks;
   TensorPlan plan;
@@ -30,31 +31,33 @@ class PendingUpdate {
   PendingUpdate(DeviceBackend& backend, ModelBlocks& blocks, ModelDisk& disk, LeavingNorm& norm, const WindowGate& gate)
       : backend_(backend), blocks_(blocks), disk_(disk), norm_(norm), gate_(gate) {}
 
-  /// Begins a step, blocks in this order; see DeferredUpdate. Blocks whose storages other tensors share are updated on
-  /// return. Outside windows.
+  /// Begins a step that updates the blocks in this order; see DeferredUpdate. When it returns, blocks whose storages
+  /// have other owners are updated. Called outside windows.
   void defer(std::vector<BlockUpdate> updates, std::shared_ptr<ThreadPool> pool, float scale);
-  /// Blocks until the block, or all, is updated, and gives tensors back.
+  /// Blocks until the block is updated, and returns its tensors.
   void finish(std::int32_t block);
+  /// Blocks until all blocks are updated, and returns their tensors.
   void finish();
-  /// As the first, of all blocks that use the storage.
+  /// Does the same for the block and for all blocks that use the storage.
   void finish(std::int32_t block, const c10::Storage& storage);
-  /// Gives back what is updated; waits for nothing.
+  /// Returns the tensors of blocks that are updated. Never waits.
   void reap();
-  /// Gives back what will never be updated.
+  /// Returns all tensors, updated or not, and drops the step. Blocks until its thread has ended.
   void abandon() noexcept;
 
-  /// Steps that were deferred, how long their threads worked, and what they have read and written.
+  /// The number of steps that were deferred, the seconds that their threads worked, and the bytes that they have read
+  /// and written.
   std::int64_t deferred() const;
   double seconds() const;
   Bytes bytes() const;
-  /// How long others than the lanes waited for them.
+  /// The seconds that threads other than those of lanes waited for them.
   double wait_seconds() const;
 
  private:
   DeferredUpdate::Part part_of(const BlockUpdate& update) const;
-  /// What the update reads and writes, which it is noted to do.
+  /// Returns the tensors that the update reads and writes, and notes its writes to parameters.
   UpdateHold::Share share_of(const BlockUpdate& update);
-  /// Adds how many references to storages the model itself keeps.
+  /// Adds the references to storages that the model itself keeps.
   void add_references_kept(UpdateHold::ReferenceCounts& kept) const;
   std::shared_ptr<DeferredUpdate> running() const;
   void give_back_locked(std::int32_t block, UpdateHold::Departed& departed) noexcept;
@@ -68,10 +71,10 @@ class PendingUpdate {
   const WindowGate& gate_;
   mutable std::mutex mutex_;
   std::shared_ptr<DeferredUpdate> update_;
-  UpdateHold hold_;  // what update_ reads and writes
+  UpdateHold hold_;  // the storages that update_ reads and writes
   std::int64_t deferred_ = 0;
-  double seconds_ = 0.0;  // of those that have ended
-  Bytes bytes_ = 0;       // likewise
+  double seconds_ = 0.0;  // of steps that have ended
+  Bytes bytes_ = 0;       // of steps that have ended
   double wait_seconds_ = 0.0;
 };
 

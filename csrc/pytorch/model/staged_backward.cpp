@@ -16,9 +16,9 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-constexpr std::uint64_t kLeaf = std::numeric_limits<std::uint64_t>::max();  // what leaves are numbered by torch
+constexpr std::uint64_t kLeaf = std::numeric_limits<std::uint64_t>::max();  // torch's number for leaves
 
-/// Nodes are made as torch holds them: by an intrusive pointer since 2.13, by a shared pointer before.
+/// Makes nodes behind torch's pointer type: intrusive since 2.13, shared before.
 template <class Pointer>
 struct Maker;
 template <class T>
@@ -43,7 +43,7 @@ void execute(const autograd::edge_list& roots, const autograd::variable_list& gr
                                                  /*accumulate_grad=*/true, /*outputs=*/{});
 }
 
-/// A sum that waits for its turn: not on the device, where one of each microbatch would add up.
+/// Copies a held sum to the host: on the device, one sum for each microbatch would take too much memory.
 at::Tensor to_host(at::Tensor gradient) {
   const HostScope on_the_host;
   return gradient.defined() ? gradient.to(gradient.options().device(at::kCPU), false, /*copy=*/true) : gradient;
@@ -56,7 +56,7 @@ at::Tensor from_host(at::Tensor gradient, const autograd::Node& leaf) {
 
 }  // namespace
 
-/// Takes what an edge would have brought to a node of another piece.
+/// Receives the gradient that an edge would have brought to a node of another piece.
 class StagedBackward::Sink final : public autograd::Node {
  public:
   explicit Sink(Edge instead_of) : Node(kLeaf, autograd::edge_list()), target(std::move(instead_of)) {
@@ -155,7 +155,7 @@ void StagedBackward::redirect(Graph& graph, const Place& place) {
     sink = Maker<NodePtr>::make<Sink>(edge);
   }
   place.node->next_edges()[place.edge] = Edge(sink, 0);
-  // An operation in place on a view keeps a second list of its edges; the first of them is its own.
+  // The node of an in-place operation on a view keeps a second list of its edges; only the first edge is its own.
   if (auto* slices = dynamic_cast<autograd::CopySlices*>(place.node); slices != nullptr && place.edge > 0) {
     slices->fn->next_edges()[place.edge] = Edge(sink, 0);
   }
@@ -164,7 +164,7 @@ void StagedBackward::redirect(Graph& graph, const Place& place) {
 // ---- leaves -----------------------------------------------------------------------------------
 
 void StagedBackward::hold_leaves() {
-  std::vector<std::vector<std::size_t>> when(graphs_.size());  // the turn of a piece
+  std::vector<std::vector<std::size_t>> when(graphs_.size());  // by microbatch and piece: the turn
   for (std::size_t i = 0; i < graphs_.size(); ++i) {
     when[i].resize(graphs_[i].pieces.size());
   }
@@ -172,7 +172,7 @@ void StagedBackward::hold_leaves() {
     when[turns_[turn].microbatch][turns_[turn].piece] = turn;
   }
   struct Uses {
-    std::vector<std::size_t> due;  // by microbatch: the turn after which it and those before have all been summed
+    std::vector<std::size_t> due;  // by microbatch: the turn after which its sum and all earlier ones are complete
     std::size_t latest = 0;
     bool in_order = true;
   };
@@ -268,7 +268,7 @@ void StagedBackward::run_last_piece(const std::function<bool(const at::Tensor&)>
     ++known;
   }
   for (const NodePtr& node : graph.pieces[last].nodes) {
-    owners_.erase(node.get());  // another one may come to lie there
+    owners_.erase(node.get());  // another node may get the same address
   }
   run_piece(graph, last);
 }

@@ -20,8 +20,8 @@
 
 namespace hydra {
 
-/// The state of a parameter's gradient: backward may have brought a part of it since it was last settled. To a settled
-/// gradient nothing may be added before the window closes.
+/// The state of a parameter's gradient: whether backward has brought a part of it since it was last settled. Nothing
+/// may be added to a settled gradient before the window closes.
 enum class GradientState : std::uint8_t { kUnchanged, kArrived, kSettled };
 
 /// A range of host memory.

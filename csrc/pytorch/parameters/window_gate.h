@@ -1,9 +1,9 @@
-// The gate of one model's windows: whether a thread is inside, whether the context has ended, and the lock under which
-// windows open and close.
+// The gate of one model's windows. It tells whether a thread is inside and whether the context has ended, and has the
+// lock under which windows open and close.
 //
-// Owns the swap of dictionaries. All parts of a model ask here before they change what a pass relies on.
-// Threads: any. The lock is held while an edge waits for lanes, so that it is never waited for with the interpreter
-// lock held.
+// Owns the swap of dictionaries. All parts of a model check the gate before they change anything that a pass relies on.
+// Threads: any. A thread may hold the lock while it waits for lanes at an edge, so no thread waits for it with the
+// interpreter lock held.
 #pragma once
 
 #include <atomic>
@@ -19,16 +19,16 @@ class WindowGate {
   WindowGate(const WindowGate&) = delete;
   WindowGate& operator=(const WindowGate&) = delete;
 
-  /// What modules show, and which threads are inside.
+  /// The swap of the modules' dictionaries, which also counts the threads inside.
   Window& swap() noexcept { return swap_; }
-  /// Whether some thread is inside.
+  /// Whether a thread is inside.
   bool open() const { return swap_.depths().total > 0; }
   bool closed() const noexcept { return closed_; }
-  /// The context ends. False if it had ended before.
+  /// Ends the context. Returns false if it had ended before.
   bool close() noexcept { return !closed_.exchange(true); }
-  /// While the result lives, no window opens or closes.
+  /// Takes the lock: while the result lives, no window opens or closes.
   std::unique_lock<std::mutex> hold();
-  /// Throws StateError with this message if some thread is inside, or the context has ended.
+  /// Throws StateError with this message if a thread is inside, or the context has ended.
   void expect_outside(const char* message) const;
 
  private:

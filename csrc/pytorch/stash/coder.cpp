@@ -14,7 +14,7 @@ namespace hydra {
 
 namespace {
 
-CudaCoders coders_on_cuda;  // set while the extension is loaded
+CudaCoders coders_on_cuda;  // set when the extension is loaded
 
 InstructionSet fastest() {
   static const InstructionSet chosen = codec::supported_instruction_sets().back();

@@ -1,7 +1,7 @@
-// How a stash makes a tensor's bytes fewer, and the tensor out of them again.
+// Coders turn a tensor's bytes into a shorter stream, and the stream back into the bytes.
 //
-// encode() and decode() run where the bytes are: on a GPU on torch's current stream, and wait for nothing there. How
-// long a stream has become the host learns later. Coders are immutable, and shared by threads.
+// encode() and decode() run on the device that has the bytes. On a GPU they use torch's current stream and do not wait,
+// so that the host learns the length of a stream later. Coders are immutable. Threads: any.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,12 +17,13 @@
 
 namespace hydra {
 
-/// What coders of one stash work with on the host.
+/// The threads and the scratch memory that the coders of one stash use on the host.
 class CoderRoom {
  public:
-  /// As many threads as torch computed with when it was first asked for.
+  /// The thread pool. The first call makes it with as many threads as torch computes with then.
   ThreadPool& threads();
-  /// Of the least so many bytes, content undefined; its owner's until it is given back. Only the last one is kept.
+  /// Lends at least `bytes` bytes with undefined contents, until give_back(). Of the returned ones, the largest is
+  /// kept.
   at::Tensor take_scratch(Bytes bytes);
   void give_back(at::Tensor scratch) noexcept;
   void clear() noexcept;
@@ -33,21 +34,22 @@ class CoderRoom {
   at::Tensor scratch_;
 };
 
-/// Bytes on a device.
+/// A range of bytes on a device.
 struct DeviceBytes {
   const void* data = nullptr;
   Bytes bytes = 0;
   c10::Device device = c10::kCPU;
 };
 
-/// A stream on its device; without one where it was not possible.
+/// A stream on its device. It is undefined if the bytes could not be encoded.
 struct Encoded {
-  at::Tensor stream;  // bytes, those behind its end undefined
-  // What it takes to know its end, on the host once the device has come there; undefined if it is all of it.
+  at::Tensor stream;  // bytes; those behind the end of the stream are undefined
+  // The part from which `read` takes the length, on the host once the device has copied it. It is undefined if `stream`
+  // has no bytes behind its end.
   at::Tensor header;
   Bytes (*read)(const void* header, Bytes made) = nullptr;
 
-  /// Throws what went wrong on the device.
+  /// Returns the length of the stream. Throws the error that the device reported.
   Bytes length() const;
 };
 
@@ -59,23 +61,24 @@ class Coder {
   virtual ~Coder() = default;
 
   virtual Encoded encode(const DeviceBytes& from, CoderRoom& room) const = 0;
-  /// `stream` may be longer than what was encoded. `to` has all the bytes that were encoded.
+  /// Decodes all bytes into `to`. `stream` may have bytes behind its end.
   virtual void decode(const DeviceBytes& stream, void* to, CoderRoom& room) const = 0;
 };
 
 using CoderPtr = std::shared_ptr<const Coder>;
 
-/// Of `count` numbers that may come back up to `bound` off (csrc/codec/codec.h). Null where this build has no such
-/// coder.
+/// Makes a coder for `count` numbers, each of which may come back with an error up to `bound` (csrc/codec/codec.h).
+/// Null if this build has none for the device.
 CoderPtr make_bounded_coder(c10::Device device, NumberFormat format, std::int64_t count, double bound, bool keep_signs);
-/// Of a pool's indices, exactly (csrc/codec/window_codes.h). Null likewise, and for windows that are too large.
+/// Makes an exact coder for the indices of a pool (csrc/codec/window_codes.h). Null if this build has none for the
+/// device, or the windows are too large.
 CoderPtr make_window_coder(c10::Device device, const codec::PoolGeometry& geometry);
 
 struct CudaCoders {
   CoderPtr (*bounded)(NumberFormat format, std::int64_t count, double bound, bool keep_signs) = nullptr;
   CoderPtr (*windows)(const codec::PoolGeometry& geometry) = nullptr;
 };
-/// In builds with CUDA: cuda_coder.cpp's.
+/// Sets the makers of coders for GPUs. Builds with CUDA have cuda_coders(), of cuda_coder.cpp.
 void set_cuda_coders(CudaCoders coders) noexcept;
 CudaCoders cuda_coders() noexcept;
 

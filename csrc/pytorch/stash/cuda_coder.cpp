@@ -1,4 +1,4 @@
-// Coders on a GPU: csrc/codec's kernels on torch's current stream. The streams are the host's.
+// Coders on a GPU: the kernels of csrc/codec on torch's current stream. Their streams equal those of the host's coders.
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -22,7 +22,7 @@ at::Tensor bytes_on(c10::Device device, Bytes bytes) {
   return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
 }
 
-/// In pinned memory, behind what is enqueued. torch's copy keeps the memory until it has ended.
+/// Enqueues a copy of the bytes to pinned memory. torch keeps the memory alive until the copy has ended.
 at::Tensor on_its_way_to_the_host(const at::Tensor& bytes) {
   at::Tensor there = at::empty(bytes.sizes(), at::TensorOptions(at::kByte).pinned_memory(true));
   there.copy_(bytes, /*non_blocking=*/true);
@@ -38,10 +38,9 @@ Bytes length_of_stream(const void* header, Bytes /*made*/) {
 Bytes length_of_codes(const void* header, Bytes made) {
   std::uint32_t wrong = 0;
   std::memcpy(&wrong, header, sizeof wrong);
-  HYDRA_EXPECT(
-      wrong == 0, StateError,
-      "an index that a max-pool has saved is in none of its windows: choose hydra_ext.Offload() for that module "
-      "in place of Compress");
+  HYDRA_EXPECT(wrong == 0, StateError,
+               "a max pool has saved an index outside its window: choose hydra_ext.Offload() for that module "
+               "instead of Compress");
   return made;
 }
 
@@ -108,7 +107,8 @@ CudaCoders cuda_coders() noexcept {
             return std::make_shared<CudaBoundedCoder>(format, count, bound, keep_signs);
           },
           [](const codec::PoolGeometry& geometry) -> CoderPtr {
-            // Where channels come last torch's kernel gives a window of -inf alone the index 0, wherever it lies.
+            // With channels last, torch's kernel gives every window that has only -inf the index 0, which may lie
+            // outside the window.
             return geometry.inner == 1 ? std::make_shared<CudaWindowCoder>(geometry) : nullptr;
           }};
 }

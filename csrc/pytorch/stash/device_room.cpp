@@ -22,7 +22,7 @@ Bytes DeviceRoom::share_of_pass() const noexcept {
 DeparturePlan DeviceRoom::plan(Bytes raw_bytes) noexcept {
   const Bytes before = pass_.form_bytes;
   const Bytes known = last_pass_ ? last_pass_->form_bytes : 0;
-  // What comes from here on, as far as the last pass tells; if this one is the longer one, what there is.
+  // The bytes to come, going by the last pass. If this pass is longer already, all of its bytes so far.
   const Bytes to_come = before < known ? known - before : before + raw_bytes;
   pass_.raw_bytes += raw_bytes;
   pass_.form_bytes += raw_bytes;

@@ -23,8 +23,8 @@ bool is_measured(std::int64_t forward, std::int64_t every) {
   if (forward < every) {
     return std::has_single_bit(static_cast<std::uint64_t>(forward + 1));
   }
-  // Not at the same place of each `every` forwards: of a layer that is called several times a step, that would be the
-  // same call for ever. Multiples of the golden ratio come near every place, whatever the number of calls.
+  // The position within each `every` forwards changes: for a layer that is called several times a step, a fixed one
+  // could always select the same call. Multiples of the golden ratio come near every position, for any number of calls.
   const double turns = static_cast<double>(forward / every) * std::numbers::phi;
   return forward % every == static_cast<std::int64_t>((turns - std::floor(turns)) * static_cast<double>(every));
 }
@@ -36,7 +36,7 @@ at::Tensor norm_of(const at::Tensor& tensor) {
 }  // namespace
 
 struct LayerBounds::Layer {
-  /// Numbers that the device may still be computing.
+  /// The measurements of one forward and its backward, which the device may still be computing.
   struct Sample {
     at::Tensor nonzero;
     at::Tensor input;
@@ -46,7 +46,7 @@ struct LayerBounds::Layer {
   };
 
   mutable std::mutex mutex;
-  LayerFigures figures;  // but for the weight
+  LayerFigures figures;  // without the weight
   c10::weak_intrusive_ptr<c10::TensorImpl> weight{c10::intrusive_ptr<c10::TensorImpl>()};
   std::vector<Sample> fresh;
 };
@@ -67,7 +67,7 @@ std::pair<LayerBounds::LayerPtr, std::optional<double>> LayerBounds::enter(const
   {
     const std::lock_guard lock(mutex_);
     const auto found = by_weight_.find(use.weight.unsafeGetTensorImpl());
-    if (found != by_weight_.end() && !found->second->weight.expired()) {  // it could be another one's address by now
+    if (found != by_weight_.end() && !found->second->weight.expired()) {  // another weight may have the address now
       layer = found->second;
     } else {
       std::erase_if(layers_, [](const LayerPtr& other) { return other->weight.expired(); });
@@ -112,13 +112,13 @@ std::optional<double> LayerBounds::update(Layer& layer) {
     double output = 0;
     double weight = 0;
     {
-      const ReleaseGilIfHeld released;  // the device may not be there yet
+      const ReleaseGilIfHeld released;  // this may wait for the device
       nonzero = sample.nonzero.item<double>();
       input = sample.input.item<double>();
       output = sample.output_gradient.item<double>();
       weight = sample.weight_gradient.item<double>();
     }
-    // One that overflowed, or that there was none of, says nothing.
+    // A norm that overflowed, or a gradient of zeros, says nothing about the bound.
     if (std::isfinite(input) && std::isfinite(output) && std::isfinite(weight) && nonzero > 0 && output > 0) {
       const std::lock_guard lock(layer.mutex);
       take(layer.figures, nonzero / static_cast<double>(sample.count), input * input / nonzero, output, weight);

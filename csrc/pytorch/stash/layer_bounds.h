@@ -1,19 +1,20 @@
-// Within what bound each layer's input may be stored, and what that does to its weight's gradient.
+// Computes the error bound within which each layer's input may be stored, from its effect on the weight's gradient.
 //
-// A layer is known by its weight. With x' = x + e and errors e that are independent, uniform within the bound b, and
-// none where x is 0, the error of the weight's gradient dW = x^T G has, as every element of G adds to `touched` of
-// them,
+// A layer is identified by its weight. Let x' = x + e, with errors e that are independent, uniform within the bound b,
+// and 0 where x is 0. Every element of G adds to `touched` elements of the weight's gradient dW = x^T G. So the error
+// of dW has
 //   E |ddW|^2 = b^2 / 3 * r * touched * |G|^2                       r: the share of x that is not 0
-// The bound is therefore chosen so that this is `fraction` of the momentum's norm:
+// The bound is chosen so that the root of this is `fraction` of the momentum's norm:
 //   b = fraction * m * |dW| / |G| * sqrt(3 / (r * touched))
-// It is never more than sqrt(2 * fraction) times the root of the mean square of what is not 0 in x: errors of numbers
-// that are not larger than the bound are not independent of them, and their mean, which grows with the square of that
-// ratio, stays below `fraction` so.
+// The bound is at most sqrt(2 * fraction) times the root mean square of the elements of x that are not 0. Errors of
+// numbers below the bound depend on these numbers, and have a mean that grows with the square of that ratio; with this
+// limit the mean stays below `fraction`.
+//
 // |G|, |dW|, r and the mean square are measured in the backward of a layer's 1st, 2nd, 4th, 8th, ... forward up to the
-// `every`-th, and of one in `every` from then on, in changing places. Means over the samples forget half with each one.
-// m, the momentum's norm over that of the gradient, is as it was told last, 1 until it is. But for that limit a bound
-// never grows or falls by more than a factor of 2 from one sample to the next. (COMET, Jin et al., VLDB 2022, section
-// 4, has the rule with constants that were fitted; this derivation needs none.)
+// `every`-th, and then of one in `every`, at changing positions. In the means over samples, each new sample has half
+// the weight. m is the momentum's norm over that of the gradient, as last set; 1 before. From one sample to the next, a
+// bound changes by a factor of at most 2, except through that limit. (COMET, Jin et al., VLDB 2022, section 4, has the
+// rule with fitted constants; this derivation needs none.)
 //
 // Threads: any. Nothing else is called with a mutex held.
 #pragma once
@@ -31,39 +32,40 @@
 
 namespace hydra {
 
-/// Of one layer. Norms are those of a single backward.
+/// The figures of one layer. Norms are means over samples, each of a single backward.
 struct LayerFigures {
   at::Tensor weight;
   std::int64_t forwards = 0;
   std::int64_t samples = 0;
-  double bound = 0;  // 0 while it is not known, and nothing is stored inexactly
+  double bound = 0;  // 0 while it is unknown and inputs are stored exactly
   double touched = 0;
-  double nonzero = 1;
-  double mean_square = 0;  // of what is not 0 in the input
-  double output_gradient = 0;
-  double weight_gradient = 0;
-  double momentum = 1;  // that of the last step, its norm over that of the gradient then at hand
+  double nonzero = 1;          // r
+  double mean_square = 0;      // of the input's elements that are not 0
+  double output_gradient = 0;  // |G|
+  double weight_gradient = 0;  // |dW|
+  double momentum = 1;         // m: the momentum's norm over that of the gradient in the last step
   Bytes saved_bytes = 0;
-  Bytes stored_bytes = 0;  // that they have become
+  Bytes stored_bytes = 0;  // the bytes that were stored for saved_bytes
 
-  /// The norm of the weight gradient's error, as foretold, over that of the weight's gradient.
+  /// The predicted norm of the error of the weight's gradient, over the gradient's norm.
   double relative_error() const noexcept;
 };
 
 class LayerBounds final {
  public:
-  /// One bound for all layers, or none: then it follows from `fraction`.
+  /// `fixed`: one bound for all layers. Without it, each layer's bound follows from `fraction`.
   LayerBounds(std::optional<double> fixed, double fraction, std::int64_t every);
 
   struct Layer;
   using LayerPtr = std::shared_ptr<Layer>;
 
-  /// That of the use, which is kBounded, for one more forward. May wait for the last sample to be computed.
+  /// Counts a forward of the use's layer, whose need is kBounded. Returns the layer and its bound, if that is known.
+  /// May wait until the device has computed the last sample.
   std::pair<LayerPtr, std::optional<double>> enter(const SavedUse& use, const at::Tensor& saved);
   static void count(Layer& layer, Bytes saved, Bytes stored);
-  /// Of the layer with that weight, if it is known.
+  /// Sets m for the layer with that weight, if there is one.
   void set_momentum(const at::Tensor& weight, double over_gradient);
-  /// In the order in which they were met; of weights that are still there.
+  /// Returns the layers whose weights are still alive, in the order of their first forwards.
   std::vector<LayerFigures> layers() const;
 
  private:
@@ -73,7 +75,7 @@ class LayerBounds final {
   const std::optional<double> fixed_;
   const double fraction_;
   const std::int64_t every_;
-  mutable std::mutex mutex_;  // of the two below
+  mutable std::mutex mutex_;  // guards layers_ and by_weight_
   std::vector<LayerPtr> layers_;
   std::unordered_map<c10::TensorImpl*, LayerPtr> by_weight_;
 };

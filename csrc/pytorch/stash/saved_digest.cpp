@@ -15,8 +15,8 @@ namespace hydra {
 namespace {
 
 constexpr Bytes kChunk = Bytes{1} << 20;                // one thread's share of a large tensor
-constexpr std::int64_t kItems = std::int64_t{1} << 20;  // what is reduced at a time on a device
-// Odd, and without a pattern: those of XXH64.
+constexpr std::int64_t kItems = std::int64_t{1} << 20;  // how many are reduced at a time on a device
+// Odd numbers without a pattern, taken from XXH64.
 constexpr auto kFactor1 = static_cast<std::int64_t>(0x9E3779B185EBCA87ULL);
 constexpr auto kFactor2 = static_cast<std::int64_t>(0xC2B2AE3D27D4EB4FULL);
 constexpr auto kFactor3 = static_cast<std::int64_t>(0x165667B19E3779F9ULL);
@@ -26,7 +26,8 @@ struct Dimension {
   std::int64_t stride;
 };
 
-/// From the outermost to the innermost in memory; what repeats the same numbers is left out.
+/// The dimensions from the outermost to the innermost in memory, merged as far as possible. Those that repeat the same
+/// numbers are left out.
 std::vector<Dimension> dimensions_of(const at::Tensor& tensor) {
   std::vector<Dimension> found;
   for (std::int64_t i = 0; i < tensor.dim(); ++i) {
@@ -46,7 +47,7 @@ std::vector<Dimension> dimensions_of(const at::Tensor& tensor) {
   return merged;
 }
 
-/// A large one is cut where its size says so, whatever the number of threads.
+/// Adds contiguous bytes. Only their number decides where a large run is cut, not the number of threads.
 void add_run(Digest& digest, const std::uint8_t* data, Bytes bytes) {
   if (bytes < 2 * kChunk) {
     digest.add(data, bytes);
@@ -91,8 +92,8 @@ at::ScalarType integer_of(std::size_t bytes) {
   return bytes == 1 ? at::kChar : bytes == 2 ? at::kShort : bytes == 4 ? at::kInt : at::kLong;
 }
 
-/// Libraries' own notes for backward (of oneDNN's and cuDNN's recurrent layers): bytes, some of which nothing has
-/// written.
+/// Whether this may be private data of a library (the recurrent layers of oneDNN and cuDNN save such tensors): bytes,
+/// some of which are never written.
 bool is_opaque(const at::Tensor& tensor) { return tensor.scalar_type() == at::kByte && tensor.dim() == 1; }
 
 bool is_comparable(const at::Tensor& tensor) {

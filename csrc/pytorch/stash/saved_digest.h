@@ -1,9 +1,11 @@
-// What a call saved for backward, or gave, in a few bytes: two calls are the same if theirs are.
+// A digest of the tensors that a call saved for backward, or returned. Equal digests mean that two calls did the same.
 //
-// Of each tensor, in order: its dtype, sizes, strides and numbers, every one at its place. Of parameters, and of their
-// views, which one it is in place of the numbers: those of two parameters may be equal today. Numbers on a GPU are
-// reduced there, and come to the host when two are compared.
-// Ownership: keeps the parameters' storages, so that no other takes their place. Threads: one at a time.
+// The digest covers, in order, the dtype, sizes, strides and numbers of each tensor, and depends on each number's
+// position. For parameters and their views it has the identity of the parameter instead of the numbers, since two
+// parameters may have equal numbers today. Numbers on a GPU are reduced there; the results come to the host when two
+// digests are compared.
+// Ownership: keeps the parameters' storages alive, so that no other storage gets their addresses.
+// Threads: one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,10 +23,10 @@ namespace hydra {
 class SavedDigest {
  public:
   explicit SavedDigest(const std::vector<at::Tensor>& parameters);
-  /// With the same parameters, and nothing added.
+  /// Returns an empty digest with the same parameters.
   [[nodiscard]] SavedDigest fresh() const;
-  /// False, and nothing is added, if the tensor cannot be compared: sparse, nested, quantised, of a class of its own,
-  /// or one row of bytes, which may be a library's notes.
+  /// Adds a tensor. Returns false, and adds nothing, if it cannot be compared: if it is sparse, nested, quantised, of a
+  /// class of its own, or a one-dimensional tensor of bytes, which may be a library's private data.
   bool add(const at::Tensor& tensor);
   [[nodiscard]] std::size_t count() const noexcept { return count_; }
   [[nodiscard]] bool equals(const SavedDigest& other) const;
@@ -38,11 +40,11 @@ class SavedDigest {
 
   std::shared_ptr<const Parameters> parameters_;
   Digest digest_;
-  std::vector<at::Tensor> on_devices_;  // one number of each tensor there
+  std::vector<at::Tensor> on_devices_;  // one number for each tensor on a device
   std::size_t count_ = 0;
 };
 
-/// The number of a tensor by operators of torch, on whatever device it is: what is done on GPUs.
+/// Reduces a tensor to one number on its own device, with operators of torch. Used for tensors on GPUs.
 at::Tensor reduced_by_place(const at::Tensor& tensor);
 
 }  // namespace hydra

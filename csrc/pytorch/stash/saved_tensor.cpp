@@ -21,7 +21,7 @@ SavedTensor::SavedTensor(const at::Tensor& tensor)
 }
 
 VersionMark SavedTensor::mark() const noexcept {
-  // torch shows no identity of a counter, but it is nothing else than a pointer.
+  // torch gives no access to a counter's identity, but the object is just a pointer.
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   VersionMark mark{nullptr, version_};
   std::memcpy(&mark.counter, &counter_, sizeof mark.counter);

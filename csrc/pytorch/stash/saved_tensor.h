@@ -1,4 +1,4 @@
-// What a stash hands to autograd in place of a tensor: all of it but its bytes.
+// The stand-in that a stash hands to autograd: it has everything of a tensor except its bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace hydra {
 
-/// The multiple that torch's memory begins at, and that kernels choose their way by what is left over of.
+/// The alignment of torch's memory on a device. Kernels choose their algorithm by the remainder of an address to it.
 Bytes memory_alignment(c10::Device device) noexcept;
 
 class SavedTensor {
@@ -17,16 +17,16 @@ class SavedTensor {
   explicit SavedTensor(const at::Tensor& tensor);
 
   VersionMark mark() const noexcept;
-  /// Throws c10::Error, as torch does, if the tensor was written to since.
+  /// Throws c10::Error, as torch does, if the tensor was written to since it was saved.
   void expect_unchanged() const;
-  /// Over device memory that has the interval from `begin` on.
+  /// Makes the tensor in device memory that has the interval from `begin` on.
   at::Tensor over(const c10::Storage& storage, Bytes begin) const;
 
  private:
   friend class Stash;
-  at::Tensor kept_;  // if it was not moved
+  at::Tensor kept_;  // the tensor itself, if it was not moved
   StashedIntervalPtr interval_;
-  bool taken_ = false;  // in some backward
+  bool taken_ = false;  // whether a backward has read it
 
   c10::VariableVersion counter_;
   std::uint32_t version_ = 0;

@@ -27,7 +27,8 @@ namespace {
 
 enum class Rule : std::uint8_t { kNone, kSigns, kShape, kMaxPool, kConvolution, kMatrices, kMatricesAndBias };
 
-/// kSigns: of whatever it saves; kShape: of its first argument; kMaxPool: that, and its indices.
+/// The rules of operators. kSigns applies to all tensors that an operator saves, kShape to its first argument, kMaxPool
+/// to its first argument and its indices.
 const std::unordered_map<std::string_view, Rule>& rules() {
   static const std::unordered_map<std::string_view, Rule> known{
       {"aten::convolution", Rule::kConvolution},
@@ -49,16 +50,16 @@ const std::unordered_map<std::string_view, Rule>& rules() {
   return known;
 }
 
-/// An operator that runs.
+/// A running operator.
 struct Followed {
   std::string_view name;
   Rule rule = Rule::kNone;
-  at::Tensor first;  // of two arguments, if the rule is about any
+  at::Tensor first;  // the two arguments that the rule concerns, if any
   at::Tensor second;
-  double touched_by_first = 0;  // with the other one as the weight
+  double touched_by_first = 0;  // if the second is the weight
   double touched_by_second = 0;
-  std::size_t edge_of_first = 0;   // in the node of its backward
-  std::size_t edge_of_weight = 0;  // once it is known
+  std::size_t edge_of_first = 0;   // its index in the backward's node
+  std::size_t edge_of_weight = 0;  // likewise, once the weight is known
   codec::PoolGeometry pool;
   GradientObserver observer;
 };
@@ -90,7 +91,7 @@ void read_convolution(Followed& op, c10::ArrayRef<const c10::IValue> inputs) {
   const std::int64_t outputs = transposed ? op.second.size(1) * inputs[kGroups].toInt() : op.second.size(0);
   op.touched_by_first =
       static_cast<double>(op.second.numel()) / static_cast<double>(std::max<std::int64_t>(outputs, 1));
-  if (transposed) {  // of the kernel's elements, which lie a stride apart in what they make, so many meet at one place
+  if (transposed) {  // inputs lie a stride apart in the output, so that fewer of the kernel's elements meet there
     const std::vector<std::int64_t> strides = inputs[kStride].toIntVector();
     for (std::int64_t dim = 2; dim < op.second.dim() && !strides.empty(); ++dim) {
       op.touched_by_first /= static_cast<double>(strides.size() == 1 ? strides[0] : strides.at(dim - 2));
@@ -111,7 +112,7 @@ void read_matrices(Followed& op, c10::ArrayRef<const c10::IValue> inputs, std::s
 
 void read_matrices_and_bias(Followed& op, c10::ArrayRef<const c10::IValue> inputs) {
   read_matrices(op, inputs, 1);
-  if (inputs.at(4).toScalar().toDouble() != 1.0) {  // alpha, which errors would be multiplied with
+  if (inputs.at(4).toScalar().toDouble() != 1.0) {  // alpha, by which errors would be multiplied
     op.rule = Rule::kNone;
   }
 }
@@ -155,14 +156,14 @@ void read(Followed& op, const at::RecordFunction& function) {
 }
 
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
-  Followed& op = following.running.emplace_back();  // whatever happens next: ends() takes it away
+  Followed& op = following.running.emplace_back();  // before anything can throw: ends() removes it
   op.name = function.name();
   const auto found = rules().find(op.name);
   if (found != rules().end()) {
     op.rule = found->second;
     try {
       read(op, function);
-    } catch (const std::exception&) {  // arguments that are none of what torch documents: then it is not known
+    } catch (const std::exception&) {  // arguments that torch does not document: the operator counts as unknown
       op.rule = Rule::kNone;
     }
   }
@@ -175,7 +176,7 @@ bool can_be_measured(const at::Tensor& gradient) {
   return gradient.defined() && gradient.layout() == at::kStrided && !gradient.key_set().has_any(kWrapped);
 }
 
-/// Of a node's gradients, those that an observer asked for, once.
+/// Shows an observer the gradients of one node, once.
 class Observation final : public autograd::FunctionPostHook {
  public:
   Observation(GradientObserver observer, std::size_t edge) : observer_(std::move(observer)), edge_(edge) {}
@@ -186,13 +187,13 @@ class Observation final : public autograd::FunctionPostHook {
         !made_.exchange(true)) {
       try {
         observer_(given[edge_], got[0]);
-      } catch (const c10::Error&) {  // a measurement is no reason for a backward to fail
+      } catch (const c10::Error&) {  // a failed measurement must not fail the backward
       }
     }
     return given;
   }
 
-  /// What is compiled is not measured.
+  /// Compiled backwards are not measured.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
 
  private:
@@ -222,15 +223,15 @@ bool same_view(const at::Tensor& one, const at::Tensor& other) {
          one.strides() == other.strides();
 }
 
-/// Others' gradients may be passed on: those of a stage's inputs, which are leaves, too.
+/// Whether a leaf is a torch.nn.Parameter. Gradients of other leaves, such as a stage's inputs, may be passed on.
 bool is_parameter(const at::Tensor& leaf) {
   const py::gil_scoped_acquire acquired;
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(leaf));
   return PyObject_IsInstance(object.ptr(), ParameterClass) == 1;
 }
 
-/// Nodes whose forward gave nothing but another view, copy or type of what it took: whatever flows through them flows
-/// into one place. Others that take one tensor (an embedding, a checkpoint) do more.
+/// Whether the node's forward only made another view, copy or cast of its input. Such a node passes its gradient to one
+/// place. Other nodes with one input (an embedding, a checkpoint) do more.
 bool hands_on(const std::string& node) {
   static const std::unordered_set<std::string> known{
       "AliasBackward0",     "CloneBackward0",     "PermuteBackward0", "ReshapeAliasBackward0",
@@ -241,7 +242,7 @@ bool hands_on(const std::string& node) {
   return known.contains(node);
 }
 
-/// The parameter that it is, or a view, copy or cast of; undefined if none.
+/// The parameter that `weight` is, or is a view, copy or cast of; undefined if there is none.
 at::Tensor parameter_of(const at::Tensor& weight) {
   constexpr int kMostSteps = 8;
   if (!weight.requires_grad()) {
@@ -272,7 +273,7 @@ SavedUse of_weighted(Followed& op, const at::Tensor& saved) {
     return use;
   }
   if (parameter_of(first ? op.first : op.second).defined()) {
-    return use;  // a weight itself
+    return use;  // the saved tensor is the weight
   }
   use.weight = parameter_of(first ? op.second : op.first);
   if (use.weight.defined()) {

@@ -22,7 +22,7 @@ namespace {
 
 using Lock = IntervalIndex::Lock;
 
-/// First byte and the one after the last, in the storage.
+/// The offsets in the storage of the tensor's first byte, and of the byte behind its last.
 std::pair<Bytes, Bytes> extent_of(const at::Tensor& tensor) {
   const auto itemsize = static_cast<Bytes>(tensor.itemsize());
   Bytes last = 0;
@@ -46,7 +46,7 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && impl->has_storage() && !tensor.is_quantized() && !tensor.is_meta() &&
          !impl->is_python_dispatch() && !tensor.is_conj() && !tensor.is_neg() && !tensor.is_inference() &&
          !impl->has_symbolic_sizes_strides() && !keys.has(c10::DispatchKey::FuncTorchGradWrapper) &&
-         !keys.has(kFaultKey);  // of which there may be nothing on the device now
+         !keys.has(kFaultKey);  // a device parameter, which may be absent now
 }
 
 std::optional<c10::Stream> stream_of(c10::Device device) {
@@ -58,7 +58,8 @@ StashIdentity new_identity() {
   return ++last;
 }
 
-/// Buffers for streams, whose lengths change a little from step to step, are used again.
+/// Rounds up the size of a buffer for a stream: the lengths of streams change a little from step to step, and buffers
+/// of equal sizes are used again.
 Bytes stream_buffer_bytes(Bytes stream) {
   constexpr Bytes kLeastGranularity = 4096;
   const auto power = static_cast<Bytes>(std::bit_floor(static_cast<std::uint64_t>(stream)));
@@ -77,7 +78,7 @@ Stash::Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> 
       device_(device) {}
 
 Stash::~Stash() {
-  // Transfers end before the device does, and what they let go may need the interpreter.
+  // Transfers have to end before the device does. The objects that they drop may need the interpreter.
   const ReleaseGilIfHeld released;
   backend_->to_host().drain();
   backend_->to_device().drain();
@@ -98,7 +99,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   const Treatment& treatment = current_treatment(identity_);
   const bool movable = can_move(tensor);
   if (treatment.kind == TreatmentKind::kKeep || !movable) {
-    saved->kept_ = tensor.detach();  // the tensor itself holds the graph, which would hold itself
+    saved->kept_ = tensor.detach();  // the tensor itself owns its graph, which would then own itself
     const Lock lock(*index_);
     StashFigures& figures = index_->figures(lock);
     figures.parts[current_part(identity_)].kept += movable ? static_cast<Bytes>(tensor.nbytes()) : 0;
@@ -109,7 +110,7 @@ SavedTensorPtr Stash::pack(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   auto [begin, end] = extent_of(tensor);
   const auto whole = static_cast<Bytes>(storage.nbytes());
-  if (2 * (end - begin) >= whole) {  // the rest of it will be saved, too, as a rule
+  if (2 * (end - begin) >= whole) {  // the rest of the storage is usually saved too
     begin = 0;
     end = whole;
   }
@@ -145,11 +146,11 @@ void Stash::begin_leaving(const StashedIntervalPtr& interval) {
   }
   try {
     send(interval, *std::move(departure));
-  } catch (const OutOfMemory&) {  // it stays where it is, which costs room, and nothing else
+  } catch (const OutOfMemory&) {  // the interval stays on the device, which costs only room
     interval->strand();
     const Lock lock(*index_);
     ++index_->figures(lock).statistics.stayed;
-  } catch (...) {  // re-raised: nothing is to wait for it
+  } catch (...) {  // re-raised: no thread may wait for a transfer that never began
     interval->strand();
     throw;
   }
@@ -162,7 +163,7 @@ void Stash::send(const StashedIntervalPtr& interval, StashedInterval::Departure 
   Job job;
   job.segments = {{host->data(), static_cast<const std::byte*>(departure.storage.data()) + departure.begin, bytes}};
   job.fences = {backend_->record()};
-  // The copy may end after all that wanted it.
+  // The copy may end after all tensors that share the interval.
   job.after = [index = index_, known = std::weak_ptr(interval), storage = std::move(departure.storage), host, bytes]() {
     index->note_left(known.lock(), host, bytes);
   };

@@ -1,22 +1,23 @@
-// What autograd saves for backward, kept off the device until backward comes for it.
+// The stash: keeps the tensors that autograd saves for backward off the device until backward reads them.
 //
-// pack() and unpack() are the two halves of a hook on saved tensors. Tensors saved from one part of a storage share it
-// (stashed_interval.h). Such intervals leave on the lane to the host as they are saved, the oldest first, and come back
-// in the reverse order, ahead of a backward that has begun to ask for them. Of what the stash holds on the device it
-// keeps the newest, up to its budget; once a pass has been seen, what will fit to its end does not leave at all. What
-// forward and backward hold themselves comes on top.
+// pack() and unpack() are the two halves of a hook on saved tensors. Tensors saved from one part of a storage share an
+// interval (stashed_interval.h). Intervals leave on the lane to the host as they are saved, the oldest first, and come
+// back in the reverse order, ahead of a backward that has begun to read them. On the device the stash keeps the newest
+// intervals, up to its budget. Once it has seen a pass, intervals that will fit until the end of the pass do not leave.
+// The budget does not count tensors that forward and backward themselves hold.
 //
-// What need not come back exactly (treatment.h, wishes.h) is encoded when the next tensor is saved, because another
-// operator that saves the same one, and may need it exactly, usually does so at once. The stream stays on the device
-// while there is room, and leaves otherwise; unpack() decodes it.
+// A tensor that need not come back exactly (treatment.h, wishes.h) is encoded only when the next tensor is saved: a
+// second operator that saves the same tensor, and may need it exactly, usually does so at once. The stream stays on the
+// device while there is room, and leaves otherwise; unpack() decodes it.
 //
-// What unpack() gives otherwise has the bytes, sizes, strides, dtype and alignment of what pack() was given, and counts
-// versions with it: if that was written to since, unpack() raises what torch raises. What cannot be moved is handed
-// back as it was: parameters and their views, what is protected, less than kLeastBytes, other layouts, other devices.
+// All other tensors come back from unpack() with the bytes, sizes, strides, dtype and alignment of the tensor that
+// pack() was given. They share its version counter: if it was written to since, unpack() raises the same error as
+// torch. Some tensors stay as they are: parameters and their views, protected ones, those below kLeastBytes, and those
+// with other layouts or on other devices.
 //
-// Ownership: a SavedTensor owns its share; with the last one an interval's memory goes, here and on the host, at once
-// or when the transfer under way has ended. Graphs may outlive close().
-// Threads: any. Nothing waits, allocates or frees with the index's mutex held; waits are without the interpreter lock.
+// Ownership: saved tensors own their interval. After the last one, the interval's memory on the device and the host is
+// freed at once, or when the transfer under way has ended. Graphs may outlive close().
+// Threads: any. No thread waits, allocates or frees with the index's mutex held, or waits with the interpreter lock.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -43,7 +44,7 @@ class Stash final {
  public:
   static constexpr Bytes kLeastBytes = kKiB;
 
-  /// Of tensors on `device`.
+  /// Makes a stash for tensors on `device`. `budget`: see DeviceRoom.
   Stash(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena, c10::Device device,
         std::optional<Bytes> budget);
 
@@ -51,40 +52,42 @@ class Stash final {
   Stash(const Stash&) = delete;
   Stash& operator=(const Stash&) = delete;
 
-  /// Of its scopes on a thread (treatment.h); never used again.
+  /// Identifies this stash in the scopes of threads (treatment.h). No other stash ever gets the same value.
   StashIdentity identity() const noexcept { return identity_; }
 
   SavedTensorPtr pack(const at::Tensor& tensor);
   at::Tensor unpack(SavedTensor& saved);
-  /// What lies in their storages is never moved.
+  /// Never moves tensors in the storages of these.
   void protect(const std::vector<at::Tensor>& tensors);
-  /// No host memory is kept for a next pass any more.
+  /// Stops keeping host memory for a next pass.
   void close() noexcept;
-  /// Once the transfers under way have ended.
+  /// Waits until the transfers under way have ended.
   StashStatistics statistics() const;
   std::optional<StashPass> last_pass() const;
   std::map<std::int32_t, StashPart> parts() const;
-  /// Intervals and bytes that were to be encoded and are kept as they are, by the operator that needs them so, as far
-  /// as they are needed no more.
+  /// The intervals that were to be encoded but stayed exact, by the operator that needs them so, or by another reason.
+  /// Counts intervals that are no longer needed.
   std::map<std::string, StashExact> exact() const;
 
  private:
   bool can_move(const at::Tensor& tensor) const;
-  /// Encodes those that others have been saved after, and sends what is to leave.
+  /// Encodes the intervals after which others have been saved, and sends those that leave.
   void decide();
-  /// False where it stays what it is.
+  /// Returns false if the interval stays as it is.
   bool encode(const StashedIntervalPtr& interval);
-  /// The length of its stream is known, or waited for.
+  /// Waits for the length of the interval's stream, and moves the stream to memory of that length.
   void finish(const StashedIntervalPtr& interval);
   void begin_leaving(const StashedIntervalPtr& interval);
   void send(const StashedIntervalPtr& interval, StashedInterval::Departure departure);
-  /// Frees memory of others, until so many bytes more fit or nothing is left to do.
+  /// Frees memory of intervals until `bytes` more fit, or no interval can make room.
   void make_room(Bytes bytes, bool in_backward);
-  /// Device memory of the saved tensor's interval, which is there for compute that is enqueued from now on.
+  /// Returns device memory with the saved tensor's interval, and where it begins there. Compute that is enqueued from
+  /// now on may read it.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);
-  /// Memory that its bytes are in, or on their way to. Throws c10::OutOfMemoryError.
+  /// Returns memory that has the bytes of the interval's form, or that they are on their way to. Throws
+  /// c10::OutOfMemoryError.
   c10::Storage bring(const StashedIntervalPtr& interval, Priority priority);
-  /// Memory with its bytes again. Throws c10::OutOfMemoryError.
+  /// Returns new memory with the decoded bytes. Throws c10::OutOfMemoryError.
   c10::Storage decode(StashedInterval& interval, const StashedInterval::Reading& reading);
   void await(StashedInterval& interval, Ticket& arriving);
   void prefetch(std::int64_t before);
@@ -96,7 +99,7 @@ class Stash final {
   const c10::Device device_;
   CoderRoom room_;
   std::mutex finishing_;
-  mutable std::mutex protecting_;  // what follows
+  mutable std::mutex protecting_;  // guards protected_
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> protected_;
 };
 

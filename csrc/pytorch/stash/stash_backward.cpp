@@ -1,4 +1,4 @@
-// The half of a stash that backward asks.
+// The half of a stash that backward calls.
 #include <ATen/ops/empty.h>
 
 #include <utility>
@@ -21,7 +21,7 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
   if (saved.kept_.defined()) {
     return saved.kept_;
   }
-  room_.clear();  // of use in forward alone, and no small part of what there is
+  room_.clear();  // only forward needs this scratch memory, which is large
   const auto [storage, begin] = fetched(saved);
   prefetch(saved.interval_->number());
   return saved.over(storage, begin);
@@ -29,7 +29,7 @@ at::Tensor Stash::unpack(SavedTensor& saved) {
 
 std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
   const StashedIntervalPtr& interval = saved.interval_;
-  c10::Storage found;  // from one attempt to the next: what another thread frees meanwhile stays
+  c10::Storage found;  // keeps memory alive from one attempt to the next, even if another thread frees it
   for (;;) {
     StashedInterval::Reading reading = interval->read(saved.taken_);
     if (reading.is_done()) {
@@ -42,7 +42,7 @@ std::pair<c10::Storage, Bytes> Stash::fetched(SavedTensor& saved) {
       found = decode(*interval, reading);
     } else {
       make_room(interval->landing().bytes, /*in_backward=*/true);
-      found = bring(interval, Priority::kFault);  // or a stream, which serves as well to keep it
+      found = bring(interval, Priority::kFault);  // may be memory of a stream, which has to stay too
     }
   }
 }
@@ -53,7 +53,7 @@ void Stash::await(StashedInterval& interval, Ticket& arriving) {
   try {
     const ReleaseGilIfHeld released;
     backend_->compute_waits(arriving);
-  } catch (...) {  // re-raised below, once the next attempt can begin anew
+  } catch (...) {  // re-raised below, once the interval allows another attempt
     error = std::current_exception();
   }
   {
@@ -64,7 +64,7 @@ void Stash::await(StashedInterval& interval, Ticket& arriving) {
   if (error) {
     try {
       std::rethrow_exception(error);
-    } catch (...) {  // re-raised as what Python knows
+    } catch (...) {  // re-raised as an error that Python knows
       rethrow_for_torch("");
       throw;
     }

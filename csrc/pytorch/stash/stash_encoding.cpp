@@ -1,4 +1,4 @@
-// What becomes of intervals that may be encoded: when, and how long their streams are.
+// The part of a stash that encodes intervals: when it does, and how long their streams are.
 #include <ATen/ops/clone.h>
 #include <c10/core/StreamGuard.h>
 
@@ -11,7 +11,7 @@ namespace hydra {
 
 namespace {
 
-/// Null if there is none.
+/// The reason why the stream is not used; null if it is.
 const char* reason_against(const Encoded& encoded, Bytes bytes) {
   if (!encoded.stream.defined()) {
     return "an index outside its window";
@@ -85,7 +85,7 @@ void Stash::finish(const StashedIntervalPtr& interval) {
     length = making->encoded.length();
     const c10::OptionalStreamGuard on(interval->saved().stream);
     exact = exact.narrow(0, 0, length).clone();
-  } catch (const c10::OutOfMemoryError&) {  // it stays in the memory that it was made in
+  } catch (const c10::OutOfMemoryError&) {  // the stream stays in the memory that it was made in
   } catch (...) {                           // re-raised, once
     interval->end_making(std::nullopt);
     throw;

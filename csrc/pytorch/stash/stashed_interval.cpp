@@ -34,7 +34,7 @@ bool may_advance(IntervalState from, IntervalState to) noexcept {
   return false;
 }
 
-/// A GPU's kernels take memory from multiples of 16 bytes on.
+/// The kernels of a GPU need memory that begins at a multiple of 16 bytes.
 bool can_encode(const DeviceBytes& from) {
   constexpr std::uintptr_t kMultiple = 16;
   return from.device.is_cpu() || reinterpret_cast<std::uintptr_t>(from.data) % kMultiple == 0;
@@ -134,7 +134,7 @@ bool StashedInterval::share(const Lock& lock, const Wishes& wishes, bool is_resi
 
 bool StashedInterval::has(const Lock& /*lock*/, const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
                           const Wishes& wishes) const {
-  // The counter cannot be another one at the same address: the interval's tensors have theirs, as this one has.
+  // No other counter can have the same address, since the interval's saved tensors keep theirs alive.
   const bool is_same = saved_.mark == saved.mark && elsewhere_.storage == storage.unsafeGetStorageImpl() &&
                        elsewhere_.data == storage.data();
   const bool is_within = elsewhere_.begin <= begin && begin + saved.bytes <= elsewhere_.begin + saved_.bytes;
@@ -159,7 +159,7 @@ c10::Storage StashedInterval::alive() const {
     return form_.held;
   }
   c10::intrusive_ptr<c10::StorageImpl> alive = elsewhere_.alive.lock();
-  // Its owners may have given it other memory.
+  // The owners may have replaced the storage's memory.
   return alive && alive->data() == elsewhere_.data ? c10::Storage(std::move(alive)) : c10::Storage();
 }
 
@@ -182,7 +182,7 @@ c10::Storage StashedInterval::free(const Lock& lock) noexcept {
 }
 
 c10::Storage StashedInterval::free_copy(const Lock& lock) {
-  advance(lock, state_, kAway);  // legal for those that the host has, too
+  advance(lock, state_, kAway);  // allowed only in states in which the host has the bytes too
   return free(lock);
 }
 
@@ -317,7 +317,7 @@ StashedInterval::Reading StashedInterval::read(bool& taken) {
     readers_.waiting -= taken ? 0 : 1;
     taken = true;
     if (readers_.waiting == 0 && is_copied()) {
-      freed = free_copy(lock);  // the caller has it
+      freed = free_copy(lock);  // the caller owns the memory now
     }
     if (form_.held && state_ != kResident && !readers_.have_come) {
       readers_.have_come = true;
@@ -342,7 +342,7 @@ c10::Storage StashedInterval::begin_return(const c10::Storage& storage, bool is_
   if (state_ != kAway) {
     return form_.held;
   }
-  TicketPtr arriving = submit(form_.host);  // if it throws, nothing has changed
+  TicketPtr arriving = submit(form_.host);  // first: if it throws, nothing has changed
   const Bytes lead = form_.coder ? 0 : saved_.lead;
   if (!form_.coder) {
     note_elsewhere(lock, storage, lead);
@@ -364,7 +364,7 @@ void StashedInterval::end_return(const Ticket& arriving, bool has_failed) {
   if (has_failed) {
     elsewhere_.data = nullptr;
   }
-  if (state_ == kReturning) {  // otherwise freed since
+  if (state_ == kReturning) {  // otherwise it was freed since
     if (has_failed) {
       freed = free_copy(lock);
     } else {

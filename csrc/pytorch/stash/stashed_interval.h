@@ -1,13 +1,13 @@
-// An interval: part of a storage as it was at one version, which tensors that were saved share.
+// An interval: a part of a storage as it was at one version, which several saved tensors may share.
 //
-// Its *form* is what the stash keeps of it: these bytes, or, once it has been encoded, a stream that they come back
-// from. It is *held* while the stash keeps device memory of its form alive. Memory with the bytes themselves that has
-// other owners is remembered weakly, and serves as well.
+// Its *form* is the representation that the stash keeps: the bytes themselves or, once they are encoded, a stream from
+// which they are decoded. The interval is *held* while the stash keeps device memory of its form alive. It also refers
+// weakly to memory of other owners that has the bytes themselves, and reads from there if it can.
 //
-// Ownership: saved tensors own it; with the last one its memory goes, here and on the host, at once or when the
-// transfer under way has ended. Threads: any. All that changes is the index's mutex's. A method is one whole step: it
-// takes the mutex, and destroys without it what it frees. So an interval's last owner must not let it end while it
-// holds a Lock.
+// Ownership: saved tensors own it. After the last one, its memory on the device and the host is freed at once, or when
+// the transfer under way has ended.
+// Threads: any. The index's mutex guards all mutable state. A public method is one complete step: it takes the mutex,
+// and destroys freed memory without it. So the last owner must not drop an interval while it holds a Lock.
 #pragma once
 
 #include <c10/core/Storage.h>
@@ -27,9 +27,9 @@
 
 namespace hydra {
 
-/// Where an interval's bytes are, as far as the stash has them. Device memory of its form is held in all but kAway.
+/// Where the stash has an interval's bytes. Device memory of its form is held in all states but kAway.
 ///
-///   kResident  -> kOnDevice                      a tensor that shares it may leave after all
+///   kResident  -> kOnDevice                      a tensor that shares the interval may leave
 ///   kOnDevice  -> kEncoding, kLeaving
 ///   kEncoding  -> kMaking, kOnDevice             as a stream, or as it was: it could not be encoded
 ///   kMaking    -> kOnDevice
@@ -38,17 +38,17 @@ namespace hydra {
 ///   kAway      -> kReturning
 ///   kReturning -> kCopied, kAway                 the bytes are there; or there was no room, or the copy failed
 ///
-/// An interval may end in each but kEncoding, whose thread keeps it alive.
+/// An interval may be destroyed in each state but kEncoding, in which the encoding thread keeps it alive.
 enum class IntervalState : std::uint8_t {
-  kResident,   // on the device, where a policy wants it
-  kOnDevice,   // on the device; it may be encoded, unless it is a stream, and may leave
-  kEncoding,   // a thread encodes what is held
-  kMaking,     // a stream of which the device has not told the length yet
+  kResident,   // on the device, because the policy keeps it there
+  kOnDevice,   // on the device; may leave, and may be encoded unless it is a stream
+  kEncoding,   // a thread encodes the held bytes
+  kMaking,     // a stream whose length the device has not reported yet
   kLeaving,    // being copied to the host; the form does not change any more
   kStranded,   // on the device to the end: there was no host memory, or the copy failed
   kCopied,     // on the device and on the host
   kAway,       // on the host alone
-  kReturning,  // on the host, and being copied into memory that is held; no compute has been made to wait for it yet
+  kReturning,  // on the host, and being copied to held memory; no compute waits for the copy yet
 };
 
 const char* name_of(IntervalState state) noexcept;
@@ -72,23 +72,23 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
     c10::Storage storage;
     DeviceBytes from;  // in it
   };
-  /// kOnDevice -> kEncoding; null, and nothing has changed, where it stays what it is.
+  /// kOnDevice -> kEncoding. Returns null, and changes nothing, if the interval is not to be encoded.
   std::optional<Encodable> begin_encoding(c10::Device device);
-  /// kEncoding -> kOnDevice. It is not encoded, and that is why.
+  /// kEncoding -> kOnDevice. The interval stays exact for this reason.
   void refuse_encoding(const char* reason);
-  /// kEncoding -> kMaking, with a fence that is passed once the stream is made; otherwise -> kOnDevice.
+  /// kEncoding -> kMaking, if `made` is a fence behind the making of the stream; without one -> kOnDevice.
   void become_stream(CoderPtr coder, Encoded encoded, FencePtr made);
   struct Making {
     Encoded encoded;
     FencePtr made;
   };
-  /// In kMaking.
+  /// Null in all states but kMaking.
   std::optional<Making> making() const;
   struct Stream {
     c10::Storage storage;
     Bytes length = 0;
   };
-  /// kMaking -> kOnDevice. Without a stream it stays in the memory, and as long, as it was made.
+  /// kMaking -> kOnDevice. Without `exact`, the stream stays in the memory that it was made in, and counts its length.
   void end_making(std::optional<Stream> exact);
 
   // ---- leaving ------------------------------------------------------------------------------------------------------
@@ -98,47 +98,48 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
     Bytes bytes = 0;
     bool is_stream = false;
   };
-  /// kOnDevice -> kLeaving; null, and nothing has changed, in any other state.
+  /// kOnDevice -> kLeaving. Returns null, and changes nothing, in any other state.
   std::optional<Departure> begin_leaving();
   void leave_by(TicketPtr leaving);
   /// kLeaving -> kStranded.
   void strand();
 
   // ---- coming back --------------------------------------------------------------------------------------------------
-  /// Device memory with the bytes, once nothing is arriving; or else a stream of them; or neither.
+  /// Device memory with the bytes, or with a stream of them, or neither. If `arriving` is set, the memory is valid once
+  /// that transfer has ended.
   struct Reading {
     c10::Storage storage;
-    Bytes begin = 0;  // in it
+    Bytes begin = 0;  // where the interval begins in it
     CoderPtr coder;
     c10::Storage stream;
     Bytes stream_bytes = 0;
-    TicketPtr arriving;  // to be waited for
+    TicketPtr arriving;
 
     bool is_done() const noexcept { return storage && !arriving; }
   };
-  /// For a saved tensor, whose first reading that is done counts it as `taken`. The last one of all that share the
-  /// interval frees what the host has, too.
+  /// Reads the interval for one saved tensor. The first reading that is done sets its `taken`. Once all tensors that
+  /// share the interval are taken, the stash frees device memory whose bytes the host has too.
   Reading read(bool& taken);
   struct Landing {
     Bytes lead = 0;
     Bytes bytes = 0;
   };
-  /// In kAway, when the form does not change any more: the memory that it comes back into.
+  /// The layout of the memory that the form comes back to. Called in kAway, when the form does not change any more.
   Landing landing() const;
-  /// kAway -> kReturning, into that memory. Otherwise another thread was faster. Returns what is held.
+  /// kAway -> kReturning, into `storage`. In any other state another thread was faster. Returns the held memory.
   c10::Storage begin_return(const c10::Storage& storage, bool is_ahead,
                             const std::function<TicketPtr(const ArenaRegionPtr& host)>& submit);
-  /// kReturning -> kCopied, or, if it failed, -> kAway.
+  /// kReturning -> kCopied or, if the transfer has failed, -> kAway.
   void end_return(const Ticket& arriving, bool has_failed);
-  /// Memory with the bytes themselves, which has other owners.
+  /// Notes memory of other owners that has the decoded bytes.
   void note_decoded(const c10::Storage& storage);
 
  private:
   using enum IntervalState;
   friend class IntervalIndex;
-  /// It has begun to be saved from that storage.
+  /// Saves the interval for its first tensor, and holds that tensor's storage.
   void start(const Lock& lock, const c10::Storage& storage, Bytes begin);
-  /// For one more tensor. True if it may leave from now on.
+  /// Shares the interval with one more tensor. Returns true if the interval may leave since this call.
   bool share(const Lock& lock, const Wishes& wishes, bool is_resident);
   bool has(const Lock& lock, const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
            const Wishes& wishes) const;
@@ -151,12 +152,12 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   bool is_in_making(const Lock& /*lock*/) const noexcept { return state_ == kMaking; }
   bool is_made(const Lock& /*lock*/) const { return making_->made->reached(); }
   bool is_on_host_alone(const Lock& /*lock*/) const noexcept;
-  /// Null if it can make none.
+  /// Returns null if it cannot make room.
   std::optional<IntervalIndex::RoomStep> make_room(const Lock& lock, bool in_backward);
-  /// kLeaving -> kCopied, and on to kAway where room is short. Returns what was freed.
+  /// kLeaving -> kCopied, and on to kAway if room is short. Returns the freed memory.
   c10::Storage note_left(const Lock& lock, ArenaRegionPtr host);
 
-  /// Throws StateError if it is elsewhere, or may not go there.
+  /// Throws StateError unless the state is `from`, from which `to` can be reached.
   void advance(const Lock& lock, IntervalState from, IntervalState to);
   bool is_copied() const noexcept { return state_ == kCopied || state_ == kReturning; }
   void note_elsewhere(const Lock& lock, const c10::Storage& storage, Bytes begin);
@@ -166,41 +167,41 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   c10::Storage free_copy(const Lock& lock);
   void count_outcome(const Lock& lock) const;
 
-  /// What the stash keeps.
+  /// The representation that the stash keeps.
   struct Form {
-    CoderPtr coder{};  // of a stream
+    CoderPtr coder{};  // null unless it is a stream
     Bytes bytes = 0;
     c10::Storage held{};
-    Bytes begin = 0;        // in it
-    ArenaRegionPtr host{};  // once all bytes are there
+    Bytes begin = 0;        // where it begins in `held`
+    ArenaRegionPtr host{};  // null until all bytes are there
   };
-  /// The bytes themselves, in memory that has other owners as well.
+  /// Memory that has the bytes themselves, and has other owners.
   struct Elsewhere {
     c10::weak_intrusive_ptr<c10::StorageImpl> alive{c10::intrusive_ptr<c10::StorageImpl>()};
-    c10::StorageImpl* storage = nullptr;  // for comparison
-    const void* data = nullptr;           // there
-    Bytes begin = 0;                      // there
+    c10::StorageImpl* storage = nullptr;  // for comparison only
+    const void* data = nullptr;           // its address when the bytes were there
+    Bytes begin = 0;                      // where the interval begins in it
     std::vector<c10::StorageImpl*> found_by;
   };
 
   struct Readers {
-    int waiting = 0;         // tensors that share it and were not asked for yet
-    bool have_come = false;  // one of them, since it has been held; others will want it next
+    int waiting = 0;         // tensors that share the interval and were not read yet
+    bool have_come = false;  // a tensor was read since the interval is held; others will be read next
   };
 
   const std::shared_ptr<IntervalIndex> index_;
   const std::int64_t number_;
   const SavedBytes saved_;
   IntervalState state_;
-  Wishes wishes_;  // once it is encoded, those that save it have to do with what they were
-  // No states: the plan is made as it is saved, and stands; readers may come in any state.
+  Wishes wishes_;  // fixed once it is encoded: later savers have to accept them, or make an interval of their own
+  // The plan is made when the interval is saved, or when a later tensor lets it leave. Readers may come in any state.
   DeparturePlan plan_;
   Readers readers_;
   Form form_;
   Elsewhere elsewhere_;
-  std::optional<Making> making_;  // in kMaking
-  TicketPtr leaving_;             // from kLeaving on, once it is submitted
-  TicketPtr arriving_;            // that no compute was made to wait for; memory that was freed since may still live
+  std::optional<Making> making_;  // set in kMaking only
+  TicketPtr leaving_;             // set from kLeaving on, once the transfer is submitted
+  TicketPtr arriving_;            // no compute waits for it yet; its memory may outlive being held
 };
 
 }  // namespace hydra

@@ -1,8 +1,8 @@
-// What is to become of tensors that a thread saves in a stash, and which part of the model saves them.
+// The policy for tensors that a thread saves in a stash, and the part of the model that saves them.
 //
-// A scope belongs to one stash, and to a key of its beginner: a module, as a rule. Scopes of a stash nest; those of
-// several stashes lie beside each other. One whose end never came (its module's own hooks had failed) ends with the one
-// around it. Threads: each has its own.
+// Scopes set both. A scope belongs to one stash, and has a key that its caller chooses, usually a module. Scopes of one
+// stash nest; those of several stashes are independent. A scope that was never ended, because hooks of its module
+// failed, ends with the scope around it. Threads: each thread has its own scopes.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ namespace hydra {
 
 enum class TreatmentKind : std::uint8_t {
   kMove,
-  kMoveConvolutionInputs,  // vDNN's "conv": what no convolution takes in stays
-  kCompress,               // what need not come back exactly; the rest moves
+  kMoveConvolutionInputs,  // vDNN's "conv": moves only the inputs of convolutions
+  kCompress,               // encodes tensors that need not come back exactly, and moves the others
   kKeep,
 };
 
 struct Treatment {
   TreatmentKind kind = TreatmentKind::kMove;
-  std::shared_ptr<LayerBounds> bounds;  // of kCompress
+  std::shared_ptr<LayerBounds> bounds;  // for kCompress
 
   bool asks_operators() const noexcept {
     return kind == TreatmentKind::kCompress || kind == TreatmentKind::kMoveConvolutionInputs;
@@ -34,11 +34,11 @@ using ScopeKey = std::uintptr_t;
 
 inline constexpr std::int32_t kNoPart = -1;
 
-/// Without a treatment, or a part, that of the scope around it goes on.
+/// Begins a scope. With a null treatment, or kNoPart, that of the scope around it continues.
 void begin_scope(StashIdentity stash, ScopeKey key, TreatmentPtr treatment, std::int32_t part);
-/// Of the innermost scope of that stash with that key, if there is one.
+/// Ends the innermost scope of that stash with that key, and all scopes of the stash inside it.
 void end_scope(StashIdentity stash, ScopeKey key) noexcept;
-/// kMove where none has begun.
+/// The treatment of the innermost scope that has one; kMove if there is none.
 const Treatment& current_treatment(StashIdentity stash) noexcept;
 std::int32_t current_part(StashIdentity stash) noexcept;
 

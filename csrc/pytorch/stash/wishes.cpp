@@ -9,7 +9,7 @@ namespace hydra {
 
 namespace {
 
-// Where only signs or shapes count; a power of two that every format has multiples of.
+// The bound if only signs or shapes matter: a power of two of which every format has multiples.
 constexpr double kAnything = 0x1p14;
 
 }  // namespace
@@ -64,7 +64,7 @@ CoderPtr Wishes::coder(c10::Device device, Bytes bytes) const {
   }
   const auto itemsize = static_cast<Bytes>(c10::elementSize(dtype));
   if (pool) {
-    // All of what they lie in: its order is then that of the geometry.
+    // Only if the indices are the whole interval is its order that of the geometry.
     return pool->count() * itemsize == bytes ? make_window_coder(device, *pool) : nullptr;
   }
   const std::optional<NumberFormat> format = number_format(dtype);

@@ -1,4 +1,4 @@
-// The strictest storage that all savers of a tensor accept.
+// The storage needs of a tensor: the strictest of those of all operators that save it.
 #pragma once
 
 #include <limits>
@@ -14,7 +14,7 @@ namespace hydra {
 
 struct Wishes {
   static Wishes exact() { return {}; }
-  /// Of a tensor that is being saved.
+  /// The needs of the operator that saves this tensor now.
   static Wishes of(const at::Tensor& saved, LayerBounds& bounds);
 
   bool encodable = false;
@@ -23,14 +23,15 @@ struct Wishes {
   std::optional<codec::PoolGeometry> pool;
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   std::vector<LayerBounds::LayerPtr> layers;
-  std::string exact_for;  // the operator
+  std::string exact_for;  // the operator that needs exact bytes, or another reason for them
 
+  /// Adds the needs of another operator.
   void add(const Wishes& others);
-  /// Whether something stored as wished here has what the others wish.
+  /// Whether bytes stored for these needs also meet the others.
   bool grant(const Wishes& others) const;
-  /// What was stored for the layers that take it in.
+  /// Counts the bytes that were stored for the layers whose input this is.
   void count(Bytes saved, Bytes stored) const;
-  /// Null if it is to be stored as it is.
+  /// Returns null if the bytes are stored as they are.
   CoderPtr coder(c10::Device device, Bytes bytes) const;
 };
 

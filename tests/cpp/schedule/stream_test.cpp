@@ -145,9 +145,7 @@ TEST(Stream, RefusesASizeItCannotDoAndGoesOn) {
   const Schedule wrapped = made("2bw", 4, 2, 3);
   Stream stream(wrapped, 1);
   const auto refused = message_of<InvalidSchedule>([&] { stream.next_batch(4); });
-  EXPECT_EQ(refused,
-            "2bw with 2 stage(s) a rank: a batch of 4 microbatches; all have to have 3, as the schedule was "
-            "made for");
+  EXPECT_EQ(refused, "2bw with 2 stage(s) a rank: a batch of 4 microbatches; give 3, which the schedule was made for");
   EXPECT_EQ(stream.next_batch(3), Stream(wrapped, 1).next_batch(3));
 
   Stream written(parse(text(made("gpipe", 2, 2, 3))), 0);
@@ -176,12 +174,11 @@ TEST(Schedule, IsWhatItsBodiesSay) {
     return message_of<InvalidSchedule>([&] { Schedule(stages, 1, VersionRule::kFlush, std::move(bodies)); });
   };
   EXPECT_EQ(refused(1, {{forward}}), "");
-  EXPECT_EQ(refused(2, {{forward}}), "stage 1 of 2 is on no rank; give its actions to one");
+  EXPECT_EQ(refused(2, {{forward}}), "stage 1 of 2 is on no rank; give its actions to one rank");
   EXPECT_EQ(refused(1, {{forward}, {}}), "rank 1 has no actions; give every rank a stage, or use fewer ranks");
   EXPECT_EQ(refused(1, {{forward}, {forward}}),
             "rank 1, F0.0: stage 0 is on rank 0 already; a stage lives on one rank");
-  EXPECT_EQ(refused(1, {{later}}),
-            "rank 0, B0.0: batch 1 counted from that of the step; it can be 0 or one of the 4096 before");
+  EXPECT_EQ(refused(1, {{later}}), "rank 0, B0.0: batch 1, counted from that of the step; give 0 to -4096");
   EXPECT_EQ(refused(1, {{absent}}), "rank 0, F2.0: stage 2; there are 0 to 0");
   EXPECT_NE(refused(0, {}), "");
 }

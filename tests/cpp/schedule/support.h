@@ -1,4 +1,4 @@
-// Schedules for tests.
+// Makes schedules for tests, and turns actions and errors into text.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ inline Schedule made(const char* kind, int stages, int ranks, int microbatches) 
   return Schedule::make(Recipe::named(kind, stages, ranks, microbatches, false, 0));
 }
 
-/// The words of one rank's body.
+/// Returns the actions in the text form of a body.
 inline std::string words(const Actions& actions) {
   std::string line;
   for (const Action& action : actions) {
@@ -23,7 +23,7 @@ inline std::string words(const Actions& actions) {
   return line;
 }
 
-/// The message that `call` throws, or "" if it does not throw the expected error.
+/// Returns the message of the error that `call` throws, or "" if it does not throw the expected error.
 template <typename Error, typename Call>
 std::string message_of(const Call& call) {
   try {

@@ -24,14 +24,14 @@ Actions without_begins(Actions actions) {
   return actions;
 }
 
-/// Of `actions` from `begin` on, whether `found` is true of one.
+/// Whether `found` is true for any of `actions` from `begin` on.
 template <typename Found>
 bool any_from(const Actions& actions, std::size_t begin, const Found& found) {
   return std::any_of(actions.begin() + static_cast<std::ptrdiff_t>(begin), actions.end(), found);
 }
 
-/// Whether the update `end` may begin right before the action at `place`, by what the memory of a rank with all stages
-/// has. No rule of the pass is used.
+/// Whether the update `end` may begin right before the action at `place`. Derived from the memory contents of a rank
+/// with all stages, without the rules of the pass.
 bool is_legal(const Schedule& schedule, const Actions& actions, const Action& end, std::size_t place) {
   const std::size_t ends = index(std::ranges::find(actions, end) - actions.begin());
   if (place > ends) {
@@ -51,7 +51,7 @@ bool is_legal(const Schedule& schedule, const Actions& actions, const Action& en
   });
 }
 
-/// All orders of what one rank with all stages does with whole batches that the verifier accepts.
+/// All orders of the actions of whole batches that the verifier accepts, on one rank with all stages.
 class Orders {
  public:
   Orders(int stages, int microbatches, int batches, VersionRule rule) : schedule_(plain(stages, microbatches, rule)) {
@@ -86,7 +86,7 @@ class Orders {
     }
   }
 
-  /// One of them.
+  /// Draws one order at random.
   Actions draw(std::mt19937& dice) {
     order_.clear();
     while (order_.size() < left_.size()) {
@@ -109,7 +109,7 @@ class Orders {
 
   bool done(const Action& action) const { return std::ranges::find(order_, action) != order_.end(); }
 
-  /// Microbatches come in their order, so that no two orders differ by their numbers alone.
+  /// Whether the action may come next. Microbatches come in their order, so that no two orders differ by numbers alone.
   bool ready(const Action& action) const {
     const auto [kind, stage, batch, microbatch] = action;
     const auto has = [&](ActionKind other, int of_stage, std::int64_t of_batch, int of_microbatch) {
@@ -145,7 +145,7 @@ class Orders {
   Actions order_;
 };
 
-/// The raw action before which the pass has put the begin of the update `end`.
+/// The index, without begins, of the action before which the pass has put the begin of the update `end`.
 std::size_t place_of(const Actions& placed, Action end) {
   end.kind = ActionKind::kBeginUpdate;
   EXPECT_EQ(std::ranges::count(placed, end), 1) << in_words(end);
@@ -175,7 +175,7 @@ struct Case {
   int microbatches;
   int batches;
   VersionRule rule;
-  int orders;  // that there are
+  int orders;  // the number of orders
 };
 
 class EveryOrder : public testing::TestWithParam<Case> {};
@@ -191,7 +191,7 @@ TEST_P(EveryOrder, HasItsUpdatesBegunAtTheFirstPlaceThatIsLegal) {
     EXPECT_EQ(without_begins(placed), order);
     EXPECT_TRUE(is_accepted(schedule, placed, tried.batches)) << words(placed);
     expect_first_places(schedule, order, placed);
-    const std::size_t cut = index(seen) % (order.size() + 1);  // in two steps it is the same
+    const std::size_t cut = index(seen) % (order.size() + 1);  // two calls have to give the same
     UpdatePlacer placer(schedule, 0, 0);
     Actions parts = placer.place({order.begin(), order.begin() + static_cast<std::ptrdiff_t>(cut)});
     const Actions rest = placer.place({order.begin() + static_cast<std::ptrdiff_t>(cut), order.end()});
@@ -201,7 +201,7 @@ TEST_P(EveryOrder, HasItsUpdatesBegunAtTheFirstPlaceThatIsLegal) {
   EXPECT_EQ(seen, tried.orders);
 }
 
-/// A begin is moved to every place, and the verifier accepts it exactly where it is legal.
+/// Moves each begin to every place. The verifier has to accept it exactly where it is legal.
 TEST_P(EveryOrder, IsVerifiedWithABeginWhereItIsLegalAndNowhereElse) {
   const Case& tried = GetParam();
   Orders orders(tried.stages, tried.microbatches, tried.batches, tried.rule);
@@ -225,7 +225,7 @@ TEST_P(EveryOrder, IsVerifiedWithABeginWhereItIsLegalAndNowhereElse) {
         Actions moved = missing;
         moved.insert(moved.begin() + static_cast<std::ptrdiff_t>(at), begin);
         const std::size_t place = place_of(moved, end);
-        // Between a begin and an end in place there is nothing, so neither is this begin.
+        // Nothing may stand between the begin and the end of an update in place, not even this begin.
         const bool splits = at > 0 && at < missing.size() && missing[at - 1].kind == ActionKind::kBeginUpdate &&
                             schedule.buffers(missing[at - 1].stage) == 1;
         EXPECT_EQ(
@@ -243,7 +243,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{2, 1, 2, VersionRule::kFlush, 54}, Case{2, 1, 2, VersionRule::kDelayed, 29916},
                     Case{2, 1, 2, VersionRule::kStashing, 1116}, Case{3, 1, 1, VersionRule::kVerticalSync, 90}));
 
-/// With more versions than two there are too many orders.
+/// Draws orders at random, since with more than two versions there are too many.
 TEST(Placer, BeginsAtTheFirstLegalPlaceOfRandomOrders) {
   std::mt19937 dice(5);
   for (const VersionRule rule : {VersionRule::kStashing, VersionRule::kVerticalSync}) {

@@ -59,12 +59,12 @@ TEST(Verifier, FindsWhatIsWrongOnARank) {
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 U0 R0\nrank 1: F1.0 B1.0 R1 U1"),
             "rank 0, its action 4, U0 of batch 0: its gradients were not reduced: put R of that batch before it");
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0 U0-1\nrank 1: F1.0 B1.0 R1 U1"),
-            "rank 0, its action 6, F0.0 of batch 1: it uses W(1) (versions=flush), and the newest there is W(0): put U "
-            "of batch 0 before it");
+            "rank 0, its action 6, F0.0 of batch 1: it uses W(1) (versions=flush), but the newest version is W(0): put "
+            "U of batch 0 before it");
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"), "");
   EXPECT_EQ(problem("rank 0: F0.0 B0.0 R0-1 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"),
-            "rank 0, its action 7, B0.0 of batch 1: the gradients of the batch before are still being summed: put R of "
-            "that batch before it");
+            "rank 0, its action 7, B0.0 of batch 1: the gradients of the previous batch are still being summed: put R "
+            "of that batch before it");
   EXPECT_EQ(problem("rank 0: F0.0 R0-1 B0.0 U0-1\nrank 1: F1.0 B1.0 R1 U1", "delay-1"), "");
 }
 
