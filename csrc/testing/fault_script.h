@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/transfer/simulated_device.h"
+#include "csrc/transfer/fault_injector.h"
 
 namespace hydra::testing {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "csrc/transfer/simulated_device.h"
+#include "csrc/transfer/fault_injector.h"
 
 namespace hydra {
 

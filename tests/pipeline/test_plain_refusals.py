@@ -24,7 +24,7 @@ _REASONS = {
     "list": "a list given to the block",
     "reentrant": "use checkpoint(..., use_reentrant=False)",
     "backward": "a backward of its own",
-    "chances": "took another way through the model than rank 0",
+    "chances": "took another path through the model than rank 0",
 }
 
 

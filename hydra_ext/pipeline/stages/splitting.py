@@ -74,7 +74,7 @@ def split_parts(
         fill(model, glue_parameters(model), device=device)
         _move_buffers(model, device)
     rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
-    _compare(rehearsal.digest, "took another way through the model than rank 0 in its rehearsal", watch)
+    _compare(rehearsal.digest, "took another path through the model than rank 0 in its rehearsal", watch)
     if cuts is None:
         seconds = _timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]

@@ -62,10 +62,10 @@ class Termination:
 
     def step_ended(self) -> None:
         """Captures state if a signal was received. Every rank calls it at the end of the same step."""
-        if self._noted is None and self._anybody():
+        if self._noted is None and self._any_rank_signalled():
             self._noted = self._note()
 
-    def _anybody(self) -> bool:
+    def _any_rank_signalled(self) -> bool:
         if self._replicas is None:
             return self._received
         return bool(self._replicas.wait(self._replicas.start_maximum([int(self._received)]))[0])
