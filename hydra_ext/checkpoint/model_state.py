@@ -32,10 +32,11 @@ def named_tensors(model: nn.Module) -> list[Named]:
     """Parameters and persistent buffers, in the order of ``state_dict()``.
 
     Raises:
-        UnsupportedState: ``state_dict()`` has other entries, or lacks a parameter.
+        UnsupportedState: ``state_dict()`` has other entries, or lacks a parameter or a persistent buffer.
     """
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = {id(parameter): f"parameter '{name}'" for name, parameter in model.named_parameters()}
     buffers = {id(buffer) for buffer in model.buffers()}
+    expected = parameters | _persistent_buffers(model)
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in parameters and id(value) not in buffers:
@@ -44,13 +45,22 @@ def named_tensors(model: nn.Module) -> list[Named]:
                 f"{type(value).__name__}, which could not be restored: register it as a buffer"
             )
         found.setdefault(id(value), ([], value))[0].append(name)
-    for key, name in parameters.items():
+    for key, what in expected.items():
         if key not in found:
             raise UnsupportedState(
-                f"the model's state_dict() leaves out the parameter '{name}', which would be lost: let state_dict() "
-                "return every parameter"
+                f"the model's state_dict() leaves out the {what}, which would be lost: let state_dict() return every "
+                "parameter and persistent buffer"
             )
     return [Named(tuple(names), tensor) for names, tensor in found.values()]
+
+
+def _persistent_buffers(model: nn.Module) -> dict[int, str]:
+    found = {}
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[id(buffer)] = f"buffer '{path}.{name}'" if path else f"buffer '{name}'"
+    return found
 
 
 def entries(tensors: Sequence[Named], blocks: Sequence[Sequence[Tensor]]) -> list[list[Entry]]:

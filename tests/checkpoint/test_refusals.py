@@ -154,8 +154,8 @@ class Extra(nn.Linear):
     def set_extra_state(self, state: Any) -> None: ...
 
 
-def dropping(model: nn.Module) -> nn.Module:
-    model.register_state_dict_post_hook(lambda _module, state, prefix, _local: state.__delitem__(f"{prefix}bias"))
+def dropping(model: nn.Module, name: str) -> nn.Module:
+    model.register_state_dict_post_hook(lambda _module, state, prefix, _local: state.__delitem__(prefix + name))
     return model
 
 
@@ -163,7 +163,11 @@ def dropping(model: nn.Module) -> nn.Module:
     ("model", "message"),
     [
         (lambda: Extra(2, 2), "'_extra_state' in the model's state_dict"),
-        (lambda: dropping(nn.Linear(2, 2)), "leaves out the parameter 'bias'"),
+        (lambda: dropping(nn.Linear(2, 2), "bias"), "leaves out the parameter 'bias'"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), dropping(nn.BatchNorm1d(2), "running_mean")),
+            "leaves out the buffer '1.running_mean'",
+        ),
         (lambda: with_buffer(torch.zeros(2, dtype=torch.complex128)), "'0.b' is torch.complex128"),
         (lambda: with_buffer(torch.eye(2).to_sparse()), "'0.b' is torch.sparse_coo"),
     ],
