@@ -1078,13 +1078,8 @@ class HomeMoves:
     """
     Moves of blocks between their homes.
     """
-    @typing.overload
+    def bring_all_home(self, *, from_disk: bool) -> None: ...
     def bring_home(self, block: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    @typing.overload
-    def bring_home(self, *, disk: bool = True) -> None:
-        """
-        All of it; what is on the `disk` may stay there.
-        """
     def read_from_disk(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """
         A copy of what is on the disk; None if it is not.

@@ -126,21 +126,18 @@ class Run:
         A step calls ``(fn(mb) / len(microbatches)).backward()`` for each microbatch, averages gradients over ranks,
         clips them, and calls the optimizer's ``step()`` and ``zero_grad()``. Its results are bit-identical to those of
         a loop that calls ``torch.manual_seed(seeds[i])`` before microbatch i and, under autocast, sets
-        ``cache_enabled=False``. Unlike in that loop, all microbatches pass a block before the next block is fetched:
-        each block moves once per forward and once per backward.
+        ``cache_enabled=False``. Unlike there, all microbatches pass a block before the next one is fetched.
 
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
-        blocks happen in another order than in a loop. A round that runs out of device memory is undone and retried
-        with fewer microbatches, then with recomputation. Side effects outside the model then happen twice.
-        Microbatches run one at a time if together they would draw random numbers, or access state that modules hold,
-        in another order than a loop.
+        blocks happen in another order than in a loop, and twice if a round runs out of device memory. Such a round is
+        undone and retried with fewer microbatches, then with recomputation. Microbatches run one at a time if together
+        they would draw random numbers, or access state that modules hold, in another order than a loop.
 
         Args:
             microbatches: Arguments for ``fn``, one for each call.
             fn: Function that returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: Total norm that gradients are clipped to.
-            round_size: Number of microbatches that run together, with no retry at another size; by default, all that
-                fit.
+            round_size: Number of microbatches that run together, without a retry; by default, all that fit.
             recompute: Whether backward recomputes blocks' activations, hooks included; by default, the budget decides.
             reduction: "mean", or "sum", which leaves out the division.
             scaler: Scaler of the losses; it may skip the step.
@@ -149,8 +146,7 @@ class Run:
         Raises:
             StateError: the run has no optimizer.
             ValueError: there are no microbatches, or arguments are out of range or do not go together.
-            UnsupportedModel: a recomputed block has computed something else than before, or the step differs from a
-                loop, and the step cannot be undone.
+            UnsupportedModel: a recomputed block or the step differs from a loop, and the step cannot be undone.
             torch.OutOfMemoryError: no round that may be tried fits on the device.
             RankFailed, ReplicasDiffer: another rank has failed in this step, or makes other calls than this one.
         """
@@ -161,9 +157,8 @@ class Run:
             with self._averaging(IN_STEP) as averaging:
                 given.extend(microbatches)
                 of_each = checked_seeds(seeds, len(given), round_size, reduction)
-                divisor = len(given) if reduction == "mean" else 1
                 return self._stepper.step(
-                    [Work(fn, microbatch, divisor, scaler) for microbatch in given],
+                    [Work(fn, each, len(given) if reduction == "mean" else 1, scaler) for each in given],
                     of_each,
                     max_norm=max_norm,
                     round_size=round_size,
