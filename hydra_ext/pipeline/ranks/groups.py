@@ -115,14 +115,15 @@ class Groups:
                     _disconnect(group)
                 if set(backends.values()) == {"gloo"}:
                     dist.destroy_process_group(group)
-            except (RuntimeError, ValueError, AssertionError) as error:  # the program has ended torch.distributed before
+            except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed was destroyed before
                 logger.info("a process group was not ended: %s", error)
         self._made.clear()
 
 
 def _disconnect(group: dist.ProcessGroup) -> None:
-    """Closes a group's connections. gloo cannot cancel an operation, but closes them when one wait takes too long."""
-    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has its own connections; tags select them
+    """Closes a group's connections. gloo cannot cancel an operation, but closes them when a wait takes too long."""
+    # Each network device has connections of its own. Consecutive tags take the devices in turn.
+    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
     for peer in range(group.size()):
         for tag in range(_UNUSED_TAG, _UNUSED_TAG - devices, -1):
             if peer != group.rank():

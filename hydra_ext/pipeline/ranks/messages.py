@@ -108,7 +108,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def packed(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensor without a graph; a copy if its memory has gaps or an element in several places.
+    """The tensor without a graph; a copy if its memory has gaps, or if it is a conjugate or negative view.
 
     Args:
         layout: The tensor's layout.

@@ -59,7 +59,7 @@ class Failure:
 
 
 class Watch:
-    """This rank's watch. All methods may be called from any thread.
+    """This rank's watch, with a thread of its own.
 
     Args:
         world: Number of ranks.
@@ -265,7 +265,8 @@ class Watch:
             RankFailed: One of them has ended its pipeline.
         """
         ended = {rank for rank in range(self._world) if self._seen.get(rank, ("", 0.0))[0] == "ended"}
-        # After the signs were read: a rank that has ended and comes to the meeting has set its key before.
+        # Checked after the signs were read: a rank sets its key before its last sign, so one that is missing here and
+        # has ended will not come.
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         for rank in ended.intersection(missing):
             self.fail(Failure(rank, "", f"it has ended its pipeline, and this rank waits for it {where}"))

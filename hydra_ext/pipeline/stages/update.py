@@ -28,7 +28,7 @@ def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
 
 
 class _ScaledStep:
-    """The :class:`~hydra_ext.optim.host_optimizer.StepRunner` of a native optimizer. It scales gradients as it reads."""
+    """The :class:`~hydra_ext.optim.host_optimizer.StepRunner` of a native optimizer. It scales gradients, too."""
 
     def __init__(self, factor: float, destinations: Mapping[Tensor, Tensor] | None) -> None:
         self._factor = factor
