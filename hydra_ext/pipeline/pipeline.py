@@ -59,8 +59,8 @@ class Pipeline:
     keeps tensors from one microbatch to the next, and four times more to choose cuts. All ranks make these calls. The
     generators that ``fn`` draws from are restored afterwards; a counter or an iterator of its own is not.
 
-    A tensor that several stages hold, such as a tied weight or a buffer outside of blocks, begins with the values of
-    the first of these stages. Every replica begins with the first replica's values.
+    Several stages may hold one tensor, such as a tied weight or a buffer outside of blocks. It begins with the values
+    of the first of these stages. Every replica begins with the first replica's values.
 
     Args:
         model: The model that the ``fn`` of :meth:`step` calls: any module, whole or from
@@ -73,8 +73,8 @@ class Pipeline:
         stages: The number of stages; by default one for each rank of a line. Or, in place of ``model``, the stages as
             modules, or as functions that build them on their own rank only. The first stage gets the microbatch, each
             other one the result of the stage before.
-        cuts: The blocks of ``model`` at which the stages after the first begin, by the name of the block or of a module
-            around it, or by the number of the event. By default they are chosen.
+        cuts: The blocks of ``model`` at which the stages after the first begin. Each is named by the block, by a module
+            around it, or by the number of its event. By default the pipeline chooses them.
         replicas: The number of lines of ranks. Each line trains a copy of the model on data of its own; gradients are
             averaged.
         budget: Device bytes of this rank for weights, gradients and activations together. With a budget all versions

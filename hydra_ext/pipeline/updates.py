@@ -1,8 +1,8 @@
 """A rank's updates, from the sums of their gradients to the next version.
 
-The schedule says where an update may begin behind other actions. The run adds four conditions: the sums have ended, the
-update is not skipped, the optimizer can step beside other actions, and the hosts hold the weights that it reads. If one
-of them does not hold, the update is made where the schedule ends it.
+The schedule says where an update may begin behind other actions. The run adds four conditions: the sums have ended; the
+update is not skipped; the optimizer can step beside other actions; the hosts hold the weights that it reads. If one of
+them is not met, the update is made where the schedule ends it.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ In the background, batch by batch, every rank makes these steps in this order:
 
 1. Weights that several stages use: the stages' gradients are added, beginning with the last stage's.
 2. Replicas: the mean over the copies of a stage. It is added in the order of the ranks and divided once, by their
-   number, so that it has the same bits on all of them and with every backend.
+   number. So it has the same bits on all of them and with every backend.
 3. Clipping: every rank of a line gets the sums of squares of all stages' gradients, by parameter. The norm is that of
-   :func:`hydra_ext.optim.clip_grad_norm_`, to the bit: the sums are added in the order of the model's parameters, and a
-   weight that several stages use counts once. For gradients on a GPU, or in fp64, torch adds the squares in fp64 and
-   in an order of its own; the sums are the same on all ranks.
+   :func:`hydra_ext.optim.clip_grad_norm_`, to the bit. The sums are added in the order of the model's parameters, and a
+   weight that several stages use counts once. For gradients on a GPU, or in fp64, torch adds the squares, in fp64 and
+   in an order of its own. The sums are the same on all ranks.
 
 No optimizer changes its state before the norm is known, and all ranks decide alike whether it is finite.
 """

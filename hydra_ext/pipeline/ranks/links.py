@@ -1,16 +1,15 @@
 """Directed links between two ranks: whole messages, in order, behind the computation.
 
-A link has a process group of its own, so that no message of another link can come between its messages, and each side
-waits for the other side only. Its sender and its receiver are a thread each; they wait inside torch.distributed. The
-thread that computes only puts messages and takes them. Putting a message begins to send tensors of the host.
+A link has a process group of its own: no message of another link can come between its messages, and each side waits for
+the other side only. Its sender and its receiver are a thread each; they wait inside torch.distributed. The thread that
+computes only puts messages and takes them. Putting a message begins to send tensors of the host.
 
 A receiver listens for the next header at all times, and so notices when the other process ends. It fetches the tensors
 behind a header only once the message is *expected*, which means that there is room for them. Until then the sender
-holds them. If the last two messages had the same layout, the receives of the next message's tensors are posted when it
-is expected, without its header: the message then needs one trip instead of three. Both ends count changes of the layout
-and tag tensors with that number. So a receive that was posted for another layout meets no message. gloo keeps such
-receives until the link ends. If there are many, the receiver posts no more of them ahead, which the sender need not
-know.
+holds them. If the last two messages had the same layout, the receives of the next one's tensors are posted before its
+header, when it is expected. The message then needs one trip instead of three. Both ends count changes of the layout and
+tag tensors with that number. So a receive that was posted for another layout meets no message. gloo keeps such receives
+until the link ends. If there are many, the receiver posts no more of them ahead, which the sender need not know.
 
 gloo carries tensors of the host. Tensors of a GPU go through the host, unless the ranks' default backend is NCCL, which
 carries them from GPU to GPU. One thread at a time issues operations of NCCL.

@@ -1,8 +1,8 @@
 """Messages between ranks: a header that describes the tensors, then the tensors' memory.
 
 A header is one tensor of ``HEADER_WORDS`` int64. If that is not enough, a second one follows, whose length the first
-one names. A tensor is sent as the bytes of its memory, in memory order, and gets the sender's layout at the receiver:
-results may depend on the layout to the last bit. Gaps are not sent. An element in several places (of an expanded
+one names. A tensor is sent as the bytes of its memory, in memory order. At the receiver it gets the sender's layout,
+since results may depend on the layout to the last bit. Gaps are not sent. An element in several places (of an expanded
 gradient) is sent once.
 """
 

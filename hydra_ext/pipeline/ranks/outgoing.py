@@ -39,7 +39,7 @@ class Outgoing:
 
 def written(rank: int, entry: Outgoing, link: str) -> Failure:
     """The failure of this rank if a tensor was written to before it was sent."""
-    where = f"on the way of microbatch {entry.microbatch} of batch {entry.batch} ({link})"
+    where = f"while sending microbatch {entry.microbatch} of batch {entry.batch} ({link})"
     return Failure(
         rank,
         where,

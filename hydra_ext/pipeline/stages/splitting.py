@@ -56,18 +56,15 @@ def split_parts(
 ) -> Parts:
     """Splits a model into stages and keeps this rank's; its other parameters lose their memory.
 
-    All ranks have to call it. Each rehearses the model with the same microbatch. They take the given cuts, or those
-    that the first rank's times suggest.
+    All ranks have to call it, with the same microbatch. Chosen cuts depend on the first rank's times.
 
     Args:
-        model: A whole model, or one on meta as :func:`hydra_ext.construction.materialize` makes it. Of one on meta only
-            this rank's part and the glue's parameters are ever built.
-        device: Where this rank computes.
-        home: Where this rank's parameters are to be.
+        model: A whole model, or one on meta. Of the latter only this rank's part and the glue's parameters are built.
+        device, home: Where this rank computes, and where its parameters are to be.
         cuts: Where stages after the first begin: names of blocks, or numbers of events. By default they are chosen.
 
     Raises:
-        InvalidArgument: ``cuts`` has not one cut for each stage after the first, names no block, or is not in order.
+        InvalidArgument: ``cuts`` has the wrong length or order, or names no block.
         SplitError: The model cannot be cut there, or not often enough, or the ranks' rehearsals differ.
         PlanError: There are fewer blocks than stages.
         UnsupportedModel: Stages on one rank share a parameter, or the forward writes to one between blocks.

@@ -175,8 +175,8 @@ def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
 def _is_native(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its steps are native ones and call no other code.
 
-    Hooks, and a ``step()`` that overrides the native one, read the scaled gradients and the weights in the parameters:
-    the newest ones before the step, the new ones after it. Their writes to both count.
+    Hooks, and a ``step()`` that overrides the native one, read scaled gradients, and weights in the parameters. These
+    are the newest weights before the step and the new ones after it. Their writes to both count.
     """
     hooks = (*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks)
     if not isinstance(optimizer, HostOptimizer) or hooks:
