@@ -1,4 +1,4 @@
-"""One model over many ranks: stages, versions of weights, schedules run over torch.distributed."""
+"""Trains one model over many ranks: stages, versions of weights, and schedules that run over torch.distributed."""
 
 from hydra_ext.pipeline.output import PipelineOutput
 from hydra_ext.pipeline.pipeline import Pipeline

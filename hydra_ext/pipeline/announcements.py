@@ -1,4 +1,4 @@
-"""Losses and metrics on their way from the rank that computes them to the others of its line."""
+"""Sends losses and metrics from the rank that computes them to the others of its line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from hydra_ext.pipeline.tally import Tally
 
 
 class Announcements:
-    """One rank's view: it announces, or it listens."""
+    """One rank's losses: the rank of the last stage announces them, the others listen.
+
+    The thread that makes the steps owns it.
+
+    Args:
+        inbox: The link on which losses arrive; None on the rank that announces.
+        outboxes: The links on which that rank sends them.
+        tally: Counts the waits for losses.
+    """
 
     def __init__(self, inbox: Inbox | None, outboxes: Sequence[Outbox], tally: Tally) -> None:
         self._inbox = inbox
@@ -29,7 +37,12 @@ class Announcements:
         self._expected: list[int] = []
 
     def publish(self, output: PipelineOutput, batch: Batch | None) -> None:
-        """Of one step; None by a rank that listens."""
+        """Announces the losses of one step, or begins to listen for them.
+
+        Args:
+            output: The step's output, which the losses will resolve.
+            batch: The batch with its losses; None on a rank that listens.
+        """
         if batch is None:
             self._expect(output)
         else:
@@ -38,27 +51,27 @@ class Announcements:
             self._announce(output, losses, metrics)
 
     def finish(self) -> None:
-        """Takes what was expected, so that losses can be read after the pipeline's end.
+        """Takes all losses that were expected, so that they can be read after the pipeline's end.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         while self._inbox is not None and self._expected:
             self._take(self._inbox)
 
     def _announce(self, output: PipelineOutput, losses: Sequence[Tensor], metrics: Sequence[Any]) -> None:
-        """Of one step, by the rank that has them."""
+        """Sends the losses of one step, on the rank that has them."""
         stacked = torch.stack(list(losses))
         if self._outboxes:
             tensors, structure = take_apart(tuple(metrics), "the metrics that fn returned")
-            copies = [tensor.clone() for tensor in tensors]  # fn may go on adding to a metric that it keeps
+            copies = [tensor.clone() for tensor in tensors]  # fn may keep a metric and add to it before it is sent
             message = Message(output.batch, -1, len(losses), (stacked, *copies), structure=structure)
             for outbox in self._outboxes:
                 outbox.put(message)
         output.resolve(stacked, tuple(metrics))
 
     def _expect(self, output: PipelineOutput) -> None:
-        """Of one step, by a rank that listens. One that nothing refers to is not kept."""
+        """Listens for the losses of one step. An output to which nothing refers is not kept."""
         if self._inbox is None:
             return
         self._inbox.expect()

@@ -1,4 +1,4 @@
-"""Puts a rank's part of the pipeline together: its stages, and what ties them to the other ranks'."""
+"""Puts a rank's part of the pipeline together: its stages, and their connections with other ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from hydra_ext.schedule import Schedule
 from hydra_ext.split.stage_program import StageProgram
 from hydra_ext.split.state.listed import refuse_in_tuples
 
-TO_END = 1.0  # seconds that threads have to end after a failure, when nothing should keep them
+TO_END = 1.0  # seconds that threads have to end after a failure; by then nothing should keep them waiting
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 _Count = tuple[int, int, list[int]]
-"""A stage, how many parameters it trains, and the places among them of those that an earlier stage trains too."""
+"""A stage, the number of its trained parameters, and the indices of those that an earlier stage trains too."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a rank has of a pipeline, from its first step to its end.
+    """One rank's stages and connections, from its first step to its end.
 
     Attributes:
-        stages: on this rank, in the order of ``parts.own``.
-        trained: which parameters the rank trains.
-        tier: the device under a budget, if there is one.
-        partners: the ranks that gradients are reduced with.
-        losses: where the last stage's losses arrive; None on the rank that computes them.
-        loss_listeners: to which that rank sends them.
+        stages: The stages on this rank, in the order of ``parts.own``.
+        trained: The parameters that the rank trains.
+        tier: The device under a budget; None without a budget.
+        partners: The ranks that this one reduces gradients with.
+        losses: The link on which the last stage's losses arrive; None on the rank that computes them.
+        loss_listeners: The links on which that rank sends them; empty on the others.
     """
 
     parts: Parts
@@ -68,11 +68,11 @@ def assemble(
     recompute: bool,
     budget: TierOptions | None,
 ) -> Assembly:
-    """All ranks have to, at the same time.
+    """Makes the stages and connects the ranks. All ranks have to call it at the same time.
 
     Raises:
-        RankFailed: another rank has failed.
-        UnsupportedModel: a stage cannot be trained with this schedule, or there is no optimizer for it.
+        RankFailed: Another rank has failed.
+        UnsupportedModel: The schedule cannot train a stage, or ``make_optimizer`` returns no optimizer.
     """
     links = Links(topology.rank, device, watch)
     tier: Tier | None = None
@@ -88,7 +88,7 @@ def assemble(
         losses, listeners = connections.connect_losses()
         partners = connections.meet(counts)
     except BaseException as error:  # re-raised: no close() is called after this
-        watch.fail_with(error)  # before the others miss this rank's connections
+        watch.fail_with(error)  # first, so that the others learn of the error and not of a lost connection
         links.close(TO_END)
         if tier is not None:
             tier.close()
@@ -128,7 +128,7 @@ def _make_tier(parts: Parts, stages: Sequence[OwnStage], options: TierOptions) -
 
 
 def _counts(parts: Parts) -> list[_Count]:
-    """Of the own stages."""
+    """The counts of this rank's stages."""
     counts = []
     for part in parts.own:
         weights = [weight for weight in parts.shared if part.stage in weight and part.stage != min(weight)]
@@ -141,7 +141,7 @@ def _counts(parts: Parts) -> list[_Count]:
 
 
 class _Connections:
-    """What ties this rank's stages to the others'. All ranks make the same calls in the same order."""
+    """Connects this rank's stages with those of other ranks. All ranks make the same calls in the same order."""
 
     def __init__(
         self, parts: Parts, stages: Sequence[OwnStage], schedule: Schedule, topology: Topology, links: Links
@@ -153,7 +153,7 @@ class _Connections:
         self._links = links
 
     def connect_stages(self) -> None:
-        """One link for each direction of each hop between ranks, in every line."""
+        """Makes one link for each direction of each hop between ranks, in every line."""
         by_index = {stage.index: stage for stage in self._stages}
         for replica in range(self._topology.replicas):
             for stage in range(self._schedule.stages - 1):
@@ -171,7 +171,7 @@ class _Connections:
                     ends.inbox, ends.gradient_outbox = forward, back
 
     def connect_losses(self) -> tuple[Inbox | None, list[Outbox]]:
-        """From the rank of each line that computes the losses to the others of the line."""
+        """Makes links from the rank that computes a line's losses to the line's other ranks."""
         inbox, outboxes = None, []
         place = self._schedule.stage_rank(self._schedule.stages - 1)
         for replica in range(self._topology.replicas):
@@ -185,7 +185,11 @@ class _Connections:
         return inbox, outboxes
 
     def meet(self, counts: Sequence[Sequence[_Count]]) -> Partners:
-        """Makes the groups of ranks. Then all that hold the same tensors have the same numbers."""
+        """Makes the process groups, and gives tensors that several stages or replicas hold the same values.
+
+        Args:
+            counts: The counts of all ranks.
+        """
         topology = self._topology
         line, copies = None, None
         if topology.places > 1:
@@ -201,8 +205,13 @@ class _Connections:
         return Partners(copies, line, self._orders(counts), self._shared_weights())
 
     def _orders(self, counts: Sequence[Sequence[_Count]]) -> tuple[tuple[int, ...], ...]:
-        """By place in the line, the model's numbers of its stages' trained parameters: stage after stage, but for
-        those that an earlier stage has. ``counts`` are all ranks'."""
+        """For each place in the line, the model's numbers of its trained parameters, stage after stage.
+
+        -1 stands for a parameter that an earlier stage trains too.
+
+        Args:
+            counts: The counts of all ranks.
+        """
         known = self._parts.orders
         if known is None:
             known, first = {}, 0

@@ -1,4 +1,4 @@
-"""One step's work: as users give it, and as the rank that has it knows it."""
+"""The microbatches of one step, as users pass them and as a rank runs them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from hydra_ext.schedule import Action
 
 @dataclass
 class Batch:
-    """
+    """One step, as one rank runs it.
+
     Attributes:
-        number: counted from 0; of an evaluation below -1.
-        settings: of each of the rank's optimizers when the step was called, by stage: that of its update, which may
-            come later.
-        losses: by microbatch, where the last stage is this rank's; in whatever order they were computed.
-        metrics: likewise.
+        number: The batch's number, from 0. An evaluation has one below -1.
+        divisor: The number of microbatches, by which each loss is divided; 1 in an evaluation.
+        settings: The options of each stage's optimizer when the step was called. Its update, which may be made in a
+            later step, uses them.
+        losses: Losses by microbatch, on the rank of the last stage. They are in the order of computation.
+        metrics: Likewise.
     """
 
     number: int
@@ -43,39 +45,40 @@ class Batch:
         requires_grad: tuple[bool, ...] = (),
         structure: str = "",
     ) -> Message:
-        """What a stage hands to another for one microbatch."""
+        """A message of this batch, for one microbatch, from one stage to another."""
         count = len(self.microbatches)
         return Message(self.number, microbatch, count, tensors, requires_grad, structure, self.max_norm)
 
     def check(self, message: Message, action: Action) -> None:
-        """That it is what the action is to take.
+        """Checks that a message is the one that the action takes.
 
         Raises:
-            StateError: the rank that has sent it was given another step.
+            StateError: The sender makes another step.
         """
         count = len(self.microbatches)
         if (message.batch, message.microbatch, message.count) != (action.batch, action.microbatch, count):
             raise StateError(
                 f"the ranks do not make the same steps: stage {action.stage} is at microbatch {action.microbatch} of "
-                f"{count} in batch {action.batch}, and got number {message.microbatch} of {message.count} of batch "
+                f"{count} in batch {action.batch}, and got microbatch {message.microbatch} of {message.count} in batch "
                 f"{message.batch}. Give all ranks of a line the same microbatches"
             )
         if message.max_norm != self.max_norm:
             raise StateError(
                 f"the ranks do not make the same steps: stage {action.stage} was given max_norm={self.max_norm} for "
-                f"batch {action.batch}, and a stage beside it max_norm={message.max_norm}. Give all ranks the same one"
+                f"batch {action.batch}, and a stage beside it max_norm={message.max_norm}. Give all ranks the same "
+                "max_norm"
             )
 
 
 def as_microbatches(data: Any, count: int) -> list[Any]:
-    """The microbatches themselves, or those that a tensor, or a mapping of tensors, is cut into.
+    """Returns the list of microbatches, or cuts a tensor, or a mapping of tensors, into microbatches.
 
-    A whole is cut along the first dimension of every tensor that has as many rows as most; what is no tensor, or has
-    no rows, goes to all. The parts are as even as they can be, the larger ones first; there are fewer than ``count``
-    where there are fewer rows.
+    Each tensor is cut along its first dimension. All microbatches get every value that is no tensor, and every tensor
+    without dimensions. The microbatches are as even as they can be, the larger ones first. There are fewer than
+    ``count`` if there are fewer rows.
 
     Raises:
-        InvalidArgument: there is nothing in it, or tensors do not have the same number of rows.
+        InvalidArgument: There are no microbatches, or the tensors do not have the same number of rows.
     """
     if isinstance(data, (Tensor, Mapping)):
         return _cut(data, count)

@@ -1,4 +1,4 @@
-"""What a pipeline was asked for, checked before anything is changed."""
+"""Checks the arguments of a pipeline before anything changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from hydra_ext.schedule import Schedule
 def stage_modules(
     model: object, optimizer: object, stages: Sequence[StageModule] | int | None, cuts: object
 ) -> list[StageModule]:
-    """The stages, if they were given as modules."""
+    """The stages that were given as modules; empty for a model.
+
+    Raises:
+        InvalidArgument: The arguments do not say what to train, or with which optimizer.
+    """
     if not callable(optimizer):
         raise InvalidArgument(
             f"optimizer={optimizer!r}: give a function that makes an optimizer for the parameters it gets, such as "
@@ -31,21 +35,30 @@ def stage_modules(
         if not modules:
             raise InvalidArgument("there is nothing to train: give a model, or its stages=[...] as modules")
         if cuts is not None:
-            raise InvalidArgument("cuts= are for a model: stages that are given as modules are cut already")
+            raise InvalidArgument(
+                f"cuts={cuts!r} cannot cut stages that are given as modules: give a model, or leave cuts= out"
+            )
         return modules
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model is a {type(model).__name__}: give a torch.nn.Module, or None and stages=[...]")
     whole = stages is None or (isinstance(stages, int) and not isinstance(stages, bool) and stages >= 1)
     if not whole:
-        raise InvalidArgument(f"stages={stages!r}: of a model give their number; their modules in place of the model")
+        raise InvalidArgument(
+            f"stages={stages!r} with a model: give the number of stages, or None as the model and stages=[...]"
+        )
     return []
 
 
 def check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
+    """
+    Raises:
+        InvalidArgument: The schedule is for other numbers of stages or ranks.
+        InvalidSchedule: A user's own schedule is not valid.
+    """
     if (schedule.stages, schedule.ranks) != (stages, topology.places):
         raise InvalidArgument(
             f"the schedule is for {schedule.stages} stages on {schedule.ranks} ranks, and there are {stages} stages on "
-            f"{topology.places} ranks"
+            f"{topology.places} ranks: make it for these numbers"
         )
     if schedule.kind is None:
         schedule.verify()
@@ -54,9 +67,15 @@ def check_schedule(schedule: Schedule, stages: int, topology: Topology) -> None:
 def tier_options(
     budget: int | str | None, device: torch.device | str | SimulatedDevice | None, checks: Checks | None
 ) -> TierOptions | None:
+    """The options of a tier; None without a budget.
+
+    Raises:
+        InvalidArgument: A simulated device comes without a budget.
+        InvalidBudget: The budget is not a size.
+    """
     if budget is None:
         if isinstance(device, SimulatedDevice):
-            raise InvalidArgument("device=SimulatedDevice(...) has as much memory as its budget=: give one")
+            raise InvalidArgument("device=SimulatedDevice(...) has as much memory as its budget=: give a budget=")
         return None
     if device is None and torch.cuda.is_available():
         device = choose_device(None)
@@ -64,7 +83,7 @@ def tier_options(
 
 
 def choose_device(device: torch.device | str | SimulatedDevice | None) -> torch.device:
-    """The one given, else this rank's GPU if there is one, else the CPU."""
+    """Where this rank computes: the given device, else this rank's GPU if there is one, else the CPU."""
     if isinstance(device, SimulatedDevice):
         return torch.device("cpu")
     if device is not None:

@@ -1,4 +1,4 @@
-"""Runs the steps of a rank's part of the pipeline."""
+"""Runs the steps of one rank of a pipeline."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a training has come.
+    """How far a training has come, after a drain.
 
     Attributes:
-        batches: that have been admitted; all their updates have been made.
-        evaluations: likewise, each of which has random numbers of its own.
-        seed: of all random numbers.
-        updates: that no step has told of yet.
+        batches: Number of batches that were admitted. All their updates have been made.
+        evaluations: Number of evaluations. Each has random numbers of its own.
+        seed: The seed of all random numbers.
+        updates: Updates that no step has returned yet.
     """
 
     batches: int
@@ -50,12 +50,14 @@ class Progress:
 
 
 class Engine:
-    """One rank's part, from its first step to its end.
+    """One rank's part of the pipeline, from its first step to its end.
+
+    The thread that makes the steps owns it.
 
     Attributes:
-        assembly: what it is made of.
-        executor: runs the actions.
-        batches: how many have been admitted.
+        assembly: The stages, and their connections with the other ranks.
+        executor: Runs the actions.
+        batches: Number of batches that were admitted.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Engine:
         max_norm: float | None,
         seeds: Sequence[int] | None,
     ) -> tuple[Batch, list[Update]]:
-        """All of this rank's actions of one step."""
+        """Runs this rank's actions of one step; returns the batch, and the updates since the step before."""
         number = self.batches
         if seeds is None:
             seeds = [self.seed_of(number, microbatch) for microbatch in range(len(microbatches))]
@@ -107,13 +109,13 @@ class Engine:
         self.executor.run(actions)
         for stage in self.assembly.stages:
             if stage.optimizer is not None:
-                # The update of this step may come in a later one; schedulers would warn that there was none before
-                # their first step.
+                # The update of this step may be made in a later one. Without this mark a learning-rate scheduler
+                # would warn that it steps before the optimizer.
                 stage.optimizer._opt_called = True  # type: ignore[attr-defined]
         return batch, self.executor.updates.take()
 
     def evaluate(self, microbatches: Sequence[Any], fn: Callable[..., Any]) -> Batch:
-        """All of this rank's forwards, after a drain, with the newest weights."""
+        """Drains, then runs this rank's forwards with the newest weights."""
         self.drain()
         self._evaluations += 1
         number = -1 - self._evaluations
@@ -123,16 +125,18 @@ class Engine:
         return batch
 
     def drain(self) -> None:
-        """What is under way is finished: the modules' parameters are the newest weights. The next step tells of the
-        updates."""
-        with torch.inference_mode(False), torch.enable_grad():  # what began with gradients, whatever the caller is in
+        """Finishes all microbatches and updates: the modules' parameters are then the newest weights.
+
+        The next step returns these updates.
+        """
+        with torch.inference_mode(False), torch.enable_grad():  # the actions need gradients, in any mode of the caller
             self.executor.run(self._stream.drain())
 
     def refresh(self) -> None:
-        """The parameters as they are now are all versions.
+        """Makes the parameters, as they are now, all versions of the weights.
 
         Raises:
-            StateError: microbatches or updates are under way.
+            StateError: Microbatches or updates are under way.
         """
         self.executor.check_idle("refresh()")
         for stage in self.assembly.stages:
@@ -140,21 +144,24 @@ class Engine:
 
     @property
     def progress(self) -> Progress:
-        """What the next step depends on beside weights and optimizers; nothing may be under way."""
+        """The counts and the seed that the next step depends on. No microbatch or update may be under way."""
         return Progress(self.batches, self._evaluations, self._seed, list(self.executor.updates.made))
 
     def delay_of(self, stage: int, batch: int) -> int:
-        """How many versions before the newest one that it could use a batch uses."""
+        """How many updates older than W(batch) the weights are that a batch uses on a stage."""
         return batch - self._schedule.version_of(stage, batch)
 
     def resume(self, progress: Progress) -> None:
-        """The next step is the one after these batches. Nothing may be under way."""
+        """Makes the next step the one after these batches. No microbatch or update may be under way."""
         self.batches, self._evaluations, self._seed = progress.batches, progress.evaluations, progress.seed
         self.executor.updates.made = list(progress.updates)
         self._stream = self._schedule.stream(self.topology.place, first_batch=progress.batches)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's stages, by name; of explicit stages behind their numbers."""
+        """Returns parameters and buffers of this rank's stages, by name; behind the stage's number for explicit stages.
+
+        A buffer that only another rank keeps up to date is left out.
+        """
         state: dict[str, Tensor] = {}
         for part in self.assembly.parts.own:
             state.update((name, parameter.detach()) for name, parameter in part.parameters)
@@ -165,7 +172,7 @@ class Engine:
         return {name: tensor for name, tensor in state.items() if name not in self.assembly.parts.elsewhere}
 
     def seed_of(self, batch: int, microbatch: int) -> int:
-        """What the random numbers of a microbatch come from."""
+        """The seed of a microbatch's random numbers."""
         return microbatch_seed(self._seed, self.topology.replica, batch, microbatch)
 
     @property
@@ -174,7 +181,7 @@ class Engine:
 
     @property
     def activity(self) -> Activity:
-        """What this rank has done, as far back as it is kept."""
+        """The last actions, transfers, reductions and updates of this rank; of each kind at most ``ROOM``."""
         return Activity(
             list(self.executor.timings),
             list(self.assembly.links.transfers),
@@ -183,26 +190,30 @@ class Engine:
         )
 
     def flush(self) -> None:
-        """Returns when everything has left that this rank has for the others.
+        """Returns when all of this rank's messages have been sent.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         self.assembly.links.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to. Ends all of it, whatever fails on the way."""
-        with ExitStack() as stack:  # the last one first
+        """Ends all threads and connections, even if one of them fails to end. All ranks have to call it.
+
+        Args:
+            timeout: Seconds for the threads to end.
+        """
+        with ExitStack() as stack:  # runs the last callback first
             if self._on_model is not None:
                 stack.callback(self._on_model.remove)
             if self.assembly.tier is not None:
                 stack.callback(self.assembly.tier.close)
-            # After the links: what it waits for after a failure ends with their groups.
+            # After the links: closing them ends the process groups, and so a reduction that waits after a failure.
             stack.callback(self._reducer.close, timeout)
             stack.callback(self.assembly.links.close, timeout)
 
 
 def common_seed(seed: int | None, watch: Watch) -> int:
-    """The first rank's."""
+    """The first rank's seed, by default its ``torch.initial_seed()``. All ranks have to call it."""
     own = torch.initial_seed() if seed is None else seed
     return int(watch.meet("at the start", int(own))[0]) & (2**63 - 1)

@@ -1,4 +1,4 @@
-"""Runs one rank's actions: the schedule says which, in what order; nothing is decided here."""
+"""Runs one rank's actions in the order of the schedule, which makes all decisions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Timing:
-    """One action, in seconds of ``time.perf_counter``; ``waited`` of them for what had to arrive."""
+    """The time of one action, in seconds of ``time.perf_counter``.
+
+    Attributes:
+        waited: Seconds at its start in which the action waited for other ranks.
+    """
 
     action: Action
     start: float
@@ -48,12 +52,12 @@ class Timing:
 
 
 class Executor:
-    """One rank's part of the pipeline.
+    """Runs the actions of one rank.
 
     Attributes:
-        updates: of its stages.
-        timings: of the last actions, the one that has failed included; bounded.
-        tally: of all actions.
+        updates: The updates of the rank's stages.
+        timings: Times of the last ``ROOM`` actions, including one that raised.
+        tally: Times and counts of all actions.
     """
 
     def __init__(
@@ -98,11 +102,14 @@ class Executor:
     # ---- for the pipeline -------------------------------------------------------------------------------------------
 
     def admit(self, batch: Batch) -> None:
-        """Its actions come from now on."""
+        """Takes a batch, whose actions may run from now on."""
         self._batches[batch.number] = batch
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Afterwards the modules have the user's own parameters, and the caller's random state is as it was."""
+        """Runs actions. Afterwards the modules show the user's own parameters, and random state is the caller's.
+
+        Threads that make updates have ended.
+        """
         caller = Surroundings(self._device)
         start = time.perf_counter()
         try:
@@ -115,7 +122,7 @@ class Executor:
         finally:
             try:
                 self.updates.wait()
-            finally:  # it may be interrupted
+            finally:  # an interrupt may end the wait
                 caller.restore()
                 for stage in self._stages.values():
                     stage.weights.hide()
@@ -123,13 +130,20 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, actions: Iterable[Action]) -> None:
-        """A stream's evaluation, whose number below -1 is the batch's; nothing else may be under way."""
+        """Runs the actions of an evaluation, without gradients.
+
+        No other batch may be under way.
+
+        Args:
+            batch: An evaluation's, with a number below -1.
+            actions: The stream's actions for that number.
+        """
         self.admit(batch)
         self.run(actions)
         del self._batches[batch.number]
 
     def describe(self) -> str:
-        """Where this rank is, for the others; from any thread."""
+        """Where this rank is, as a text for the other ranks. Any thread may call it."""
         action = self._at
         if action is None:
             return f"between two steps, in stage {', '.join(map(str, sorted(self._stages)))}"
@@ -141,7 +155,7 @@ class Executor:
     def check_idle(self, asked: str) -> None:
         """
         Raises:
-            StateError: microbatches or updates are under way.
+            StateError: Microbatches or updates are under way.
         """
         if self._batches:
             raise StateError(
@@ -151,7 +165,7 @@ class Executor:
     def check_between_steps(self, asked: str) -> None:
         """
         Raises:
-            StateError: this rank's actions are being run.
+            StateError: This rank's actions are running.
         """
         if self._at is not None:
             raise StateError(f"{asked} was called {self.describe()}: call it between two steps")

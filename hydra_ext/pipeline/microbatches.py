@@ -1,4 +1,4 @@
-"""A rank's stages, and the microbatches that are under way in them."""
+"""A rank's stages, and the microbatches between their forwards and backwards."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _Key = tuple[int, int, int]  # stage, batch and microbatch
 
 @dataclass
 class StageLinks:
-    """A stage's ends of links; None at the ends of the pipeline, and where the other stage is on this rank too.
+    """A stage's ends of its links.
+
+    An end is None where there is no such stage, or where that stage is on this rank.
 
     Attributes:
-        inbox, outbox: activations from the stage before, and to the next.
-        gradient_inbox, gradient_outbox: likewise, of gradients, from the next stage and to the one before.
+        inbox, outbox: Ends for activations, from the stage before and to the next one.
+        gradient_inbox, gradient_outbox: Ends for gradients, from the next stage and to the one before.
     """
 
     inbox: Inbox | None = None
@@ -43,8 +45,8 @@ class OwnStage:
     """A stage on this rank.
 
     Attributes:
-        modes: of its modules.
-        optimizer: None where nothing of the stage is trained.
+        modes: The modes of the stage's modules.
+        optimizer: The stage's optimizer; None if none of its parameters is trained.
     """
 
     index: int
@@ -56,10 +58,10 @@ class OwnStage:
 
 
 class Microbatches:
-    """Runs a rank's forwards and backwards, and hands on what they make.
+    """Runs a rank's forwards and backwards, and passes their results on.
 
-    A microbatch is here from its forward to its backward, and what crosses from when it is made until it is sent, or
-    taken by the next stage where that is on this rank.
+    It owns a microbatch's pass from the forward to the backward. It owns a message until the message is sent, or until
+    the next stage takes it if that stage is on this rank.
     """
 
     def __init__(self, schedule: Schedule, stages: Sequence[OwnStage], tier: Tier | None, waiting: Waiting) -> None:
@@ -68,8 +70,8 @@ class Microbatches:
         self._tier = tier
         self._waiting = waiting
         self._passes: dict[_Key, tuple[StagePass, Flags]] = {}
-        self._leaving: dict[_Key, Message] = {}  # by the stage that takes it
-        self._returning: dict[_Key, Message] = {}  # likewise
+        self._leaving: dict[_Key, Message] = {}  # activations, by the stage that takes them
+        self._returning: dict[_Key, Message] = {}  # gradients, likewise
 
     def forward(self, action: Action, stage: OwnStage, batch: Batch) -> None:
         arriving = None
@@ -95,9 +97,9 @@ class Microbatches:
             return
         leaving = done.leaving
         if leaving is None:
-            raise StateError(f"stage {stage.index} has neither a loss nor anything to hand on")
+            raise StateError(f"stage {stage.index} has neither a loss nor a value for the next stage")
         tensors = leaving.tensors
-        if stage.links.outbox is None:  # the next stage is here, and may write to what it gets
+        if stage.links.outbox is None:  # the next stage is on this rank, and may write to its inputs
             tensors = tuple(copied(tensor) for tensor in tensors)
         message = batch.message(action.microbatch, tensors, leaving.requires_grad, leaving.structure)
         self._leaving[stage.index + 1, action.batch, action.microbatch] = message
@@ -126,8 +128,8 @@ class Microbatches:
         outbox = stage.links.outbox
         if outbox is not None:
             if action.batch < 0 and self._alone:
-                # No backward holds a fast stage back. A rank of several must not wait: the next stage's rank may be
-                # waiting for what a later stage of this one is to take.
+                # In an evaluation no backward holds a fast stage back. A rank with several stages must not wait: the
+                # next stage's rank may wait until a later stage of this rank takes a message.
                 outbox.flush()
             outbox.put(self._leaving.pop((stage.index + 1, action.batch, action.microbatch)))
 

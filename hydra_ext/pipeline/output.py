@@ -1,4 +1,4 @@
-"""What a step of the pipeline gives back."""
+"""The output of one step of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hydra_ext.errors import StateError
 class PipelineOutput:
     """One step's losses, as every rank of the line sees them.
 
-    The loss is known where the last stage runs and is announced to the other ranks; reading it waits for that, which
-    at the first stages costs some of the pipeline's overlap. Reading the step before's costs nothing.
+    The rank of the last stage computes the loss and sends it to the other ranks. Reading it waits until it arrives. On
+    the first stages this costs some of the pipeline's overlap. The loss of the step before can be read without a wait.
 
     Attributes:
-        batch: number of the step.
-        grad_norm: norm of the gradients of the last update since the step before, before clipping; None without
-            ``max_norm``, and where there was none. With ``"2bw"`` that is the update of the batch before the last, or
-            of the last one if the pipeline was drained since.
-        skipped: whether an update since the step before was left out because its norm is not finite.
+        batch: Number of the step.
+        grad_norm: Norm of the gradients, before clipping, of the last update since the step before. None without
+            ``max_norm``, and if there was no such update. With ``"2bw"`` step t makes the update of batch t - 2. After
+            a drain the last update is that of batch t - 1.
+        skipped: Whether an update since the step before was left out because its norm was not finite.
     """
 
     def __init__(self, batch: int, *, norm: float | None, skipped: bool) -> None:
@@ -40,12 +40,12 @@ class PipelineOutput:
 
     @property
     def losses(self) -> tuple[Tensor, ...]:
-        """What ``fn`` returned for each microbatch, without a graph."""
+        """The loss that ``fn`` returned for each microbatch, without a graph."""
         return self._known().unbind()
 
     @property
     def metrics(self) -> tuple[Any, ...]:
-        """What ``fn`` returned beside each loss; None where it returned none."""
+        """The metrics that ``fn`` returned beside each loss; None where it returned none."""
         self._known()
         return self._metrics
 
@@ -55,11 +55,11 @@ class PipelineOutput:
         return self._losses is not None
 
     def resolve(self, losses: Tensor, metrics: tuple[Any, ...]) -> None:
-        """By the runtime."""
+        """Sets the losses and metrics. Called by the runtime."""
         self._losses, self._metrics, self._wait = losses, metrics, None
 
     def wait_with(self, wait: Callable[[PipelineOutput], None]) -> None:
-        """By the runtime: what resolves it."""
+        """Sets the function that waits for the losses and resolves this output. Called by the runtime."""
         self._wait = wait
 
     def _known(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""``hydra_ext.Pipeline``: one model over several ranks, in stages."""
+"""``hydra_ext.Pipeline``: trains one model, cut into stages, on several ranks."""
 
 from __future__ import annotations
 
@@ -44,48 +44,55 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LAST_MESSAGES = 20.0  # seconds that links have to end, when everything has been delivered
+_LAST_MESSAGES = 20.0  # seconds that the links' threads have to end after a drain
 _names = itertools.count()
 
 
 class Pipeline:
     """Trains one model on several ranks, each of which holds some of its blocks.
 
-    torch.distributed has to be initialised, as after ``torchrun``; without it this process is the only rank. Every
-    rank makes the same calls with the same microbatches (of its replica).
+    Initialise torch.distributed before, as in a program that ``torchrun`` starts; otherwise this process is the only
+    rank. Every rank makes the same calls. The ranks of one replica pass the same microbatches.
+
+    The first step rehearses ``fn`` to find the values that would cross between blocks, and cuts the model. Each rank
+    keeps its own part; the other parameters lose their memory. Cutting calls ``fn`` once more, or twice where the model
+    keeps tensors from one microbatch to the next, and four times more to choose cuts. All ranks make these calls. The
+    generators that ``fn`` draws from are restored afterwards; a counter or an iterator of its own is not.
+
+    Several stages may hold one tensor, such as a tied weight or a buffer outside of blocks. It begins with the values
+    of the first of these stages. Every replica begins with the first replica's values.
 
     Args:
-        model: that the ``fn`` of :meth:`step` calls: any module, whole or from :func:`hydra_ext.materialize`. The
-            first step finds out what would cross between its blocks, cuts it, and leaves every rank its own part:
-            other parameters have no memory afterwards. What several stages hold (tied weights, buffers outside of
-            blocks) begins with the numbers of the first of these stages, and each replica with the first one's. To
-            cut, ``fn`` is called once more (twice where the model keeps tensors from one microbatch to the next), and
-            four times to choose cuts; on all ranks alike, but a counter or an iterator of its own is further on then.
-            Generators it draws from are put back.
-        optimizer: makes an optimizer for a stage's parameters.
+        model: The model that the ``fn`` of :meth:`step` calls: any module, whole or from
+            :func:`hydra_ext.materialize`.
+        optimizer: A function that makes an optimizer for the list of a stage's parameters.
         schedule: ``"2bw"`` (PipeDream-2BW: no bubble; each update uses gradients of the weights before the newest,
-            W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"`` or ``"gpipe"`` (the numbers of plain training, with a
-            bubble), ``"pipedream"``, or a :class:`hydra_ext.schedule.Schedule`.
-        microbatches: per step and replica.
-        stages: how many stages; one for each rank of a line unless given. Or the stages themselves, in place of
-            ``model``: modules of which each gets what the one before returned, the first the microbatch; functions
-            that build them are called on their own rank only.
-        cuts: of ``model``: the blocks at which stages after the first begin, by name (or that of a module around
-            them); chosen unless given.
-        replicas: lines of ranks that train copies of the model on data of their own; gradients are averaged.
-        budget: device bytes of this rank for weights, gradients and activations together. The weights then stay on
-            the host, all versions of them, and come to the device block by block, as with :func:`hydra_ext.offload`.
-            Without it they are on the device.
-        device: where this rank computes; its GPU if it has one, else the CPU, or with a budget a simulated device.
-        recompute: keep only what arrives at a stage, and a copy of the microbatch, and run its forward again before
-            its backward.
-        seed: of all random numbers; the first rank's ``torch.initial_seed()`` unless given.
-        patience: seconds after which a rank that gives no sign of life has failed.
-        checks: switches for tests, with a budget.
+            W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"``, ``"gpipe"`` or ``"interleaved"`` (the numbers of plain
+            training, with a bubble), ``"pipedream"``, or a :class:`hydra_ext.schedule.Schedule`.
+        microbatches: How many microbatches a step has in each replica.
+        stages: The number of stages; by default one for each rank of a line. Or, in place of ``model``, the stages as
+            modules, or as functions that build them on their own rank only. The first stage gets the microbatch, each
+            other one the result of the stage before.
+        cuts: The blocks of ``model`` at which the stages after the first begin. Each is named by the block, by a module
+            around it, or by the number of its event. By default the pipeline chooses them.
+        replicas: The number of lines of ranks. Each line trains a copy of the model on data of its own; gradients are
+            averaged.
+        budget: Device bytes of this rank for weights, gradients and activations together. With a budget all versions
+            of the weights stay on the host and move to the device block by block, as with :func:`hydra_ext.offload`.
+            Without one they are on the device.
+        device: Where this rank computes. By default its GPU if it has one; else the CPU, or a simulated device if
+            there is a budget.
+        recompute: Keep only the values that arrive at a stage, and a copy of the microbatch, and run the stage's
+            forward again before its backward.
+        seed: The seed of all random numbers; the first rank's counts. By default its ``torch.initial_seed()``.
+        patience: Seconds without a sign of life after which a rank counts as failed.
+        checks: Switches for tests. They need a budget.
 
     Raises:
-        InvalidArgument: an argument is not of the type given here, or the ranks do not divide into lines.
-        InvalidSchedule: the schedule cannot be run so.
+        InvalidArgument: An argument has another type or value than given here, the ranks do not divide into lines, or
+            the schedule is for other stages or ranks.
+        InvalidSchedule: There is no such schedule for these stages, ranks and microbatches, or a user's own schedule
+            does not pass :meth:`~hydra_ext.schedule.Schedule.verify`.
     """
 
     def __init__(
@@ -145,20 +152,23 @@ class Pipeline:
         max_norm: float | None = None,
         seeds: Sequence[int] | None = None,
     ) -> PipelineOutput:
-        """One training step.
+        """Makes one training step.
 
         Args:
-            microbatches: a list of microbatches, or a tensor or a mapping of tensors that is cut into as many as the
-                pipeline was made for. They are the pipeline's until their backwards have run: with "2bw" until the
+            microbatches: A list of microbatches, or a tensor or a mapping of tensors that is cut into as many as the
+                pipeline was made for. Do not write to them before their backwards have run: with ``"2bw"`` before the
                 next step has returned.
-            fn: gets the last stage's value and the microbatch; returns the loss, (loss, metrics) or a mapping with
-                "loss".
-            max_norm: clip the gradients' norm, taken over all stages, to it; if it is not finite nothing is updated.
-            seeds: of the microbatches' random numbers; made from the pipeline's own unless given.
+            fn: Called as ``fn(microbatch)`` for a model, as ``fn(value, microbatch)`` with the last stage's value for
+                stages given as modules. Returns the loss, ``(loss, metrics)`` or a mapping with ``"loss"``.
+            max_norm: The norm to which the gradients of all stages together are clipped. If their norm is not finite,
+                no rank updates its weights.
+            seeds: Seeds of the microbatches' random numbers, one for each; by default made from the pipeline's own.
 
         Raises:
-            RankFailed: another rank has failed.
-            StateError: the pipeline has ended, or weights were written to.
+            InvalidArgument: The microbatches cannot be cut, the seeds are not as many, or ``max_norm`` does not fit the
+                schedule.
+            RankFailed: Another rank has failed.
+            StateError: The pipeline has ended, or weights were written to.
         """
         self._check_open()
         works = as_microbatches(microbatches, self._microbatches)
@@ -177,14 +187,14 @@ class Pipeline:
             return output
 
     def evaluate(self, microbatches: Any, fn: Callable[..., Any]) -> PipelineOutput:
-        """Losses with the newest weights, without gradients; drains first. All ranks have to call it.
+        """Computes losses with the newest weights, without gradients; drains first. All ranks have to call it.
 
-        Training goes on as it would have without. Modes are the modules': call ``model.eval()`` before, and
-        ``model.train()`` after, on every rank.
+        Later training steps give the same bits as without the evaluation. The modules keep their modes: call
+        ``model.eval()`` before, and ``model.train()`` after, on every rank.
 
         Args:
-            microbatches: as for :meth:`step`.
-            fn: as for :meth:`step`.
+            microbatches: As for :meth:`step`.
+            fn: As for :meth:`step`.
         """
         self._check_open()
         works = as_microbatches(microbatches, self._microbatches)
@@ -196,43 +206,51 @@ class Pipeline:
             return output
 
     def prepare(self, microbatch: Any, fn: Callable[..., Any]) -> None:
-        """What the first step does before anything else: cuts the model, and makes the optimizers. All ranks have to.
+        """Cuts the model and makes the optimizers, as the first step would otherwise do. All ranks have to call it.
 
         Args:
-            microbatch: of the kind that the steps have.
-            fn: as for :meth:`step`.
+            microbatch: A microbatch of the kind that the steps have.
+            fn: As for :meth:`step`.
 
         Raises:
-            SplitError: the model cannot be cut.
+            SplitError: The model cannot be cut.
         """
         self._check_open()
         with self._guarded():
             self._begun(microbatch, fn)
 
     def drain(self) -> None:
-        """Finishes what is under way: afterwards the weights are the newest, W(t) after t steps. All ranks have to
-        call it; training goes on as it would have without."""
+        """Finishes all microbatches and updates: afterwards the weights are the newest, W(t) after t steps.
+
+        All ranks have to call it. Later steps give the same bits as without the drain.
+        """
         self._check_open()
         with self._guarded():
             if self._engine is not None:
                 self._engine.drain()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The newest weights and the buffers of this rank's stages, by the model's own names (behind the stage's number
-        where stages were given as modules); drains first, so that all ranks have to call it. The tensors are the
-        weights themselves.
+        """Returns the newest weights and the buffers of this rank's stages; drains first. All ranks have to call it.
+
+        The keys are the model's own names, behind the stage's number where stages were given as modules. The tensors
+        are no copies: they share the weights' memory.
 
         Raises:
-            StateError: nothing was split yet.
+            StateError: The model is not cut yet.
         """
         self.drain()
         if self._engine is None:
-            raise StateError("this rank holds nothing before the first step, or prepare(): the model is whole still")
+            raise StateError("this rank holds nothing before the first step, or prepare(): the model is still whole")
         return self._engine.state_dict()
 
     def refresh(self) -> None:
-        """After writing to the model's weights: they are taken as they are, as both versions. All ranks have to call
-        it, after :meth:`drain`."""
+        """Takes over the model's weights after a program has written to them: all versions become these weights.
+
+        All ranks have to call it, after :meth:`drain`.
+
+        Raises:
+            StateError: Microbatches or updates are under way.
+        """
         self._check_open()
         with self._guarded():
             if self._engine is not None:
@@ -246,36 +264,39 @@ class Pipeline:
         schedule: Stateful | Sequence[Stateful] | None = None,
         keep: int = 2,
     ) -> Path:
-        """Saves all that the next step depends on, as ``folder/step-00001234``; drains first, and is safe when it
-        returns. All ranks have to call it, with the same folder.
+        """Saves all that the next step depends on, as ``folder/step-00001234``; drains first.
 
-        Parameters and buffers by the model's own names, as :meth:`state_dict` has them; the optimizers' state by
-        parameter, as one optimizer for the whole model would have it; the versions of the weights that steps to come
-        use; random states, and the number of steps. So it can be loaded by a pipeline of any number of stages and
-        replicas, by :func:`hydra_ext.load_model`, by Hugging Face's ``from_pretrained``, and by ``run.load`` of an
-        offloaded run with the same optimizer where no step to come uses older weights.
+        The checkpoint is on the disk when the call returns. All ranks have to call it, with the same folder.
 
-        Every rank of the first replica writes what it holds, tensor by tensor, into files of its own; the folder has to
-        be one that all ranks see. A crash at any moment, of a process or of a machine, leaves the checkpoint before or
-        this one whole, and nothing that is whole is ever written over. If a rank fails all of them raise, the
-        checkpoints that were there stay, and the pipeline can go on.
+        A checkpoint holds parameters and buffers by the model's own names, as :meth:`state_dict` has them. It holds the
+        optimizers' state by parameter, as one optimizer for the whole model would have it. It also holds the older
+        versions of the weights that later steps use, random states, and the number of steps. A pipeline of any number
+        of stages and replicas can load it, and so can :func:`hydra_ext.load_model` and Hugging Face's
+        ``from_pretrained``. ``run.load`` of an offloaded run with the same optimizer can, where no later step uses
+        older weights.
+
+        Every rank of the first replica writes its tensors, one after another, into files of its own. All ranks have to
+        see the folder. A crash of a process or a machine at any moment leaves either this checkpoint or the one before
+        it whole. No whole checkpoint is ever overwritten. If a rank fails, all of them raise, earlier checkpoints stay,
+        and the pipeline can go on.
 
         Args:
-            folder: of checkpoints; made if it is not there.
-            extra: what else is to be kept: None, numbers, texts, and lists and dicts of them. The first rank's counts.
-            schedule: of learning rates, for this rank's optimizer; a list for several. All have to be in one state.
-            keep: how many checkpoints stay in the folder, this one included; older ones are removed afterwards.
+            folder: The folder of checkpoints. It is made if it does not exist.
+            extra: More to keep: None, numbers, texts, and lists and dicts of them. The first rank's counts.
+            schedule: The learning-rate scheduler of this rank's optimizer; a list for several. All schedulers have to
+                be in one state.
+            keep: How many checkpoints stay in the folder, this one included. Older ones are removed afterwards.
 
         Returns:
             The checkpoint's own folder.
 
         Raises:
-            StateError: a step is under way, the model is not cut yet, or a parameter has a gradient that no step has
+            StateError: A step is under way, the model is not cut yet, or a parameter has a gradient that no step has
                 used.
-            InvalidArgument: ``extra`` or ``keep`` is none.
-            UnsupportedState: something of the state can be put into no checkpoint.
-            SaveFailed: it could not be written.
-            RankFailed: another rank has failed.
+            InvalidArgument: ``extra`` or ``keep`` is not as given here.
+            UnsupportedState: No checkpoint can hold a part of the state.
+            SaveFailed: The checkpoint could not be written.
+            RankFailed: Another rank has failed.
         """
         engine = self._at_rest("pipe.save")
         return self._checkpoint.save(engine, Path(folder), schedule, extra=extra, keep=keep)
@@ -287,55 +308,57 @@ class Pipeline:
         strict: bool = True,
         schedule: Stateful | Sequence[Stateful] | None = None,
     ) -> Loaded | None:
-        """Goes on from the newest checkpoint in a folder: the next step has the bits that it would have had. All ranks
-        have to call it, and see the same folder; a plain model has to be cut before, by :meth:`prepare`.
+        """Loads the newest checkpoint of a folder: the next step gives the bits that the saved run would have given.
 
-        Every rank reads what it holds, of a checkpoint of any number of stages and replicas, or of ``run.save``. Before
-        anything is changed all have agreed on one checkpoint, and each has checked every byte that it will read. The
-        pipeline's ``seed`` becomes that of the checkpoint. Gradients are dropped.
+        All ranks have to call it, and see the same folder. Cut a plain model before, with :meth:`prepare`.
+
+        Every rank reads the tensors that it holds, from a checkpoint of any number of stages and replicas, or of
+        ``run.save``. Before anything changes, all ranks agree on one checkpoint, and each checks every byte that it
+        will read. The pipeline takes the ``seed`` of a pipeline's checkpoint. Gradients are dropped.
 
         Args:
-            folder: of checkpoints, into which another process may be saving, or one checkpoint.
-            strict: if the newest one is damaged, raise; else take the newest that is whole, and log a warning.
-            schedule: what :meth:`save` was given.
+            folder: A folder of checkpoints, into which another process may be saving, or one checkpoint.
+            strict: Whether to raise if the newest checkpoint is damaged. Otherwise the newest whole one is loaded, and
+                a warning is logged.
+            schedule: The schedulers, as for :meth:`save`.
 
         Returns:
-            What was loaded; None if there is no checkpoint, or no such folder: the training begins.
+            What was loaded. None if there is no checkpoint, or no such folder: the training begins.
 
         Raises:
-            CheckpointError: it is damaged, or was removed before it could be read; on all ranks, with the first
-                file and tensor that is damaged.
-            CheckpointMismatch: it is of another model or optimizer, or of a schedule whose steps use older weights than
-                this one's, or newer ones; the error lists all differences.
-            StateError: a step is under way, or the model is not cut yet.
-            UnsupportedState: no checkpoint can hold the state of this model or optimizer.
-            RankFailed: another rank has failed.
+            CheckpointError: The checkpoint is damaged, or was removed before it could be read. All ranks raise it, with
+                the first damaged file and tensor.
+            CheckpointMismatch: The checkpoint is of another model or optimizer, or of a schedule whose steps use older
+                or newer weights than this one's. The error lists all differences.
+            StateError: A step is under way, or the model is not cut yet.
+            UnsupportedState: No checkpoint can hold the state of this model or optimizer.
+            RankFailed: Another rank has failed.
         """
         return self._checkpoint.load(self._at_rest("pipe.load"), Path(folder), schedule, strict=strict)
 
     def report(self) -> PipelineReport:
-        """What this rank holds and has done so far; at any time, and of this rank alone."""
+        """Reports what this rank holds and has done so far. A rank may call it at any time, without the others."""
         return make_report(self.schedule, self._topology, self._engine)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """A context that writes what this rank does in it to ``path`` on leaving it, after an error too.
+        """Returns a context that records this rank's actions and writes them to ``path`` on exit, after an error too.
 
-        The file opens in https://ui.perfetto.dev. Of several ranks each writes its own, ``step.json`` becoming
-        ``step.rank0.json``, and so on; their clock is the machines' time of day, so that they can be put together:
-        ``jq -s '{traceEvents: map(.traceEvents) | add}' step.rank*.json > step.json``. What is under way when the
-        context is left is not in it: :meth:`drain` before, to have all of a step with ``"2bw"``.
+        The file opens in https://ui.perfetto.dev. Each of several ranks writes a file of its own: ``step.json`` becomes
+        ``step.rank0.json``, and so on. Their clock is the machines' time of day, so that they can be joined:
+        ``jq -s '{traceEvents: map(.traceEvents) | add}' step.rank*.json > step.json``. Actions that have not ended when
+        the context is left are not in the file: call :meth:`drain` before, to have all of a step with ``"2bw"``.
 
         Raises:
-            TraceFileError: there can be no such file.
+            TraceFileError: The file cannot be written.
         """
         return PipelineTrace(path, self.schedule, self._topology, self._activity)
 
     def close(self) -> None:
-        """Drains, and ends the pipeline on all ranks, which all have to call it; waits for those that still live.
+        """Drains, and ends the pipeline. All ranks have to call it; it waits for the ranks that still live.
 
         Raises:
-            RankFailed: another rank has failed, or has ended without this. After an error that said so before only the
-                rest is ended.
+            RankFailed: Another rank has failed, or has ended without this call. If an earlier call has raised the
+                failure here, this one only releases what is left.
         """
         if self._closed:
             return
@@ -375,10 +398,10 @@ class Pipeline:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Of this rank's stages that are trained.
+        """The optimizers of this rank's stages; a stage without trained parameters has none.
 
         Raises:
-            StateError: there are none before the first step, or :meth:`prepare`.
+            StateError: The optimizers are made by the first step, or by :meth:`prepare`.
         """
         if self._engine is None:
             raise StateError("the optimizers are made by the first step: call pipe.prepare(microbatch, fn) before")
@@ -393,7 +416,7 @@ class Pipeline:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """The other ranks are told of an error, unless it is another rank's failure that has come here."""
+        """Tells the other ranks of an error in the body, unless it is another rank's failure."""
         try:
             yield
         except BaseException as error:  # re-raised
@@ -444,7 +467,7 @@ class Pipeline:
         return engine, announcements
 
     def _finish(self) -> None:
-        """Until no rank needs anything of another's any more."""
+        """Returns when no rank needs another one any more."""
         self.drain()
         if self._engine is not None:
             self._engine.executor.updates.warn_of_skipped()
@@ -461,7 +484,7 @@ class Pipeline:
         return "at the start" if self._engine is None else self._engine.executor.describe()
 
     def _abandon(self) -> None:
-        """When Python ends."""
+        """Ends a pipeline that was not closed, when Python exits."""
         if not self._closed:
             if self._engine is not None and self._watch.failure is None:
                 logger.warning("the pipeline was not closed: updates that were under way are not in the weights")

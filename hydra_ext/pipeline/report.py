@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds and has done: one documented schema, as an object, a dict and a text."""
+"""What one rank of a pipeline holds and has done, in one documented schema: as an object, a dict and a text."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hydra_ext.schedule import Schedule
 from hydra_ext.schedule.meaning import delay_of, meaning_of
 from hydra_ext.split import SplitStage
 
-_NAMED_BLOCKS = 4  # of a stage, in the text
+_NAMED_BLOCKS = 4  # names of a stage's blocks in the text
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage of this rank. Bytes are bytes.
+    """One stage of this rank.
 
     Attributes:
-        stage: its number.
-        blocks: that are called in it, in this order, where it was split from a plain module; else empty.
-        parameter_bytes: of its parameters, each once, frozen ones included.
-        shared_bytes: of those among them that other stages hold and train too.
-        version_bytes: of all versions of its trained parameters that have memory, the newest included.
-        peak_in_flight: microbatches between their forward and their backward, at most.
+        stage: The stage's number.
+        blocks: Names of the blocks that the stage calls, in their order. Empty for a stage that was given as a module.
+        parameter_bytes: Bytes of the stage's parameters, each counted once, frozen ones included.
+        shared_bytes: Bytes of those parameters that other stages train too.
+        version_bytes: Bytes of all versions of the trained parameters that have memory, the newest included.
+        peak_in_flight: Largest number of microbatches between their forward and their backward.
     """
 
     stage: int
@@ -50,28 +50,36 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """Figures of one rank since its beginning. Bytes are bytes of tensors, times seconds of the host.
+    """Time and event counts of one rank since it started.
+
+    Bytes count tensors; times are seconds of the host's clock.
 
     Attributes:
-        rank: of ``ranks``.
-        place: in its line of ``places`` ranks that hold the model together.
-        replica: which of ``replicas`` lines.
-        schedule: its kind; None for a user's own.
-        delay: updates that a gradient is late by at most, over all stages. 0: the numbers of plain training.
-        stages: this rank's; empty before a plain module was split.
-        steps: made.
-        updates: made by this rank; with a delay some are still to come.
-        updates_behind: of the updates, those that were made while other microbatches were computed.
-        skipped_updates: left out, since the norm of their gradients was not finite.
-        activations_sent_bytes, activations_received_bytes: to the next stages' ranks, and from those before.
-        gradients_sent_bytes, gradients_received_bytes: the other way.
-        computing_seconds: in forwards, backwards and updates but those behind. On a GPU: until they were enqueued.
-        waited_for_activations_seconds, waited_for_gradients_seconds: of other stages.
-        waited_for_reductions_seconds: updates waited for sums of gradients over ranks, and for their norm.
-        waited_for_losses_seconds: readers of a step's loss waited for the rank that computes it.
-        bubble: part of the last ``RECENT`` steps, drains and evaluations, with the waits for their losses, in which
-            this rank computed nothing. What a program does between two steps is not in it.
-        device: what a rank with a ``budget=`` has held on its device and moved to and from it; else None.
+        rank: This rank, one of ``ranks``.
+        place: The rank's place in its line of ``places`` ranks, which hold the model together.
+        replica: The rank's line, one of ``replicas``.
+        schedule: The schedule's kind; None for a user's own schedule.
+        delay: Largest number of updates by which a gradient is late, over all stages. 0 means the numbers of plain
+            training.
+        stages: This rank's stages. Empty before a plain module was split.
+        steps: Number of steps.
+        updates: Number of updates that this rank has made. With a delay some may still be pending.
+        updates_behind: Number of these updates that ran behind other microbatches' forwards and backwards.
+        skipped_updates: Number of updates that were left out because the norm of their gradients was not finite.
+        activations_sent_bytes, activations_received_bytes: Bytes sent to the next stages' ranks, and received from the
+            ranks of the stages before.
+        gradients_sent_bytes, gradients_received_bytes: Bytes sent to the ranks of the stages before, and received from
+            the next stages' ranks.
+        computing_seconds: Seconds in forwards, backwards and updates; without waits, and without updates behind other
+            actions. On a GPU an action counts until it is enqueued.
+        waited_for_activations_seconds, waited_for_gradients_seconds: Seconds in which forwards and backwards waited for
+            other stages.
+        waited_for_reductions_seconds: Seconds in which updates waited for sums of gradients over ranks, and for their
+            norm.
+        waited_for_losses_seconds: Seconds in which readers of a loss waited for the rank that computes it.
+        bubble: Fraction of the last ``RECENT`` steps, drains and evaluations, with the waits for their losses, in which
+            this rank computed nothing. The program's own time between two steps does not count.
+        device: What a rank with a ``budget=`` has held on its device, and moved to and from it; None without a budget.
     """
 
     rank: int
@@ -101,7 +109,7 @@ class PipelineReport:
 
     @property
     def approximate(self) -> bool:
-        """Whether the numbers are others than those of plain training."""
+        """Whether the numbers differ from those of plain training."""
         return self.delay > 0
 
     @property
@@ -133,7 +141,7 @@ class PipelineReport:
 
 
 def make_report(schedule: Schedule, topology: Topology, engine: Engine | None) -> PipelineReport:
-    """Of a rank whose engine there may not be yet."""
+    """Makes a rank's report; ``engine`` is None before the model is cut."""
     own = [] if engine is None else engine.assembly.stages
     tally = Tally(()) if engine is None else engine.executor.tally
     waited = tally.waited_seconds

@@ -1,4 +1,4 @@
-"""What a rank's time has gone to, and what it has counted on the way."""
+"""Time and event counts of one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ WAITS: dict[ActionKind, Cause] = {
     ActionKind.BACKWARD: "gradients",
     ActionKind.UPDATE: "reductions",
 }
-"""What computes, and what it may have to wait for first."""
+"""The actions that compute, and what each may wait for first."""
 
 
 class Waiting:
-    """What the action that runs has waited for what had to arrive.
+    """The time that the running action has waited for other ranks.
 
     Attributes:
-        seconds: of the last wait; the executor sets it to zero before each action.
+        seconds: Seconds of the last wait. The executor sets them to zero before each action.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Waiting:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """An action waits once at most."""
+        """Measures the body as the action's wait. An action waits at most once."""
         start = time.perf_counter()
         try:
             yield
@@ -43,15 +43,18 @@ class Waiting:
 
 
 class Tally:
-    """Of one rank, since its beginning. Seconds of the host; owned by the thread that makes the steps.
+    """Time and event counts of one rank since it started.
+
+    Times are seconds of the host's clock. The thread that makes the steps owns it.
 
     Attributes:
-        updates: made, those that were skipped left out.
-        updates_behind: among them, of all stages while other actions ran.
-        skipped_updates: since their norm was not finite.
-        computing_seconds: in forwards, backwards and updates (not those behind), without what they waited.
-        waited_seconds: by what was waited for.
-        peak_in_flight: by stage: microbatches between their forward and their backward, at most.
+        updates: Number of updates; skipped ones do not count.
+        updates_behind: Number of these updates that every stage made while other actions ran.
+        skipped_updates: Number of updates that were skipped because their norm was not finite.
+        computing_seconds: Seconds in forwards, backwards and updates, without their waits, and without updates behind
+            other actions.
+        waited_seconds: Seconds of waits, by their causes.
+        peak_in_flight: By stage, the largest number of microbatches between their forward and their backward.
     """
 
     def __init__(self, stages: Iterable[int]) -> None:
@@ -63,11 +66,11 @@ class Tally:
         self.waited_seconds["losses"] = 0.0
         self.peak_in_flight = dict.fromkeys(stages, 0)
         self._in_flight = dict(self.peak_in_flight)
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # seconds, and those computing among them
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # all seconds, and seconds of computation
         self._computing_before = 0.0
 
     def count_action(self, action: Action, seconds: float, waited: float) -> None:
-        """One that has ended."""
+        """Counts an action that has ended."""
         cause = WAITS.get(action.kind)
         if cause is None:
             return
@@ -81,12 +84,12 @@ class Tally:
             self._in_flight[stage] -= 1
 
     def count_step(self, seconds: float) -> None:
-        """Of all actions of a step, a drain or an evaluation."""
+        """Counts the seconds of a whole step, drain or evaluation."""
         self._recent.append((seconds, self.computing_seconds - self._computing_before))
         self._computing_before = self.computing_seconds
 
     def count_loss_wait(self, seconds: float) -> None:
-        """Between two steps."""
+        """Counts a wait for a loss, between two steps. It is added to the step before."""
         self.waited_seconds["losses"] += seconds
         self._recent.append((seconds, 0.0) if not self._recent else _longer(self._recent.pop(), seconds))
 
@@ -99,7 +102,7 @@ class Tally:
 
     @property
     def bubble(self) -> float:
-        """The part of the last steps, and of waits for their losses, in which nothing was computed; 0 before any."""
+        """Fraction of the last steps, with the waits for their losses, without computation; 0 before the first."""
         seconds = sum(each for each, _ in self._recent)
         return 1.0 - sum(each for _, each in self._recent) / seconds if seconds else 0.0
 

@@ -1,7 +1,7 @@
 """The trace of one rank of a pipeline, as a Chrome trace-event file.
 
-Such files open in https://ui.perfetto.dev and in chrome://tracing. A rank is a process, with rows for what it computes,
-what it waits for, its updates, those behind the computation, its sums over ranks, and a row for each of its links.
+Such files open in https://ui.perfetto.dev and in chrome://tracing. A rank is a process. Its rows are: computation,
+waits, updates, updates behind the computation, reductions over ranks, and one row for each of its links.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FIRST_LINK = 6
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank has done, each kind in the order in which it ended."""
+    """What a rank has done: each kind in the order of its ends."""
 
     timings: Sequence[Timing]
     transfers: Sequence[Transfer]
@@ -50,7 +50,7 @@ class Activity:
     behind: Sequence[UpdateBehind]
 
     def since(self, moment: float) -> Activity:
-        """What began at it or later; seconds of ``time.perf_counter``."""
+        """The part that began at this moment or later, in seconds of ``time.perf_counter``."""
         return Activity(
             [each for each in self.timings if each.start >= moment],
             [each for each in self.transfers if each.start >= moment],
@@ -60,11 +60,11 @@ class Activity:
 
 
 class PipelineTrace:
-    """Writes the file on leaving its context, whatever ended it.
+    """A context that writes the file on exit, after an error too.
 
     Args:
-        path: of one rank's file; of several ranks', what their names are made from.
-        activity: of the rank, called on leaving.
+        path: The file's path. With several ranks each one's path is made from it.
+        activity: Gives the rank's activity; called on exit.
     """
 
     def __init__(
@@ -96,14 +96,14 @@ class PipelineTrace:
             return
         known = self._activity()
         if known.timings and len(known.timings) == ROOM and known.timings[0].start >= self._begin:
-            logger.warning("the trace has room for %d actions; those before the last are not in it", ROOM)
+            logger.warning("the trace has room for the last %d actions: earlier ones are not in it", ROOM)
         try:
             with file:
                 json.dump(self._document(known.since(self._begin), error), file)
         except OSError as failure:
             if error is None:
                 raise self._failure(failure) from failure
-            logger.warning("%s", self._failure(failure))  # the body's own error is on its way
+            logger.warning("%s", self._failure(failure))  # not raised: it would replace the body's own error
 
     def _failure(self, error: OSError) -> TraceFileError:
         return TraceFileError(
@@ -154,7 +154,7 @@ class PipelineTrace:
             yield {"name": "thread_sort_index", **common, "args": {"sort_index": row}}
 
     def _action(self, timing: Timing, clock: _Clock) -> Iterator[Event]:
-        """Sends and receives are their links'."""
+        """The events of one action; none for sends and receives, which have their links' rows."""
         action = timing.action
         cause = WAITS.get(action.kind)
         if cause is None:
@@ -176,7 +176,10 @@ class PipelineTrace:
 
 
 class _Clock:
-    """Events of a rank, by the time of day. Whole microseconds, so that what follows another never overlaps it."""
+    """Makes a rank's events, at the time of day.
+
+    Times are whole microseconds, so that consecutive events do not overlap.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -200,6 +203,6 @@ class _Clock:
 
 
 def path_of_rank(path: str | os.PathLike[str], topology: Topology) -> Path:
-    """Of several ranks each has its number in the name."""
+    """The path of this rank's file. With several ranks the name has the rank's number in it."""
     plain = Path(path)
     return plain if topology.world == 1 else plain.with_name(f"{plain.stem}.rank{topology.rank}{plain.suffix}")

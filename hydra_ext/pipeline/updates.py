@@ -1,8 +1,8 @@
 """A rank's updates, from the sums of their gradients to the next version.
 
-The schedule says from where on an update may be made behind other actions. What only the run knows is looked up here:
-whether the sums have ended, whether there is to be an update, whether the optimizer can step beside other actions, and
-whether the hosts hold the weights that it reads. Where one of these is not so, the update is made where it ends.
+The schedule says where an update may begin behind other actions. The run adds four conditions: the sums have ended; the
+update is not skipped; the optimizer can step beside other actions; the hosts hold the weights that it reads. If one of
+them is not met, the update is made where the schedule ends it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Update:
-    """An update that was made.
+    """An update that has ended.
 
     Attributes:
-        batch: whose gradients it used.
-        norm: of the gradients; None without clipping.
-        skipped: nothing was changed, since the norm is not finite.
+        batch: The batch whose gradients it used.
+        norm: The norm of the gradients; None without clipping.
+        skipped: Whether the weights are unchanged because the norm is not finite.
     """
 
     batch: int
@@ -45,10 +45,10 @@ class _Pending:
     """The update of one batch, on all of the rank's stages.
 
     Attributes:
-        reduced: of the stages whose backwards have all run, until all of the rank's have.
-        gradients: from then on.
-        permitted: by number, stages whose update may begin and has not.
-        begun: by stage, what is made behind other actions.
+        reduced: Gradients of the stages whose backwards have all run, until the last of the rank's stages adds its own.
+        gradients: The gradients of all stages, from then on.
+        permitted: Stages, by number, whose update may begin and has not begun.
+        begun: By stage, the optimizer steps that run behind other actions.
     """
 
     batch: Batch
@@ -65,15 +65,15 @@ class _Pending:
 
 
 class Updates:
-    """Those of all of a rank's stages.
+    """The updates of all of a rank's stages. The thread that makes the steps owns them.
 
     Args:
-        stages: how many the rank has: the gradients of all of them are reduced together.
-        hosts_hold_weights: also while they are computed with.
+        stages: Number of the rank's stages. The gradients of all of them are reduced together.
+        hosts_hold_weights: Whether host parameters hold the weights even while a device computes with them.
 
     Attributes:
-        made: since they were last taken.
-        behind: the last ones that were made behind other actions.
+        made: Updates since the last :meth:`take`.
+        behind: The last updates that were made behind other actions, at most ``ROOM``.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Updates:
     # ---- actions ----------------------------------------------------------------------------------------------------
 
     def reduce(self, action: Action, stage: OwnStage, batch: Batch) -> None:
-        """The sums begin with the last of the rank's stages."""
+        """Takes a stage's gradients. The last of the rank's stages starts the reduction of all of them."""
         version = self._schedule.version_of(stage.index, action.batch)
         parameters = [parameter for _, parameter in stage.weights.parameters]
         gradients = StageGradients(stage.index, parameters, stage.weights.take_gradients(version))
@@ -114,11 +114,11 @@ class Updates:
         self._reducer.start(pending.gradients)
 
     def permit(self, action: Action, stage: OwnStage, _batch: Batch) -> None:
-        """From now on the update may be made behind other actions."""
+        """Lets the stage's update begin behind other actions from now on."""
         self._pending[action.batch].permitted[stage.index] = stage
 
     def begin_permitted(self) -> None:
-        """Before a forward or backward: those whose sums have ended meanwhile run behind it."""
+        """Begins the permitted updates whose sums have ended. They run behind the forward or backward that follows."""
         for pending in self._pending.values():
             gradients = pending.gradients
             if gradients is None or not gradients.done or gradients.skipped:
@@ -131,7 +131,15 @@ class Updates:
                     stage.weights.begin(gradients.batch + 1, step.begin)
 
     def finish(self, action: Action, stage: OwnStage) -> bool:
-        """Publishes the next version. Whether all of the rank's stages have been updated with the batch's gradients."""
+        """Publishes the stage's next version.
+
+        Returns:
+            Whether all of the rank's stages have been updated with the batch's gradients.
+
+        Raises:
+            RankFailed: A rank has failed.
+            StateError: The schedule has not reduced the gradients before.
+        """
         pending = self._pending[action.batch]
         gradients = pending.gradients
         if gradients is None:
@@ -158,17 +166,17 @@ class Updates:
     # ---- between actions and steps ----------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Until what has begun is made, so that between two steps nothing changes but by the user."""
+        """Waits for the steps that have begun, so that between two steps only the user's program changes weights."""
         for step in self._begun():
             step.wait()
 
     def take(self) -> list[Update]:
-        """Those made since the last call, by drains too."""
+        """Returns the updates since the last call, including those that drains have made."""
         made, self.made = self.made, []
         return made
 
     def warn_of_skipped(self) -> None:
-        """Where no step will tell of updates any more."""
+        """Logs a warning for each skipped update that no step will return any more."""
         for update in self.take():
             if update.skipped:
                 norm = update.norm

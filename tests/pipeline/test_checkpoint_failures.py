@@ -97,7 +97,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(tmp_path: Path)
         ("done", None),
         ("InvalidArgument: pipe.save: keep=0", None),
         ("RankFailed: rank 1 has failed to save a checkpoint", "InvalidArgument: pipe.save: extra is a set"),
-        ("RankFailed: rank 1 has failed", "SaveFailed: .*which rank 0 has made, is not there .* all ranks see"),
+        ("RankFailed: rank 1 has failed", "SaveFailed: .*which rank 0 has made, does not exist .* all ranks see"),
         ("UnsupportedState: schedule= is not in the same state", None),
         ("RankFailed: rank 1 has failed", r"StateError: pipe\.save: '1\..*' has a gradient that no step has used"),
         ("CheckpointMismatch: .* 1 steps old .* 0 steps old .*hydra_ext.load_model", None),

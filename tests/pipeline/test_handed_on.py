@@ -16,7 +16,7 @@ def test_memory_that_is_written_to_again_arrives_as_it_was(tmp_path: Path) -> No
 
 def test_writing_to_what_is_still_on_its_way_ends_the_pipeline(tmp_path: Path) -> None:
     for error in run_ranks(handed_on.write_too_soon, folder=tmp_path):
-        assert "rank 0 has failed on the way of microbatch 3 of batch 0 (test to rank 1)" in error
+        assert "rank 0 has failed while sending microbatch 3 of batch 0 (test to rank 1)" in error
         assert "was written to before it was sent: return a clone()" in error
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a pipeline: what each rank holds, how all of it is saved, and how a run goes on."""
+"""Checkpoints of a pipeline: which rank holds which tensors, saving them, and resuming from them."""

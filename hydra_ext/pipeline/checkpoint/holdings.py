@@ -1,4 +1,4 @@
-"""Which rank holds which tensors of a model, by the names that they have in a checkpoint: the model's own."""
+"""Which rank holds which tensors of a model. A checkpoint has them under the model's own names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from hydra_ext.split.stages.state_dicts import permitted
 
 @dataclass(frozen=True)
 class Holdings:
-    """What all ranks hold, as this one sees it.
+    """The tensors of this rank, and the names of all tensors of the model.
 
     Attributes:
-        own: this rank's tensors by name: parameters and persistent buffers.
-        kept: of these, names that this rank alone answers for; those of a replica are the same as of the first one.
-        names: of all of the model's tensors.
-        ties: see :class:`~hydra_ext.checkpoint.format.manifest.Manifest`.
-        parameters: names of all parameters, with their places in the model's order.
+        own: This rank's parameters and persistent buffers, by name.
+        kept: Names of those that this rank's place answers for: no other place saves them. They are the same in every
+            replica.
+        names: Names of all of the model's tensors.
+        ties: See :class:`~hydra_ext.checkpoint.format.manifest.Manifest`.
+        parameters: Names of all parameters, with their places in the model's order.
     """
 
     own: dict[str, Tensor]
@@ -40,11 +41,11 @@ class Holdings:
 
     @property
     def name_of(self) -> dict[int, str]:
-        """By ``id`` of the tensor."""
+        """Names of this rank's tensors, by the tensor's ``id``."""
         return {id(tensor): name for name, tensor in self.own.items()}
 
     def own_buffers(self) -> dict[str, Tensor]:
-        """That this rank answers for."""
+        """The buffers that this rank's place answers for, by name."""
         own = self.own.items()
         return {name: tensor for name, tensor in own if not isinstance(tensor, nn.Parameter) and name in self.kept}
 
@@ -54,10 +55,10 @@ class Held:
     """A tensor that this rank holds.
 
     Attributes:
-        group: what all ranks call the tensor, whatever its names are there.
-        place: stage and number, by which all tensors of the model are in order.
-        names: all that it has here, the first one first.
-        current: it is as it should be here: another rank's forwards do not change it.
+        group: The tensor's key, the same on all ranks even if it has other names there.
+        place: Its stage and number, which give the order of all tensors of the model.
+        names: All names that it has here, the first one first.
+        current: Whether its values here are up to date: only forwards of this rank change them, if any.
     """
 
     group: str
@@ -71,10 +72,12 @@ class Held:
 
 
 def held_here(parts: Parts) -> tuple[list[Held], frozenset[str]]:
-    """What this rank holds, and the names of all tensors of the model, where they are known: of a plain one.
+    """The tensors that this rank holds, and the names of all tensors of the model.
+
+    The names are known for a plain model only. For explicit stages they are empty.
 
     Raises:
-        UnsupportedState: the model has tensors that no checkpoint can hold.
+        UnsupportedState: The model has tensors that no checkpoint can hold.
     """
     if parts.model is not None:
         with permitted():
@@ -108,13 +111,16 @@ def _of_stage(part: Part) -> list[Named]:
 def agreed(
     here: Sequence[Held], known: frozenset[str], everyone: Sequence[Sequence[list[Any]]], topology: Topology
 ) -> Holdings:
-    """
+    """Makes the holdings from what all ranks hold.
+
     Args:
-        known: see :func:`held_here`.
-        everyone: what each rank of the first replica holds, as :meth:`Held.as_json` says it; by rank.
+        here: This rank's tensors.
+        known: The names of all tensors, from :func:`held_here`.
+        everyone: What each rank of the first replica holds, as :meth:`Held.as_json` gives it, by rank. Other replicas'
+            lists are empty.
 
     Raises:
-        UnsupportedState: no rank has a tensor as it should be.
+        UnsupportedState: A tensor is up to date on no rank.
     """
     holders: dict[str, list[tuple[tuple[int, int], int, list[str], bool, bool]]] = {}
     for rank, said in enumerate(everyone):
@@ -137,7 +143,8 @@ def agreed(
     lost = (known | set(name_of.values())) - {name_of[group] for group in place_of}
     if lost:
         raise UnsupportedState(
-            f"'{min(lost)}' of the model is on no rank as it should be, since no stage needs it: it would be lost"
+            f"'{min(lost)}' of the model is up to date on no rank, since no stage needs it, and a checkpoint would "
+            "lose it: use it in the forward, or remove it from the model"
         )
     return Holdings(
         own={name_of[each.group]: each.tensor for each in here},

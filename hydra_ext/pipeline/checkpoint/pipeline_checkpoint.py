@@ -1,6 +1,6 @@
-"""Saving a pipeline, and going on from what was saved.
+"""Saves a pipeline, and loads what was saved.
 
-The modules that do it are imported by the first call, which keeps ``import hydra_ext`` fast.
+The first call imports the modules for it, which keeps ``import hydra_ext`` fast.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class PipelineCheckpoint:
-    """The part of a pipeline that saves and loads; what the calls mean stands at :class:`hydra_ext.Pipeline`'s own.
+    """The part of a pipeline that saves and loads. :class:`hydra_ext.Pipeline` documents the calls.
 
     Attributes:
-        together: what all ranks do at once.
-        files: all that is done to files goes through it.
+        together: Runs the work that all ranks do together.
+        files: Makes all calls that touch files.
     """
 
     def __init__(self, together: Together) -> None:

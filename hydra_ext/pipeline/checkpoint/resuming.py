@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a pipeline: every rank reads what it holds, once all have found that they can."""
+"""Loads a checkpoint into a pipeline: all ranks check that they can load it, then each reads its own tensors."""
 
 from __future__ import annotations
 
@@ -38,11 +38,14 @@ _WHAT = "to load a checkpoint"
 def load(
     engine: Engine, together: Together, path: Path, *, strict: bool, schedules: Sequence[Stateful], files: Files
 ) -> Loaded | None:
-    """All ranks have to, when nothing is under way.
+    """Loads the newest checkpoint. All ranks have to call it, when no microbatch or update is under way.
+
+    Returns:
+        What was loaded; None if there is no checkpoint.
 
     Raises:
-        RankFailed: another rank has failed.
-        Exception: see :meth:`hydra_ext.Pipeline.load`.
+        RankFailed: Another rank has failed.
+        Exception: See :meth:`hydra_ext.Pipeline.load`.
     """
     agreed: list[Holdings] = []
     restored: list[Restored] = []
@@ -71,10 +74,10 @@ def load(
 
 
 def _sound(together: Together, work: Callable[[], Result]) -> list[Result]:
-    """As :meth:`Together.do`; but a checkpoint that one rank finds damaged is damaged for all.
+    """Runs ``work`` as :meth:`Together.do` does. A checkpoint that one rank finds damaged is damaged for all.
 
     Raises:
-        CheckpointError: it is.
+        CheckpointError: A rank has found the checkpoint damaged. All ranks raise the error of the first such rank.
     """
     own: list[CheckpointError] = []
 
@@ -96,13 +99,13 @@ def _sound(together: Together, work: Callable[[], Result]) -> list[Result]:
 
 
 class Restored:
-    """A checkpoint that was compared with this rank's part, and not given to it yet.
+    """A checkpoint that was compared with this rank's part of the pipeline, and is not loaded into it yet.
 
     Attributes:
-        differences: to what is here, a line each.
+        differences: Differences between the checkpoint and this rank's part, a line each.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
 
     def __init__(self, engine: Engine, holdings: Holdings, reader: Reader, schedules: Sequence[Stateful]) -> None:
@@ -114,7 +117,7 @@ class Restored:
         with decoded(reader):
             self._saved = SavedState(reader, holdings.named, {"schedule": given, "scaler": [None]})
             if not isinstance(self._saved.content.get("versions", {}), dict):
-                raise BadValue("older versions of the weights are no table")
+                raise BadValue("the older versions of the weights are no table")
             self._progress = self._saved_progress()
             self._optimizers = self._stage_states()
             self.differences = self._differences()
@@ -144,7 +147,7 @@ class Restored:
         return lines
 
     def _saved_progress(self) -> Progress:
-        """Without one, of a run of another kind: as if each of its steps had been a batch."""
+        """The saved progress. A run that is no pipeline has none: then each of its steps counts as a batch."""
         step, saved = self._reader.manifest.step, self._saved.content.get("pipeline")
         if saved is None:
             return Progress(step, 0, self._engine.progress.seed, [])
@@ -152,15 +155,15 @@ class Restored:
             counts = {name: saved[name] for name in ("batches", "evaluations", "seed")}
             updates = [Update(**decode(update, self._saved.stand_in)) for update in saved["updates"]]
         except (KeyError, TypeError) as error:
-            raise BadValue(f"how far the training had come cannot be read: {error!r:.200}") from error
+            raise BadValue(f"the training's progress cannot be read: {error!r:.200}") from error
         are_counts = all(is_count(count) for count in (*counts.values(), *(update.batch for update in updates)))
         are_norms = all(update.norm is None or isinstance(update.norm, float) for update in updates)
         if counts["batches"] != step or not are_counts or not are_norms:
-            raise BadValue("how far the training had come is not said in numbers that can be")
+            raise BadValue("the training's progress has impossible numbers")
         return Progress(**counts, updates=updates)
 
     def _older(self, name: str) -> list[Any]:
-        """What is said of a parameter's older versions, the latest first."""
+        """The saved references to a parameter's older versions, the latest first."""
         older = self._saved.content.get("versions", {}).get(name, [])
         if not isinstance(older, list):
             raise BadValue(f"the older versions of {name!r:.200} are no list")
@@ -172,10 +175,10 @@ class Restored:
             older = self._older(name)
             if len(older) != needed:
                 return [
-                    f"the step after it uses weights that are {len(older)} steps old for {name!r:.200}, and the "
-                    f"schedule of this pipeline {needed} steps old ones (give the schedule and the cuts that it was "
-                    "made with: cuts= too, since chosen cuts depend on times; or take the newest weights alone, by "
-                    "hydra_ext.load_model before the pipeline is made)"
+                    f"the step after the checkpoint uses weights of {name!r:.200} that are {len(older)} steps old, and "
+                    f"this pipeline's schedule uses weights that are {needed} steps old (give the schedule= and cuts= "
+                    "of the saved run, since chosen cuts depend on times; or load only the newest weights, with "
+                    "hydra_ext.load_model, before you make the pipeline)"
                 ]
             for age, each in enumerate(older, 1):
                 if each is not None:
@@ -187,19 +190,19 @@ class Restored:
         return [(names[id(parameter)], parameter) for _, parameter in stage.weights.parameters]
 
     def hold(self) -> None:
-        """Opens what will be read here.
+        """Opens the files that this rank will read.
 
         Raises:
-            CheckpointRemoved: the checkpoint is no more.
-            TooManyFiles: not so many files can be open.
+            CheckpointRemoved: The checkpoint was removed.
+            TooManyFiles: The process cannot open so many files.
         """
         self._reader.hold(manifests.SECTIONS, self._only())
 
     def check(self) -> None:
-        """Reads every byte that will be wanted here, and sees that the optimizers can go on from it.
+        """Reads every byte that this rank will load, and checks that its optimizers can use the saved state.
 
         Raises:
-            CheckpointError: something is not as it was written.
+            CheckpointError: The checkpoint is damaged.
         """
         with decoded(self._reader):
             for state in self._optimizers:
@@ -213,9 +216,10 @@ class Restored:
     # ---- taking it --------------------------------------------------------------------------------------------------
 
     def put(self) -> None:
-        """
+        """Loads the checkpoint into this rank's part of the pipeline.
+
         Raises:
-            CheckpointError: a file has changed since it was looked at; the training is partly loaded.
+            CheckpointError: A file has changed since :meth:`check`; the training is partly loaded.
         """
         parameters = [parameter for part in self._engine.assembly.parts.own for _, parameter in part.parameters]
         self._saved.put(self._put_optimizers, parameters, self._engine.device)

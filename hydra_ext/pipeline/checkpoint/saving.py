@@ -1,6 +1,6 @@
-"""Saves a pipeline: every rank writes what it holds, and the first one makes a checkpoint of it.
+"""Saves a pipeline: every rank writes its tensors, and the first one makes a checkpoint of all files.
 
-All ranks have to see the folder, and each what another has written and closed there.
+All ranks have to see the folder, and the files that another rank has written and closed there.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ _WHAT = "to save a checkpoint"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the caller asks for.
+    """The arguments of one save.
 
     Attributes:
-        schedules: of this rank's optimizers.
+        extra: The user's own values.
+        schedules: Learning-rate schedulers of this rank's optimizers.
+        keep: How many checkpoints stay in the folder.
     """
 
     extra: Any
@@ -49,7 +51,7 @@ class Wanted:
     def check(self) -> None:
         """
         Raises:
-            InvalidArgument: there can be no such checkpoint.
+            InvalidArgument: ``keep`` is no count, or JSON cannot hold ``extra``.
         """
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
             raise InvalidArgument(f"pipe.save: keep={self.keep!r}: give a number of checkpoints, 1 or more")
@@ -62,7 +64,10 @@ class Wanted:
 
 
 class Save:
-    """One checkpoint, as one rank sees it: all ranks make one, when nothing is under way, and :meth:`run` it."""
+    """One rank's part of saving one checkpoint.
+
+    All ranks make one, when no microbatch or update is under way, and call :meth:`run`.
+    """
 
     def __init__(self, engine: Engine, together: Together, path: Path, wanted: Wanted, files: Files) -> None:
         self._engine = engine
@@ -71,15 +76,15 @@ class Save:
         self._wanted = wanted
         self._files = files
         self._sections: dict[str, list[list[Entry]]] = {}
-        self._content: dict[str, Any] = {}  # this rank's, for the first one
+        self._content: dict[str, Any] = {}  # of this rank, for the first one
         self._all: Contents | None = None  # on the first rank
 
     def run(self) -> Path:
-        """Returns the checkpoint's own folder.
+        """Saves the checkpoint, and returns its own folder.
 
         Raises:
-            RankFailed: another rank has failed.
-            Exception: see :meth:`hydra_ext.Pipeline.save`.
+            RankFailed: Another rank has failed.
+            Exception: See :meth:`hydra_ext.Pipeline.save`.
         """
         together = self._together
         together.do(_WHAT, self._check)
@@ -121,7 +126,7 @@ class Save:
             is_left_alone=lambda: self._together.all_live,
         )
 
-    # ---- what there is to be saved ----------------------------------------------------------------------------------
+    # ---- collecting the state ---------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         self._wanted.check()
@@ -135,7 +140,7 @@ class Save:
                     )
 
     def _digests(self, holdings: Holdings) -> dict[str, Any]:
-        """Of what has to be the same on several ranks, or may differ from one replica to another."""
+        """Digests of the schedulers, which have to be equal, and of the buffers, which may differ between replicas."""
         found = []
         for schedule in self._wanted.schedules:
             encoder = Encoder()
@@ -145,10 +150,13 @@ class Save:
         return {"schedules": found, "buffers": {name: _digest(bytes_of(each)) for name, each in buffers.items()}}
 
     def _fill(self, holdings: Holdings, digests: Sequence[dict[str, Any]]) -> dict[str, int]:
-        """How many files each section takes here.
+        """Collects this rank's state.
+
+        Returns:
+            The number of files of this rank in each section.
 
         Raises:
-            UnsupportedState: something of the state would be lost.
+            UnsupportedState: A part of the state would be lost.
         """
         topology = self._engine.topology
         encoder = Encoder()
@@ -168,7 +176,11 @@ class Save:
         return {section: len(writer.plan(section, groups)) for section, groups in self._sections.items()}
 
     def _schedule(self, digests: Sequence[dict[str, Any]], encoder: Encoder) -> dict[str, Any] | None:
-        """That of all ranks, by the first one that has one."""
+        """The schedulers' state, from the first rank that has a scheduler; None from all others.
+
+        Raises:
+            UnsupportedState: The schedulers have different states.
+        """
         if len({digest for each in digests for digest in each["schedules"]}) > 1:
             raise UnsupportedState(
                 "schedule= is not in the same state for the optimizers of all stages: a checkpoint holds one for all "
@@ -190,8 +202,10 @@ class Save:
         return groups
 
     def _versions(self, holdings: Holdings, encoder: Encoder) -> dict[str, Any]:
-        """Of each parameter: its weights in the versions before the newest that later batches use, the latest first;
-        None where they are those of the version after."""
+        """The older versions of each parameter's weights that later batches use, the latest first.
+
+        None stands for weights that equal those of the version after.
+        """
         engine, names = self._engine, holdings.name_of
         found: dict[str, Any] = {}
         for stage in engine.assembly.stages:
@@ -214,7 +228,7 @@ class Save:
         return shards
 
     def _joined(self, holdings: Holdings, parts: Sequence[dict[str, Any]]) -> Contents:
-        """What all ranks have, on the first one."""
+        """Joins the contents of all ranks, on the first one."""
         engine = self._engine
         stages = sorted((each for part in parts for each in part["optimizers"]), key=lambda each: int(each[0]))
         replicas = engine.topology.replicas
@@ -233,10 +247,11 @@ class Save:
 
 
 def agree(engine: Engine, together: Together, what: str) -> Holdings:
-    """Which rank holds what; all ranks have to.
+    """Agrees on which rank holds which tensors. All ranks have to call it.
 
     Raises:
-        UnsupportedState: the model has tensors that no checkpoint can hold.
+        RankFailed: Another rank has failed.
+        UnsupportedState: The model has tensors that no checkpoint can hold.
     """
     here: list[Any] = []
 
@@ -277,8 +292,8 @@ def _write(path: Path, name: str, shards: Sequence[Shard], files: Files) -> Shar
             files.sync(step)
     except FileNotFoundError as error:
         raise SaveFailed(
-            f"{path / name}, which rank 0 has made, is not there on this rank ({error}): give a folder that all ranks "
-            "see",
+            f"{path / name}, which rank 0 has made, does not exist on this rank ({error}): give a folder that all "
+            "ranks see",
             path=path,
         ) from error
     except OSError as error:

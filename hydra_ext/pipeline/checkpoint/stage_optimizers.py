@@ -1,4 +1,4 @@
-"""The optimizers of all stages as one: what is saved does not depend on the number of stages."""
+"""Joins the optimizers of all stages into one, so that a checkpoint does not depend on the number of stages."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from hydra_ext.pipeline.stages.update import same_setting
 
 
 def joined(captured: Sequence[dict[str, Any]], places: Mapping[str, int]) -> dict[str, Any] | None:
-    """Of what :func:`optimizer_state.capture` gave for each stage, in their order; None of none.
+    """Joins the state of the stages' optimizers into the state of one optimizer; None if there are none.
 
-    Groups of the same number and with the same options are one, with its parameters in the model's order, as an
-    optimizer for all of them would have.
+    Groups with the same number and the same options become one group. Its parameters are in the model's order, as one
+    optimizer for the whole model would have them.
 
     Args:
-        places: of the parameters in the model's order.
+        captured: The results of :func:`optimizer_state.capture`, in the order of the stages.
+        places: Places of the parameters in the model's order, by name.
 
     Raises:
-        UnsupportedState: optimizers are of several classes, or a parameter of several stages is in different groups.
+        UnsupportedState: The optimizers are of several classes, or a parameter of several stages is in different
+            groups.
     """
     if not captured:
         return None
@@ -53,17 +55,17 @@ def joined(captured: Sequence[dict[str, Any]], places: Mapping[str, int]) -> dic
 
 
 class StageState:
-    """What a checkpoint holds for the optimizer of one stage.
+    """The part of a checkpoint that belongs to the optimizer of one stage.
 
     Args:
-        names: of the stage's parameters, by ``id``.
-        saved: what :func:`optimizer_state.check` has found to be the state of an optimizer; None without one.
-        fetch: reads a tensor.
+        names: Names of the stage's parameters, by ``id``.
+        saved: The saved state of an optimizer, which :func:`optimizer_state.check` has accepted; None without one.
+        fetch: Reads a tensor by its name.
 
     Attributes:
-        differences: between the optimizer and what was saved, a line each.
-        names: of the parameters that the optimizer has.
-        tensors: names of those that :meth:`restore` will read.
+        differences: Differences between the optimizer and the saved state, a line each.
+        names: Names of the parameters that the optimizer has.
+        tensors: Names of the tensors that :meth:`restore` will read.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class StageState:
         self._name_of = names
         self._fetch = fetch
         self._content: dict[str, Any] = {}
-        self._known: list[bool] = []  # by group: whether it has parameters that were in one
+        self._known: list[bool] = []  # for each group, whether the saved state has parameters of it
         if saved is None:
             self.differences.append("there was no optimizer, and there is one now")
             return
@@ -99,7 +101,7 @@ class StageState:
         return torch.empty(0, device="cpu")
 
     def _group(self, number: int, group: Mapping[str, Any], group_of: Mapping[str, Any]) -> dict[str, Any]:
-        """As it was, for the parameters that it has now."""
+        """The saved options and this group's present parameters; notes differences."""
         members = [(self._name_of[id(parameter)], parameter) for parameter in group["params"]]
         new = [name for name, parameter in members if name not in group_of and parameter.requires_grad]
         if new:
@@ -118,12 +120,13 @@ class StageState:
         return ours.keys() == theirs.keys() and all(same_setting(ours[key], theirs[key]) for key in ours)
 
     def check(self, described: Callable[[str], Tensor]) -> None:
-        """
+        """Checks the saved state against the optimizer.
+
         Args:
-            described: gives a tensor on meta, of the type and shape of the one with this name.
+            described: Gives a tensor on meta with the dtype and shape of the saved one with this name.
 
         Raises:
-            BadValue: the next step would fail, or compute something else.
+            BadValue: With this state the next step would fail or compute other numbers.
         """
         optimizer, content = self._optimizer, self._content
         trials = Trials(optimizer)
@@ -134,5 +137,5 @@ class StageState:
                 optimizer_values.check_group(optimizer, group, self._name_of, options, state, described, trials)
 
     def restore(self) -> None:
-        """Weights have to be there already."""
+        """Restores the optimizer's state. The weights have to be loaded before."""
         optimizer_state.restore(self._optimizer, self._name_of, self._content, self._fetch)

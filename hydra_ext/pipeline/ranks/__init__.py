@@ -1,1 +1,1 @@
-"""How ranks talk: topology, process groups, links and messages, failures, reduced gradients."""
+"""Communication of ranks: topology, process groups, links and messages, failures, reductions of gradients."""

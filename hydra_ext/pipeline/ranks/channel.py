@@ -1,4 +1,4 @@
-"""What a link's two ends talk through: sends and receives that begin, and what says which belong together."""
+"""Sends and receives of one link, and the state by which both ends match them."""
 
 from __future__ import annotations
 
@@ -16,32 +16,38 @@ from hydra_ext.pipeline.ranks import messages
 from hydra_ext.pipeline.ranks.transport import carrying
 from hydra_ext.state.layout import Layout
 
-# A user may do other things between two steps; a rank that does not answer is the watch's affair. Of sends and
-# receives gloo takes it only where they are waited for: without it the time counts that their group was made with.
+# A program may take any time between two steps, and the watch finds a rank that does not answer. gloo takes a timeout
+# of a send or receive only where it is waited for. Without one the timeout counts that its group was made with.
 FOREVER = timedelta(days=30)
 
 _CPU = torch.device("cpu")
-_issuing = threading.Lock()  # NCCL: operations of several threads at once may deadlock
-_STRUCTURES = 64  # that a link keeps
-_WORDS, _TENSORS = 0, 1  # tags; that of tensors grows with every new layout
+_issuing = threading.Lock()  # NCCL may deadlock if several threads issue operations at once
+_STRUCTURES = 64  # structures that a link keeps
+_WORDS, _TENSORS = 0, 1  # tags; the tag of tensors grows with every new layout
 
 
 class Channel:
-    """The process groups of one link, as one of its two ranks sees them.
+    """The process groups of one link, on one of its two ranks.
 
-    Everything here raises :class:`~hydra_ext.pipeline.ranks.transport.TransportError` where the link is broken.
+    All methods raise :class:`~hydra_ext.pipeline.ranks.transport.TransportError` if the link is broken.
+
+    Args:
+        headers: The group for headers and texts, of gloo.
+        payload: The group for tensors: the same one, or a group of NCCL.
+        peer: The other rank's rank in both groups.
+        device: Where this rank's tensors are.
     """
 
     def __init__(self, headers: dist.ProcessGroup, payload: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._headers = headers
         self._payload = payload
-        self._peer = peer  # its rank in both groups
+        self._peer = peer
         self._direct = payload is not headers
         self.device = device if self._direct else _CPU
 
     @property
     def receives_ahead(self) -> bool:
-        """Tags keep apart what is received; NCCL has none."""
+        """Whether receives may be posted before their headers. That needs tags, and NCCL has none."""
         return not self._direct
 
     def send_words(self, words: Tensor) -> dist.Work:
@@ -59,7 +65,7 @@ class Channel:
         return words
 
     def wait(self, work: dist.Work) -> None:
-        """For what was begun here."""
+        """Waits for a send or receive of this channel."""
         with carrying():
             work.wait(FOREVER)
 
@@ -73,7 +79,7 @@ class Channel:
         return works
 
     def post(self, tensors: Sequence[Tensor], layout: int) -> list[dist.Work]:
-        """Receives, which begin."""
+        """Begins receives into these tensors."""
         works = []
         for tensor in tensors:
             if tensor.numel():
@@ -84,11 +90,13 @@ class Channel:
 
 
 class Layouts:
-    """What both ends of a link know of its messages so far.
+    """The layouts of a link's messages so far, the same at both ends.
 
     Attributes:
-        number: of the last message's layout: of how many there were, one after the other.
-        repeats: the last two messages had it.
+        number: Number of the last message's layout. It grows by one whenever a message has another layout than the
+            message before.
+        repeats: Whether the last two messages had the same layout.
+        last: The last message's layout.
     """
 
     def __init__(self) -> None:
@@ -103,8 +111,11 @@ class Layouts:
 
 
 class Structures:
-    """The structures that came last on a link, by their fingerprints: both ends keep the same ones, since they see the
-    same messages in the same order. A text may be of one message only: it can have numbers in it."""
+    """The last structures of a link, by their fingerprints.
+
+    Both ends keep the same ones, since they see the same messages in the same order. The number of structures is
+    bounded: a text can contain numbers, and so may occur in one message only.
+    """
 
     def __init__(self) -> None:
         self._texts: OrderedDict[int, str] = OrderedDict()
@@ -119,7 +130,7 @@ class Structures:
         return self._texts[fingerprint]
 
     def note(self, fingerprint: int, text: str) -> None:
-        """Of each message in turn; the text does not matter where it is known."""
+        """Notes the structure of the next message. A known structure keeps its text."""
         self._texts.setdefault(fingerprint, text)
         self._texts.move_to_end(fingerprint)
         if len(self._texts) > _STRUCTURES:
@@ -127,16 +138,16 @@ class Structures:
 
 
 def write_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each has been written to, as far as it is counted."""
+    """The version counter of each tensor; -1 for an inference tensor, which has none."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass(frozen=True)
 class Posted:
-    """Receives of the tensors of a message.
+    """Receives of the tensors of one message, which have begun.
 
     Attributes:
-        layout: its number.
+        layout: Number of the layout for which they were posted.
     """
 
     layout: int
@@ -145,7 +156,10 @@ class Posted:
 
 
 class LinkStream:
-    """A link's own stream on a GPU, so that its copies do not queue behind the computation; nothing elsewhere."""
+    """A context with a link's own stream on a GPU, so that its copies do not queue behind the computation.
+
+    It waits for the stream on exit. On other devices it does nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -1,16 +1,16 @@
 """The gradients of one batch, from the end of its backward to the optimizer's step.
 
-In the background, batch by batch, every rank does this, in this order:
+In the background, batch by batch, every rank makes these steps in this order:
 
-1. weights that several stages use: the stages' gradients are added, that of the last stage first;
-2. replicas: the mean over the copies of a stage, added in the order of the ranks, so that it has the same bits on all
-   of them and with every backend; divided once, by their number;
-3. clipping: every rank of a line learns the sums of squares of all stages' gradients, by parameter. The norm is that
-   of :func:`hydra_ext.optim.clip_grad_norm_`, to the bit: the sums are added in the order of the model's parameters,
-   and a weight that several stages use counts once. (Of gradients on a GPU, or in fp64, torch adds the squares, in
-   fp64: the same on all ranks, but in an order of its own.)
+1. Weights that several stages use: the stages' gradients are added, beginning with the last stage's.
+2. Replicas: the mean over the copies of a stage. It is added in the order of the ranks and divided once, by their
+   number. So it has the same bits on all of them and with every backend.
+3. Clipping: every rank of a line gets the sums of squares of all stages' gradients, by parameter. The norm is that of
+   :func:`hydra_ext.optim.clip_grad_norm_`, to the bit. The sums are added in the order of the model's parameters, and a
+   weight that several stages use counts once. For gradients on a GPU, or in fp64, torch adds the squares, in fp64 and
+   in an order of its own. The sums are the same on all ranks.
 
-Nothing of the optimizer is touched before the norm is known, and all ranks decide alike whether it is finite.
+No optimizer changes its state before the norm is known, and all ranks decide alike whether it is finite.
 """
 
 from __future__ import annotations
@@ -53,13 +53,17 @@ class StageGradients:
 
 @dataclass
 class BatchGradients:
-    """Those of all of a rank's stages.
+    """The gradients of one batch of all of a rank's stages.
+
+    The reducer's thread owns them until ``done``; then the thread that makes the steps does.
 
     Attributes:
-        max_norm: clip to it; None for no clipping, and no norm.
-        norm: of the whole model's gradients, once ``done``.
-        factor: what they are to be multiplied with, once ``done``.
-        behind: of each stage that has been updated with them, whether other actions ran meanwhile.
+        stages: The gradients of stages that have not been updated with them yet.
+        max_norm: The norm to clip to; None for no clipping, and no norm.
+        norm: Norm of the whole model's gradients; valid once ``done``.
+        factor: Number by which updates multiply the gradients; valid once ``done``.
+        done: Whether the reduction has ended.
+        behind: For each stage that has been updated, whether other actions ran meanwhile.
     """
 
     batch: int
@@ -72,7 +76,7 @@ class BatchGradients:
 
     @property
     def skipped(self) -> bool:
-        """There is to be no update with them."""
+        """Whether there is no update with these gradients, because their norm is not finite."""
         return self.norm is not None and not math.isfinite(self.norm)
 
     def of(self, stage: int) -> StageGradients:
@@ -84,8 +88,8 @@ class Holder:
     """A stage that holds a shared weight.
 
     Attributes:
-        rank: of the process group of the weight; 0 without one.
-        index: of the weight among the stage's parameters, where the stage is this rank's own.
+        rank: The stage's rank in the weight's process group; 0 without a group.
+        index: Index of the weight among the stage's parameters; None for another rank's stage.
     """
 
     stage: int
@@ -95,11 +99,11 @@ class Holder:
 
 @dataclass(frozen=True)
 class SharedWeight:
-    """A weight that several stages use, one of them on this rank. All ranks have them in the same order.
+    """A weight that several stages train, at least one of them on this rank. All ranks have them in the same order.
 
     Attributes:
-        group: the ranks of the line that hold it; None if it is this one alone.
-        holders: from the last stage to the first.
+        group: The ranks of the line that hold it; None if this rank alone does.
+        holders: Its holders, from the last stage to the first.
     """
 
     group: dist.ProcessGroup | None
@@ -111,11 +115,11 @@ class Partners:
     """The ranks that this one reduces with.
 
     Attributes:
-        copies: the ranks with copies of this rank's stages; None without replicas.
-        line: the ranks that hold the model together; None if it is this one alone.
-        orders: of every rank of the line, the place among the model's parameters of each of its stages' parameters,
-            stage after stage; -1 for one that another stage counts.
-        shared: of this rank.
+        copies: The ranks with copies of this rank's stages; None without replicas.
+        line: The ranks that hold the model together; None if this rank alone does.
+        orders: For every rank of the line, the places of its stages' parameters among the model's parameters, stage
+            after stage; -1 for one that another stage counts.
+        shared: The shared weights of this rank.
     """
 
     copies: dist.ProcessGroup | None
@@ -125,10 +129,10 @@ class Partners:
 
 
 class Reducer:
-    """Reduces in a thread of its own.
+    """Reduces gradients in a thread of its own, one batch after another.
 
     Attributes:
-        reductions: the last ones.
+        reductions: Times of the last reductions, at most ``ROOM``.
     """
 
     def __init__(self, partners: Partners, watch: Watch, rank: int) -> None:
@@ -141,7 +145,7 @@ class Reducer:
         self._thread.start()
 
     def start(self, batch: BatchGradients) -> None:
-        """``done`` is set, and the watch's waiters are woken, when it has ended."""
+        """Starts the reduction of a batch. At its end ``done`` is set and the watch's ``changed`` is notified."""
         self._queue.put(batch)
 
     def close(self, timeout: float) -> None:
@@ -155,11 +159,11 @@ class Reducer:
             try:
                 self._reduce(batch)
             except TransportError as error:
-                with suppress(RankFailed):  # it is entered: the ranks that wait hear of it
+                with suppress(RankFailed):  # the watch has entered it: waiting threads learn of it there
                     self._watch.wait_for_cause()
                 self._fail(batch, str(error))
                 return
-            except Exception as error:  # noqa: BLE001 - what waits has to hear of it
+            except Exception as error:  # noqa: BLE001 - threads that wait have to learn of it
                 self._fail(batch, describe_error(error))
                 return
             self.reductions.append(Reduction(batch.batch, start, time.perf_counter()))
@@ -201,7 +205,7 @@ class Reducer:
 
 
 def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[float]:
-    """Of each gradient; ``-1`` where there is none."""
+    """The sum of squares of each gradient; ``-1`` where there is no gradient."""
     sums = [_ABSENT] * len(gradients)
     native: dict[int, Tensor] = {}
     for index, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
@@ -218,10 +222,10 @@ def square_sums(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
 
 
 def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The mean over a group's ranks, added in their order: the same bits on every rank, whatever the backend.
+    """The mean over a group's ranks, added in their order: the same bits on every rank and with every backend.
 
-    Each rank adds up one part and gives it to all, so that every rank sends and receives about twice the tensor's
-    bytes, as in a ring.
+    Each rank adds up one share and sends it to all. So every rank sends and receives about twice the tensor's bytes, as
+    in a ring.
     """
     size = dist.get_world_size(group)
     flat = tensor.reshape(-1)
@@ -242,9 +246,12 @@ def ordered_mean(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessGroup) -> None:
-    """
+    """Replaces a stage's gradients by their means over the replicas.
+
+    A replica without a gradient of a parameter counts as zeros, if another one has it.
+
     Raises:
-        StateError: the copies were not given the same ``max_norm``.
+        StateError: The replicas were not given the same ``max_norm``.
     """
     norm = norm_word(max_norm)
     words = [norm, ~norm, *(gradient is not None for gradient in stage.gradients)]
@@ -254,8 +261,8 @@ def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessG
     highest, lowest, *known = marks.tolist()
     if highest != ~lowest:
         raise StateError(
-            f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another one "
-            "something else. Give all ranks the same one"
+            f"the replicas do not make the same steps: this one was given max_norm={max_norm}, and another replica "
+            "another one. Give all ranks the same max_norm"
         )
     for index, there in enumerate(known):
         if there:
@@ -265,7 +272,7 @@ def _average(stage: StageGradients, max_norm: float | None, group: dist.ProcessG
 
 
 def _add_up(weight: SharedWeight, batch: BatchGradients) -> None:
-    """Every holder gets the sum."""
+    """Adds up the gradients of a weight's holders, and gives each holder the sum."""
     own = {holder.stage: holder.index for holder in weight.holders if holder.index is not None}
     held = {stage: batch.of(stage).gradients[index] for stage, index in own.items()}
     marks = torch.tensor(

@@ -1,4 +1,4 @@
-"""The process groups of a pipeline. To make one with a rank that has just ended fails soon, and does not hang."""
+"""The process groups of a pipeline. Making one with a rank that has just ended fails soon instead of hanging."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Groups:
-    """Of one rank. All ranks make the same ones in the same order, whether they are in them or not, after they have
-    met: torch.distributed hears of no failure while it connects, and a rank that is not there by then has ended."""
+    """The process groups of one rank.
+
+    All ranks make the same groups in the same order, whether they are in them or not. They have to meet before:
+    torch.distributed does not learn of failures while it connects, so that a rank that does not come then has ended.
+    """
 
     def __init__(self, rank: int, watch: Watch) -> None:
         self._rank = rank
@@ -33,10 +36,13 @@ class Groups:
         self._made: list[dist.ProcessGroup] = []
 
     def make(self, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup | None:
-        """A new group of these ranks; None where this rank is not in it.
+        """Makes a group of these ranks; returns None if this rank is not in it.
+
+        Args:
+            backend: The backend; None for that of the default group.
 
         Raises:
-            RankFailed: a rank has ended.
+            RankFailed: A rank has ended.
         """
         try:
             made: dist.ProcessGroup = dist.new_group(sorted(ranks), timeout=self._soon, backend=backend)
@@ -50,28 +56,34 @@ class Groups:
         return made
 
     def broadcast(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """The first rank's contiguous tensor; in pieces, each of which has to arrive soon.
+        """Sends the group's first rank's contiguous tensor to the others, in chunks. Each has to arrive in time.
 
         Raises:
-            RankFailed: a rank has ended.
+            RankFailed: A rank has ended, or a chunk took longer than the watch's patience.
         """
         options = dist.BroadcastOptions()
         options.rootRank, options.timeout = 0, self._soon
         self._in_pieces(tensor, lambda piece: group.broadcast([piece], options))
 
     def send(self, tensor: Tensor, target: int, group: dist.ProcessGroup) -> None:
-        """A contiguous tensor, to this rank of the group, which receives it now; in pieces likewise.
+        """Sends a contiguous tensor, in chunks, to a rank of the group, which has to receive it now.
+
+        Args:
+            target: The receiver's rank in the group.
 
         Raises:
-            RankFailed: a rank has ended.
+            RankFailed: A rank has ended.
         """
         self._in_pieces(tensor, lambda piece: group.send([piece], target, 0))
 
     def receive(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-        """Into a contiguous tensor.
+        """Receives into a contiguous tensor.
+
+        Args:
+            source: The sender's rank in the group.
 
         Raises:
-            RankFailed: a rank has ended.
+            RankFailed: A rank has ended.
         """
         self._in_pieces(tensor, lambda piece: group.recv([piece], source, 0))
 
@@ -85,14 +97,17 @@ class Groups:
             raise
 
     def destroy(self) -> None:
-        """All ranks have to."""
+        """Ends the groups. All ranks have to call it."""
         for group in self._made:
             dist.destroy_process_group(group)
         self._made.clear()
 
     def abort(self) -> None:
-        """After a failure has been entered, and without the others: what waits in a group of gloo's, here or there,
-        gets an error, and the group is gone. Others stay until the process ends."""
+        """Ends the groups of gloo after a failure, without the other ranks. The watch has to know the failure.
+
+        Operations that wait in these groups, on any rank, get an error. Groups of other backends stay until the process
+        ends.
+        """
         for group in self._made:
             try:
                 backends = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
@@ -100,14 +115,15 @@ class Groups:
                     _disconnect(group)
                 if set(backends.values()) == {"gloo"}:
                     dist.destroy_process_group(group)
-            except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed has been ended before
+            except (RuntimeError, ValueError, AssertionError) as error:  # torch.distributed was destroyed before
                 logger.info("a process group was not ended: %s", error)
         self._made.clear()
 
 
 def _disconnect(group: dist.ProcessGroup) -> None:
-    """gloo cannot end what waits, but closes all connections of a group as soon as one wait takes too long."""
-    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1  # each has connections of its own, in turn by tag
+    """Closes a group's connections. gloo cannot cancel an operation, but closes them when a wait takes too long."""
+    # Each network device has connections of its own. Consecutive tags take the devices in turn.
+    devices = os.environ.get("GLOO_SOCKET_IFNAME", "").count(",") + 1
     for peer in range(group.size()):
         for tag in range(_UNUSED_TAG, _UNUSED_TAG - devices, -1):
             if peer != group.rank():

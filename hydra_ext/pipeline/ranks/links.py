@@ -1,18 +1,18 @@
 """Directed links between two ranks: whole messages, in order, behind the computation.
 
-A link has a process group of its own, so that nothing on another link can come between its messages, and neither side
-waits for anything but the other. Its sender and its receiver are a thread each, which wait inside torch.distributed;
-the thread that computes only hands messages over, which begins to send what lies on the host, and takes them.
+A link has a process group of its own: no message of another link can come between its messages, and each side waits for
+the other side only. Its sender and its receiver are a thread each; they wait inside torch.distributed. The thread that
+computes only puts messages and takes them. Putting a message begins to send tensors of the host.
 
-A receiver listens for the next header at all times, and so notices when the other process ends. The tensors behind it
-are fetched only once they are *expected*, which says that there is room for them: the sender holds them until then.
-Where the last two messages were laid out alike, the receives of the next one's tensors are posted as soon as it is
-expected, without its header: it takes one way instead of three. Both ends count how often the layout has changed, and
-tag tensors with that number, so that what was posted for another layout meets no message. gloo keeps such receives
-until the link ends: where they have become many no more are posted ahead, which concerns the receiver alone.
+A receiver listens for the next header at all times, and so notices when the other process ends. It fetches the tensors
+behind a header only once the message is *expected*, which means that there is room for them. Until then the sender
+holds them. If the last two messages had the same layout, the receives of the next one's tensors are posted before its
+header, when it is expected. The message then needs one trip instead of three. Both ends count changes of the layout and
+tag tensors with that number. So a receive that was posted for another layout meets no message. gloo keeps such receives
+until the link ends. If there are many, the receiver posts no more of them ahead, which the sender need not know.
 
-gloo carries tensors of the host; those of a GPU go through the host, unless the ranks' default backend is NCCL, which
-takes them from GPU to GPU. NCCL's operations are issued by one thread at a time.
+gloo carries tensors of the host. Tensors of a GPU go through the host, unless the ranks' default backend is NCCL, which
+carries them from GPU to GPU. One thread at a time issues operations of NCCL.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from hydra_ext.pipeline.ranks.watch import Failure, Watch, describe_error
 
 logger = logging.getLogger(__name__)
 
-_MOST_ABANDONED = 1000  # receives of a link that meet no message, of about 1 KB each
+_MOST_ABANDONED = 1000  # abandoned receives of a link, of about 1 KB each
 
 
 class Outbox:
     """The sending end of a link.
 
     Attributes:
-        sent_bytes: of tensors, so far.
-        log: of its messages.
+        sent_bytes: Bytes of tensors that were put so far.
+        log: The log of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
@@ -59,18 +59,19 @@ class Outbox:
         self._watch = watch
         self._structures = Structures()
         self._layouts = Layouts()
-        self._waiting = 0  # messages that have been put and not been sent
+        self._waiting = 0  # messages that were put and are not sent yet
         self._queue: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> None:
-        """Its tensors must not be written to any more, which ends the pipeline if it is noticed.
+        """Sends a message after those before it. Do not write to its tensors until it is sent.
 
-        Those of the host are sent from here: waking the link's thread first would take longer than the transport.
+        A write that is noticed ends the pipeline. Tensors of the host are sent on the caller's thread: waking the
+        link's thread first would take longer than the transport.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         self._watch.check()
         start = time.perf_counter()
@@ -109,15 +110,22 @@ class Outbox:
         outgoing.sends.extend(self._channel.send(outgoing.tensors, outgoing.layout))
 
     def flush(self) -> None:
-        """Returns when nothing that was put is held here any more.
+        """Returns when all messages that were put have been sent.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         self._watch.wait_for(lambda: self._waiting == 0)
 
     def close(self, timeout: float) -> bool:
-        """What was put is sent first, for as long as that may take; whether nothing is under way any more."""
+        """Ends the thread after it has sent all messages.
+
+        Args:
+            timeout: Seconds to wait for that.
+
+        Returns:
+            Whether the thread has ended.
+        """
         self._queue.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -134,14 +142,14 @@ class Outbox:
                 if write_counts(entry.tensors) != entry.counts:
                     self._watch.fail(written(self._watch.rank, entry, self.log.link))
                 self.log.note(entry.batch, entry.microbatch, entry.nbytes, entry.start)
-                del entry, send  # and with them the tensors
+                del entry, send  # frees the tensors
                 with self._watch.changed:
                     self._waiting -= 1
                     self._watch.changed.notify_all()
             self._channel.wait(self._channel.send_words(messages.end_of_messages()))
         except TransportError as error:
             _peer_ended(self._watch, self._peer, error)
-        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
+        except Exception as error:  # noqa: BLE001 - threads that wait for the link have to learn of it
             self._watch.fail(Failure(self._watch.rank, f"sending {self.log.link}", describe_error(error)))
 
 
@@ -149,10 +157,10 @@ class Inbox:
     """The receiving end of a link.
 
     Attributes:
-        received_bytes: of tensors, so far.
-        received_ahead: messages whose receives had been posted before their headers came.
-        abandoned: receives that were posted for another layout than came.
-        log: of its messages.
+        received_bytes: Bytes of tensors that have arrived so far.
+        received_ahead: Number of messages whose receives had been posted before their headers came.
+        abandoned: Number of receives that were posted for another layout than that of the message.
+        log: The log of its messages.
     """
 
     def __init__(self, channel: Channel, peer: int, device: torch.device, watch: Watch, log: LinkLog) -> None:
@@ -168,23 +176,23 @@ class Inbox:
         self._structures = Structures()
         self._arrived: list[Message] = []
         self._expected = threading.Semaphore(0)
-        self._posting = threading.Lock()  # for the two below
+        self._posting = threading.Lock()  # guards the two below
         self._layouts = Layouts()
-        self._posted: deque[Posted | None] = deque()  # of the messages that are expected
-        self._ended = False  # on this side
-        self._over = False  # nothing comes any more
+        self._posted: deque[Posted | None] = deque()  # an entry for each expected message
+        self._ended = False  # this side has closed the link
+        self._over = False  # no message will come
         self._thread = threading.Thread(target=self._run, name=f"hydra_ext {log.link}", daemon=True)
         self._thread.start()
 
     def expect(self) -> None:
-        """One more message may come.
+        """Lets one more message come: there is room for its tensors.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         with self._posting:
             number = self._layouts.number
-            # Receives of one tag are served in their order: none before those of the messages that come first.
+            # Receives of one tag are served in order: post none ahead of those of earlier messages.
             ahead = all(posted is not None and posted.layout == number for posted in self._posted)
             ahead = ahead and self._layouts.repeats and self._channel.receives_ahead
             ahead = ahead and self.abandoned < _MOST_ABANDONED
@@ -196,16 +204,16 @@ class Inbox:
         self._expected.release()
 
     def _post(self) -> Posted:
-        """Receives of tensors as the last message had them; with the lock held."""
-        with _C.Uncharged():  # a device under a budget gets copies
+        """Posts receives of tensors in the last message's layout. The caller holds the lock."""
+        with _C.Uncharged():  # a device under a budget gets copies, which its budget counts
             tensors = [each.packed.empty(self._channel.device) for each in self._layouts.last]
         return Posted(self._layouts.number, tensors, self._channel.post(tensors, self._layouts.number))
 
     def take(self) -> Message:
-        """The next message, which has been expected.
+        """Waits for the next message, which has to be expected, and returns it.
 
         Raises:
-            RankFailed: a rank has failed, or has closed its end.
+            RankFailed: A rank has failed, or the sender has closed its end.
         """
         self._watch.wait_for(lambda: bool(self._arrived) or self._over)
         if not self._arrived:
@@ -215,7 +223,7 @@ class Inbox:
         message = self._arrived.pop(0)
         for tensor in message.tensors:
             if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))  # it is the link's stream that made it
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))  # the link's stream allocated it
         return message
 
     @property
@@ -223,8 +231,14 @@ class Inbox:
         return bool(self._arrived)
 
     def close(self, timeout: float) -> bool:
-        """What has been expected still comes; for anything else there is no room any more. Whether nothing is under
-        way any more."""
+        """Ends the thread after the expected messages have come. It takes no others.
+
+        Args:
+            timeout: Seconds to wait for that.
+
+        Returns:
+            Whether the thread has ended.
+        """
         self._ended = True
         self._expected.release()
         self._thread.join(timeout)
@@ -236,7 +250,7 @@ class Inbox:
             while (header := self._header(*first)) is not END:
                 first = self._channel.post_words(HEADER_WORDS)
                 self._expected.acquire()
-                if not self._posted:  # it is the end on this side
+                if not self._posted:  # close() has released the semaphore
                     return
                 start = time.perf_counter()
                 message = self._fetch(header)
@@ -249,7 +263,7 @@ class Inbox:
         except TransportError as error:
             if not self._ended:
                 _peer_ended(self._watch, self._peer, error)
-        except Exception as error:  # noqa: BLE001 - what waits for the link has to hear of it
+        except Exception as error:  # noqa: BLE001 - threads that wait for the link have to learn of it
             self._watch.fail(Failure(self._watch.rank, f"receiving {self.log.link}", describe_error(error)))
         finally:
             with self._watch.changed:
@@ -300,14 +314,16 @@ class Inbox:
 
 
 class Links:
-    """Makes links. All ranks call :meth:`connect` for the same pairs in the same order, whether they are in it or not.
+    """Makes the links of one rank. All ranks call :meth:`connect` for the same pairs in the same order.
+
+    A rank calls it for pairs without itself, too.
 
     Args:
-        device: where this rank's tensors are.
+        device: Where this rank's tensors are.
 
     Attributes:
-        transfers: the last ones of all links, as they ended.
-        groups: theirs, and whatever others there are between the ranks.
+        transfers: The last transfers of all links, in the order of their ends; at most ``ROOM``.
+        groups: The links' process groups, and the other groups of the pipeline.
     """
 
     def __init__(self, rank: int, device: torch.device, watch: Watch) -> None:
@@ -319,7 +335,7 @@ class Links:
         self._ends: list[Outbox | Inbox] = []
 
     def connect(self, source: int, target: int, name: str) -> Outbox | Inbox | None:
-        """This rank's end of a new link; None if it has none."""
+        """Makes a link, and returns this rank's end; None if it has none."""
         headers = self.groups.make([source, target], "gloo")
         direct = self._device.type == "cuda" and _backend_of(self._device) == "nccl"
         payload = self.groups.make([source, target], "nccl") if direct else headers
@@ -338,17 +354,23 @@ class Links:
         return end
 
     def flush(self) -> None:
-        """Returns when nothing that was put is held here any more.
+        """Returns when all messages that were put have been sent.
 
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         for end in self._ends:
             if isinstance(end, Outbox):
                 end.flush()
 
     def close(self, timeout: float) -> None:
-        """All ranks have to; messages under way arrive. After a failure no rank waits for another."""
+        """Ends all links; messages under way still arrive. All ranks have to call it.
+
+        After a failure it does not wait for other ranks.
+
+        Args:
+            timeout: Seconds for each thread to end; after a failure seconds for all of them.
+        """
         if self._watch.failure is None:
             for kind in (Outbox, Inbox):
                 for end in self._ends:

@@ -1,9 +1,9 @@
-"""Messages between ranks: a header that says what comes, then the tensors' memory.
+"""Messages between ranks: a header that describes the tensors, then the tensors' memory.
 
-A header is one tensor of ``HEADER_WORDS`` int64, with a second one of the length that the first names where that is
-not enough. A tensor travels as the bytes of its memory, in its order there, and is laid out where it arrives as it was
-where it came from: results may depend on that to the last bit. Gaps do not travel, and what is one element in several
-places (an expanded gradient) travels once.
+A header is one tensor of ``HEADER_WORDS`` int64. If that is not enough, a second one follows, whose length the first
+one names. A tensor is sent as the bytes of its memory, in memory order. At the receiver it gets the sender's layout,
+since results may depend on the layout to the last bit. Gaps are not sent. An element in several places (of an expanded
+gradient) is sent once.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _DTYPES = (
     torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _PRESENT, _REQUIRES_GRAD, _LEAD = 1, 2, 4
-_NO_NORM = -1  # as a float64's bits it is no number that arithmetic gives
+_NO_NORM = -1  # the bits of a NaN that arithmetic does not give
 _PREFIX = 9  # words before those of the tensors
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one stage hands to another for one microbatch, or one rank to another for one batch.
+    """A message from one stage to another for one microbatch, or from one rank to another for one batch.
 
     Attributes:
-        batch: which, counted from 0.
-        microbatch: in the batch; -1 for what belongs to all of them.
-        count: of microbatches in the batch.
-        tensors: None where there is none, as for a gradient that did not come.
-        requires_grad: of each tensor.
-        structure: text that says what the tensors are.
-        max_norm: that the sender was given for the batch.
+        batch: Number of the batch, from 0. An evaluation has one below -1.
+        microbatch: Number of the microbatch in the batch; -1 for a message about all of them.
+        count: Number of microbatches in the batch.
+        tensors: The tensors; None in place of a gradient that a backward has not made.
+        requires_grad: Whether each tensor requires a gradient; empty if none does.
+        structure: Text from which the receiver puts the tensors together.
+        max_norm: The ``max_norm`` that the sender was given for the batch.
     """
 
     batch: int
@@ -55,33 +55,33 @@ class Message:
 
 @dataclass(frozen=True)
 class Header:
-    """What comes after a header."""
+    """The content of a header: it describes the tensors that follow."""
 
     batch: int
     microbatch: int
     count: int
     fingerprint: int  # of the structure's text
-    structure_bytes: int  # of the text, if it follows; else both sides have it from before
+    structure_bytes: int  # of the text, if it follows; 0 if both sides have it from an earlier message
     tensors: tuple[Layout | None, ...]
     requires_grad: tuple[bool, ...]
     max_norm: float | None = None
 
     @property
     def nbytes(self) -> int:
-        """That cross, of tensors."""
+        """Bytes of tensors that follow."""
         return sum(each.packed.nbytes for each in self.tensors if each is not None)
 
 
-END = Header(-1, -1, 0, 0, 0, (), ())  # nothing comes after it
+END = Header(-1, -1, 0, 0, 0, (), ())  # no message follows
 
 
 def fingerprint(structure: str) -> int:
-    """63 bits of it."""
+    """A hash of 63 bits of a text."""
     return int.from_bytes(hashlib.blake2b(structure.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def norm_word(max_norm: float | None) -> int:
-    """A ``max_norm`` as a word: others have other words."""
+    """A ``max_norm`` as a word. Different values have different words."""
     word: int = _NO_NORM if max_norm is None else struct.unpack("<q", struct.pack("<d", max_norm))[0]
     return word
 
@@ -94,10 +94,10 @@ def _norm_of(word: int) -> float | None:
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """How a tensor is laid out where it arrives.
+    """The layout that a tensor has at the receiver.
 
     Raises:
-        UnsupportedModel: it is of a layout or dtype that cannot be sent.
+        UnsupportedModel: A tensor of this layout or dtype cannot be sent.
     """
     if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
         raise UnsupportedModel(
@@ -108,10 +108,10 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def packed(tensor: Tensor, layout: Layout) -> Tensor:
-    """The tensor without a graph; a copy where its memory has gaps.
+    """The tensor without a graph; a copy if its memory has gaps, or if it is a conjugate or negative view.
 
     Args:
-        layout: its own.
+        layout: The tensor's layout.
     """
     if tensor.is_conj() or tensor.is_neg() or layout.packed.stride != tensor.stride():
         return layout.packed.copy(tensor)
@@ -119,18 +119,23 @@ def packed(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous or :func:`packed` tensor; no copy."""
+    """A view of the memory of a contiguous or :func:`packed` tensor."""
     return memory(tensor).view(torch.uint8)
 
 
 def laid_out(tensor: Tensor, layout: Layout, device: torch.device) -> Tensor:
-    """A :func:`packed` tensor that has arrived, as the sender's was."""
+    """A received :func:`packed` tensor in the sender's layout, on ``device``."""
     is_so = layout.packed is layout and tensor.device.type == device.type
     return tensor if is_so else layout.copy(tensor, device)
 
 
 def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure: bool) -> list[Tensor]:
-    """The header of a message whose tensors are laid out so: one int64 tensor, or two."""
+    """The header of a message: one int64 tensor, or two.
+
+    Args:
+        layouts: The layouts of the message's tensors; None where there is no tensor.
+        with_structure: Whether the structure's text follows.
+    """
     text = message.structure.encode() if with_structure else b""
     words = [_MAGIC, message.batch, message.microbatch, message.count, norm_word(message.max_norm)]
     words += [fingerprint(message.structure), len(text), len(layouts), 0]
@@ -148,7 +153,7 @@ def encode(message: Message, layouts: Sequence[Layout | None], *, with_structure
 
 
 def end_of_messages() -> Tensor:
-    """The header after which nothing comes."""
+    """The header that ends a link: no message follows."""
     return torch.tensor(
         [_MAGIC, -1, -1, 0, _NO_NORM, 0, 0, 0, _PREFIX] + [0] * (HEADER_WORDS - _PREFIX),
         dtype=torch.int64,
@@ -157,10 +162,10 @@ def end_of_messages() -> Tensor:
 
 
 def words_left(first: Tensor) -> int:
-    """How many words of the header come in a second tensor.
+    """How many words of the header a second tensor has.
 
     Raises:
-        ValueError: this is no header.
+        ValueError: This is no header.
     """
     if int(first[0]) != _MAGIC:
         raise ValueError("what arrived is no header: the ranks do not run the same version of hydra_ext")
@@ -168,7 +173,7 @@ def words_left(first: Tensor) -> int:
 
 
 def decode(words: Sequence[int]) -> Header:
-    """What a whole header says."""
+    """The content of a whole header."""
     batch, microbatch, of_batch, norm, known, structure_bytes, count = words[1:8]
     place = _PREFIX
     tensors: list[Layout | None] = []
@@ -190,12 +195,12 @@ def decode(words: Sequence[int]) -> Header:
 
 
 def as_words(text: str) -> Tensor:
-    """A text, to be sent."""
+    """A text as words, filled up with zeros."""
     data = text.encode()
     padded = data + bytes(-len(data) % 8)
     return torch.frombuffer(bytearray(padded), dtype=torch.int64)
 
 
 def as_text(words: Tensor, size: int) -> str:
-    """Of so many bytes."""
+    """The text of ``size`` bytes in these words."""
     return words.numpy().tobytes()[:size].decode()

@@ -1,4 +1,4 @@
-"""What a link's sender keeps of a message until it has left."""
+"""The parts of a message that a link's sender keeps until it is sent."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from hydra_ext.pipeline.ranks.watch import Failure
 
 @dataclass(frozen=True)
 class Outgoing:
-    """Words of the header, then tensors.
+    """A message to send: the header's words, then the tensors.
 
     Attributes:
-        nbytes: of the tensors' memory.
-        counts: of writes to the tensors, when they were handed over.
-        computed: when the tensors may be read.
-        sends: of the words, and of the tensors, where they have begun.
+        nbytes: Bytes of the tensors' memory.
+        start: When the message was put, in seconds of ``time.perf_counter``.
+        words: The header, and the structure's text if it is new.
+        counts: The tensors' version counters when they were put.
+        layout: Number of the tensors' layout.
+        computed: Event after which the tensors may be read; None on the host.
+        sends: Sends of words and tensors that have begun.
     """
 
     batch: int
@@ -35,8 +38,8 @@ class Outgoing:
 
 
 def written(rank: int, entry: Outgoing, link: str) -> Failure:
-    """This rank's, that a tensor was written to."""
-    where = f"on the way of microbatch {entry.microbatch} of batch {entry.batch} ({link})"
+    """The failure of this rank if a tensor was written to before it was sent."""
+    where = f"while sending microbatch {entry.microbatch} of batch {entry.batch} ({link})"
     return Failure(
         rank,
         where,
@@ -46,7 +49,7 @@ def written(rank: int, entry: Outgoing, link: str) -> Failure:
 
 
 def when_computed(device: torch.device) -> torch.cuda.Event | None:
-    """Has happened when what was enqueued so far has been computed."""
+    """An event that happens when all work enqueued so far has been computed; None on the host."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

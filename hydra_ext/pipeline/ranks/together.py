@@ -1,6 +1,6 @@
-"""What all ranks of a pipeline do together between two steps; each hears of the others' errors.
+"""Work that all ranks of a pipeline do together between two steps; each learns of the others' errors.
 
-Unlike an error in a step, one here does not end the pipeline: nothing was under way.
+Unlike an error in a step, an error here does not end the pipeline: no microbatch or update is under way.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 class Together:
-    """All ranks have to call the same methods in the same order."""
+    """Runs such work. All ranks have to call the same methods in the same order."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._count = 0
-        self._left: list[str] = []  # meetings whose words the store may still have
+        self._left: list[str] = []  # meetings whose values the store may still have
 
     @property
     def rank(self) -> int:
@@ -29,17 +29,18 @@ class Together:
 
     @property
     def all_live(self) -> bool:
-        """No rank has ended or fallen silent, as far as is known."""
+        """Whether no rank is known to have failed or fallen silent."""
         return self._watch.failure is None
 
     def do(self, what: str, work: Callable[[], Result]) -> list[Result]:
-        """Does something on this rank that talks to no other; what it gave on all of them, by rank, as JSON has it.
+        """Runs ``work`` on each rank; returns all ranks' results, by rank, as JSON gives them back.
 
         Args:
-            what: it is, for the ranks that wait: "to save a checkpoint".
+            what: The purpose, for messages: "to save a checkpoint".
+            work: The function. It must not wait for other ranks.
 
         Raises:
-            RankFailed: another rank has failed. What this one fails with, it raises itself.
+            RankFailed: Another rank has failed. An error of this rank's own work is raised as it is.
         """
         try:
             result = work()
@@ -56,13 +57,13 @@ class Together:
         return [answer["result"] for answer in answers]
 
     def first_does(self, what: str, work: Callable[[], Result]) -> Result:
-        """Only the first rank does it; what it gave, on all of them."""
+        """Runs ``work`` on the first rank only; returns its result on all ranks."""
         found: Any = self.do(what, work if self.rank == 0 else lambda: None)
         result: Result = found[0]
         return result
 
     def collect(self, what: str, says: Any) -> list[Any]:
-        """What every rank says, on the first one; nothing on the others."""
+        """Returns what every rank says on the first rank, and an empty list on the others."""
         return self._meet(what, says, only_first_hears=True)
 
     def _meet(self, what: str, says: Any, *, only_first_hears: bool = False) -> list[Any]:
@@ -74,7 +75,7 @@ class Together:
             self._watch.told = True
             self._watch.fail_with(error)
             raise
-        for each in self._left:  # all have come here, and so have left those
+        for each in self._left:  # all ranks have come to this meeting, and so have left those
             self._watch.forget(each)
         self._left = [where]
         return answers

@@ -1,7 +1,7 @@
-"""Which rank does what: its place in a line of ranks that runs the model once, and its replica among such lines.
+"""The place of a rank in a line of ranks that holds the model once, and its replica among such lines.
 
-Ranks are numbered so that the replicas of one place are neighbours (``rank = place * replicas + replica``): where
-ranks share a machine, gradients are averaged inside it, and only activations go further.
+The replicas of one place have consecutive ranks (``rank = place * replicas + replica``). If ranks share a machine,
+gradients are averaged inside it, and only activations and their gradients leave it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hydra_ext.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's part.
+    """The ranks of a pipeline, and this rank among them.
 
     Attributes:
-        rank: of the default process group; 0 without one.
-        world: how many ranks there are.
-        replicas: lines that train copies of the model on data of their own.
+        rank: This rank in the default process group; 0 without one.
+        world: Number of ranks.
+        replicas: Number of lines. Each trains a copy of the model on data of its own.
     """
 
     rank: int
@@ -29,9 +29,10 @@ class Topology:
 
     @classmethod
     def here(cls, replicas: int) -> Topology:
-        """
+        """The topology of torch.distributed's default group.
+
         Raises:
-            InvalidArgument: the ranks do not divide into so many lines.
+            InvalidArgument: The ranks do not divide into so many lines.
         """
         initialised = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if initialised else (0, 1)
@@ -44,7 +45,7 @@ class Topology:
 
     @property
     def places(self) -> int:
-        """Ranks of one line."""
+        """Number of ranks in one line."""
         return self.world // self.replicas
 
     @property
@@ -56,7 +57,7 @@ class Topology:
         return self.rank % self.replicas
 
     def rank_of(self, place: int, replica: int | None = None) -> int:
-        """In this rank's own line unless another is named."""
+        """The rank at a place; by default in this rank's own line."""
         return place * self.replicas + (self.replica if replica is None else replica)
 
     def place_of(self, rank: int) -> int:

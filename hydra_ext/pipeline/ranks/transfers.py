@@ -1,4 +1,4 @@
-"""When a rank's messages, sums of gradients and updates were under way, for its trace."""
+"""The times of a rank's messages, reductions of gradients and updates, for its trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-ROOM = 20_000  # of each kind
+ROOM = 20_000  # entries of each kind that a rank keeps
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,11 @@ class Transfer:
     """A message that this rank has sent or received, in seconds of ``time.perf_counter``.
 
     Attributes:
-        link: what it carries, and to or from which rank.
-        nbytes: of its tensors.
-        start: of a send: it was handed over, and the one before has ended; of a receive: its header has come, and
-            there is room.
-        end: the transport is done with it, which of a send need not mean that it has arrived.
+        link: The link's name: its content, and the rank at its other end.
+        nbytes: Bytes of its tensors.
+        start: For a send, when the message was put and the one before had ended. For a receive, when its header had
+            come and there was room.
+        end: When the transport was done with it. A message that was sent need not have arrived then.
     """
 
     link: str
@@ -32,7 +32,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Sums over ranks, of a batch's gradients and their squares; seconds of ``time.perf_counter``."""
+    """The time of a batch's sums over ranks, of gradients and of their squares; seconds of ``time.perf_counter``."""
 
     batch: int
     start: float
@@ -41,7 +41,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class UpdateBehind:
-    """An update that was made while other actions ran; seconds of ``time.perf_counter``."""
+    """The time of an update that ran while other actions ran; seconds of ``time.perf_counter``."""
 
     stage: int
     batch: int
@@ -50,7 +50,10 @@ class UpdateBehind:
 
 
 class LinkLog:
-    """One end's entries into its rank's ``transfers``, which all its links share; each link's thread makes its own."""
+    """Adds the transfers of one end of a link to its rank's ``transfers``, which all links share.
+
+    Each link's thread uses a log of its own.
+    """
 
     def __init__(self, link: str, *, sent: bool, transfers: deque[Transfer]) -> None:
         self.link = link
@@ -59,7 +62,7 @@ class LinkLog:
         self._last_end = 0.0
 
     def note(self, batch: int, microbatch: int, nbytes: int, start: float) -> None:
-        """One that has ended. Those of a link go one after the other, whenever they were handed over."""
+        """Adds a transfer that has ended. Transfers of a link do not overlap: one starts after the end of the last."""
         end = time.perf_counter()
         start = max(start, self._last_end)
         self._last_end = end

@@ -1,8 +1,8 @@
-"""Which errors are the transport's.
+"""Tells errors of the transport from others.
 
-torch.distributed says with a RuntimeError that another rank's process has ended, and torch with the same one, say, that
-there is no memory on this rank. So what begins an operation of torch.distributed, or waits for one, is within
-:func:`carrying`, and nothing else is.
+torch.distributed raises a RuntimeError when another rank's process has ended. torch raises one, too, for instance when
+this rank has no memory left. So :func:`carrying` surrounds the calls that begin an operation of torch.distributed or
+wait for one, and no other code.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from hydra_ext.pipeline.ranks.watch import describe_error
 
 
 class TransportError(Exception):
-    """torch.distributed could not do what it was asked for: most likely another rank's process has ended. Its text is
-    one line for the others."""
+    """An operation of torch.distributed has failed: most likely another rank's process has ended.
+
+    Its text is one line for the other ranks.
+    """
 
 
 @contextmanager
 def carrying() -> Iterator[None]:
-    """
+    """Turns a RuntimeError of the body into a TransportError.
+
     Raises:
-        TransportError: of an error in it.
+        TransportError: The body has raised a RuntimeError.
     """
     try:
         yield

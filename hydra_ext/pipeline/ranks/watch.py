@@ -1,12 +1,13 @@
-"""Keeps an eye on the ranks: the first cause of a failure reaches all of them, a rank that has stopped is found.
+"""Watches the ranks: all of them learn the first cause of a failure, and a rank that has stopped is found.
 
 Each rank's watch is a thread with a connection of its own to torch.distributed's store. Twice a second, and when this
-rank is somewhere else, it tells there that this rank lives, and where it is; it looks for the others' signs and for a
-failure that one of them has entered. Only the first failure is entered, so that all ranks name the same cause. A
-process that ends is noticed by the ranks that talk to it, at once, by :mod:`hydra_ext.pipeline.ranks.links`.
+rank begins another action, it writes a sign of life there, with the rank's position in the schedule. Twice a second it
+reads the other ranks' signs, and a failure that one of them has entered. Only the first failure is entered, so that all
+ranks name the same cause. If a process ends, the ranks that talk to it notice at once, in
+:mod:`hydra_ext.pipeline.ranks.links`.
 
-Ranks meet there too. Collectives of torch.distributed hear of no failure: a rank that waits in one for
-a rank that raised, or died, before it, waits in vain. So nothing is begun together before all have met.
+Ranks meet in the store, too. Collectives of torch.distributed do not learn of failures: a rank would wait for ever for
+one that has raised or died before. So ranks begin nothing together before all have met.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from hydra_ext.errors import RankFailed
 logger = logging.getLogger(__name__)
 
 _PERIOD = 0.5  # seconds between two signs of life, at most
-_PAUSE = 0.02  # and at least
+_PAUSE = 0.02  # seconds between two signs of life, at least
 _WARN_AFTER = 5.0  # seconds without a sign of life
-_LONG_MEETING = 30.0  # seconds, after which a rank that waits says for which
+_LONG_MEETING = 30.0  # seconds after which a rank that waits names the ranks that it waits for
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.001, 0.05  # seconds between two looks for ranks that come to a meeting
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended the pipeline first.
+    """The first error, which has ended the pipeline.
 
     Attributes:
-        rank: where it happened, or the one that did not answer.
-        where: stage and microbatch, as far as they are known.
-        what: the error's type and message.
+        rank: The rank that failed or did not answer.
+        where: Its stage and microbatch, as far as they are known.
+        what: The error's type and message, in one line.
     """
 
     rank: int
@@ -58,17 +59,19 @@ class Failure:
 
 
 class Watch:
-    """This rank's watch.
+    """This rank's watch, with a thread of its own.
 
     Args:
-        patience: a rank that gives no sign of life for so many seconds has failed.
-        describe: where this rank is; called from any thread.
+        world: Number of ranks.
+        name: The pipeline's name in the store, the same on all ranks.
+        patience: Seconds without a sign of life after which a rank has failed.
+        describe: Describes this rank's position in the schedule. Any thread may call it.
 
     Attributes:
-        failure: None until something has failed somewhere.
-        told: the user of this rank has got an error that ends the pipeline.
-        changed: notified when something arrives, and when something has failed.
-        rank: this one.
+        failure: The first failure; None until a rank has failed.
+        told: Whether the user of this rank has got an error that ends the pipeline.
+        changed: Condition that is notified when a message arrives, or a reduction or send ends, or a rank has failed.
+        rank: This rank.
     """
 
     def __init__(self, rank: int, world: int, name: str, *, patience: float, describe: Callable[[], str]) -> None:
@@ -85,7 +88,7 @@ class Watch:
         self._warned: set[int] = set()
         self._store: Any = None
         if world > 1:
-            # A connection of its own: a store's other users may hold theirs for as long as they wait.
+            # A connection of its own: other users of the store may occupy theirs while they wait.
             store = dist.distributed_c10d.PrefixStore
             self._store = store(f"hydra_ext/{name}", dist.group.WORLD.get_group_store().clone())  # type: ignore[union-attr]
             self._store.set_timeout(timedelta(seconds=patience))
@@ -93,7 +96,7 @@ class Watch:
             self._thread.start()
 
     def fail(self, failure: Failure) -> Failure:
-        """Enters a failure, unless another rank was first; returns the one that counts. Never raises."""
+        """Enters a failure, unless another rank was first. Returns the first failure; never raises."""
         first = failure
         if self._store is not None and self.failure is None:
             try:
@@ -108,37 +111,37 @@ class Watch:
             return self.failure
 
     def fail_with(self, error: BaseException) -> None:
-        """Enters an error of this rank's, unless it is another rank's failure that has come here."""
+        """Enters an error of this rank, unless it only reports another rank's failure."""
         if not (isinstance(error, RankFailed) and self.failure is not None):
             self.fail(Failure(self.rank, self._describe(), describe_error(error)))
 
     def check(self) -> None:
         """
         Raises:
-            RankFailed: a rank has failed.
+            RankFailed: A rank has failed.
         """
         if self.failure is not None:
             self.told = True
             raise self.failure.error()
 
     def moved(self) -> None:
-        """This rank is somewhere else now."""
+        """Lets the watch's thread write this rank's new position soon."""
         self._moved.set()
 
     def last_seen(self, rank: int) -> str:
-        """Where a rank was when it last gave a sign of life."""
+        """The position of a rank's last sign of life."""
         sign = self._seen.get(rank, ("", 0.0))[0]
         key = f"alive/{rank}"
-        with suppress(RuntimeError):  # what was seen before has to do
-            if self._store.check([key]):  # get() would wait for one that never came, and this rank's own signs with it
+        with suppress(RuntimeError):  # the sign that was seen before is the best known one
+            if self._store.check([key]):  # get() would wait for a missing sign, and delay this rank's own signs
                 sign = self._store.get(key).decode()
         return sign.partition(" ")[2]
 
     def wait_for(self, ready: Callable[[], bool]) -> None:
-        """Until it is so. ``changed`` has to be notified then.
+        """Waits until ``ready`` returns true. The thread that makes it true has to notify ``changed``.
 
         Raises:
-            RankFailed: a rank has failed, and it is not so.
+            RankFailed: A rank has failed, and ``ready`` returns false.
         """
         with self.changed:
             while not ready():
@@ -146,26 +149,30 @@ class Watch:
                 self.changed.wait(1.0)
 
     def wait_for_cause(self) -> None:
-        """After an error of the transport's: most likely a rank has ended, and its silence is noticed a little later.
+        """Waits for a failure after an error of the transport.
+
+        Most likely a rank has ended, and the watches notice its silence a little later.
 
         Raises:
-            RankFailed: so it is.
+            RankFailed: A rank has failed.
         """
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None, self.patience + _WARN_AFTER)
         self.check()
 
     def meet(self, where: str, says: Any = None, *, only_first_hears: bool = False) -> list[Any]:
-        """Returns when all ranks have come, with what each of them says, by rank: something that JSON can hold.
+        """Waits for all ranks, and returns what each of them says, by rank.
 
-        A rank that lives is waited for, whatever it does.
+        There is no timeout for a rank that lives.
 
         Args:
-            where: of each of a pipeline's meetings another text.
-            only_first_hears: the others get an empty list, and the store is not asked so often.
+            where: The meeting's name. Each meeting of a pipeline has another one.
+            says: A value for the other ranks, which JSON can hold.
+            only_first_hears: Whether only the first rank gets the values. The others get an empty list, which saves
+                requests to the store.
 
         Raises:
-            RankFailed: a rank has failed, or has ended its pipeline and will not come.
+            RankFailed: A rank has failed, or has ended its pipeline and will not come.
         """
         if self._store is None:
             return [says]
@@ -182,20 +189,20 @@ class Watch:
             raise self._store_failed(error).error() from error
 
     def forget(self, where: str) -> None:
-        """The store lets go of what this rank said at a meeting that all ranks have left."""
+        """Deletes this rank's value of a meeting that all ranks have left from the store."""
         if self._store is not None:
-            with suppress(RuntimeError):  # one that does not answer is found by the next meeting
+            with suppress(RuntimeError):  # the next meeting finds a store that does not answer
                 self._store.delete_key(f"met {where}/{self.rank}")
 
     def part(self) -> None:
-        """The last meeting, and the end of this watch: no rank needs the others any more, which may end as they like.
+        """Holds the last meeting and ends this watch. Afterwards no rank needs another one, and each may end.
 
         Raises:
-            RankFailed: as at any meeting.
+            RankFailed: As at any meeting.
         """
         self.meet("at the end")
         if self._store is not None:
-            # The store may be in the first rank's process, which stays until the others have seen that all are here.
+            # The store may be in the first rank's process, which waits until the others have seen that all have come.
             with suppress(RuntimeError):
                 self._store.set(f"parted/{self.rank}", "")
                 if self.rank == 0:
@@ -203,7 +210,7 @@ class Watch:
         self.end()
 
     def end(self) -> None:
-        """No signs are given, and none looked for, from now on."""
+        """Ends the thread: it neither writes signs of life nor looks for the others' from now on."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -235,7 +242,7 @@ class Watch:
         return self.fail(Failure(0, "", f"the store of torch.distributed does not answer: {_short(error)}"))
 
     def _wait_for_all(self, keys: Sequence[str], where: str) -> None:
-        """Until the store has a rank's key of each rank."""
+        """Waits until the store has all keys, of which each rank sets one."""
         start = time.monotonic()
         next_look, warn_at, pause = start, start + _LONG_MEETING, _SHORTEST_LOOK
         while not self._store.check(keys):
@@ -252,9 +259,15 @@ class Watch:
             pause = min(2 * pause, _LONGEST_LOOK)
 
     def _missing(self, keys: Sequence[str], where: str) -> list[str]:
-        """Which rank has not come yet, and where it is."""
+        """The ranks that have not come yet, with their positions.
+
+        Raises:
+            RankFailed: One of them has ended its pipeline.
+        """
         ended = {rank for rank in range(self._world) if self._seen.get(rank, ("", 0.0))[0] == "ended"}
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]  # after its last sign
+        # Checked after the signs were read: a rank sets its key before its last sign, so one that is missing here and
+        # has ended will not come.
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         for rank in ended.intersection(missing):
             self.fail(Failure(rank, "", f"it has ended its pipeline, and this rank waits for it {where}"))
             self.check()
@@ -301,12 +314,12 @@ def _parse(text: bytes) -> Failure | None:
 
 
 def _short(error: BaseException) -> str:
-    text = str(error).partition(". This is typically")[0]  # advice of the transport's that does not help here
-    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # its source file
+    text = str(error).partition(". This is typically")[0]  # the transport's advice does not help here
+    text = re.sub(r"^\[\S+:\d+\] ", "", text)  # the transport's source file
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def describe_error(error: BaseException) -> str:
-    """One line for the others."""
+    """An error's type and message in one line, for the other ranks."""
     text = _short(error)
     return text if text == type(error).__name__ else f"{type(error).__name__}: {text}"

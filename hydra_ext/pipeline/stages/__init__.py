@@ -1,1 +1,1 @@
-"""What runs on one rank: stages as programs, their weights' versions, their updates and their budget."""
+"""The stages of one rank: their programs, the versions of their weights, their updates and their budget."""

@@ -1,4 +1,4 @@
-"""What several ranks hold of one model begins with the same numbers, whatever each was seeded with."""
+"""Gives tensors that several ranks hold the same values at the start, even if the ranks have different seeds."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ def begin_alike(
     copies: dist.ProcessGroup | None,
     groups: Groups,
 ) -> None:
-    """What several stages hold gets the first of these stages' numbers, and every replica the first replica's.
+    """Copies each tensor that several stages hold from the first of them, and the first replica to all others.
+
+    All ranks have to call it.
 
     Args:
-        line: ranks of this replica, if there are several.
-        copies: ranks with this place in every replica, if there are several.
+        line: The ranks of this replica; None if there is only one.
+        copies: The ranks with this place in every replica; None without replicas.
 
     Raises:
-        RankFailed: a rank has ended.
-        UnsupportedModel: what would have to get other numbers cannot be written to.
+        RankFailed: A rank has ended.
+        UnsupportedModel: A tensor has to change and cannot be written to.
     """
     if line is not None and topology.replica == 0:
         for held in parts.common:
@@ -52,7 +54,7 @@ def begin_alike(
 
 
 def _held(part: Part, parts: Parts) -> dict[Tensor, str]:
-    """What the stage holds, by itself or in common with others: what to call it."""
+    """The stage's tensors, its own and those in common with other stages, and their names for messages."""
     named: list[tuple[Tensor, str]] = [(parameter, name) for name, parameter in part.parameters]
     for module in part.modules:
         named += [(buffer, name) for name, buffer in module.named_buffers() if not is_absent(buffer)]
@@ -73,7 +75,10 @@ def _several(tensor: Tensor, stages: Collection[int]) -> str:
 def _take_first(
     held: dict[int, Tensor | None], schedule: Schedule, topology: Topology, line: dist.ProcessGroup, groups: Groups
 ) -> None:
-    """One after another, so that all ranks come to their sends and receives in the same order."""
+    """Sends a tensor from the first stage that holds it to the others, which write it.
+
+    Sends are made one after another, so that all ranks come to their sends and receives in the same order.
+    """
     places = _places(sorted(held), schedule)
     own = next((tensor for _, tensor in sorted(held.items()) if tensor is not None), None)
     if own is None or own.numel() == 0:
@@ -86,26 +91,29 @@ def _take_first(
     first = torch.empty_like(here)
     groups.receive(first, places[0], line)
     if _set(own, here, first, _several(own, held)):
-        logger.info("%s is as in the first", _several(own, held))
+        logger.info("%s has got the values of the first of them", _several(own, held))
 
 
 def _set(tensor: Tensor, here: Tensor, value: Tensor, name: str) -> bool:
-    """Writes the value where it differs, and tells whether it did: writing to no purpose may not be possible.
+    """Writes the value if it differs. An equal tensor may be one that cannot be written to.
 
     Args:
-        here: the tensor, contiguous.
+        here: The tensor's values, contiguous.
+
+    Returns:
+        Whether the value differed.
 
     Raises:
-        UnsupportedModel: the tensor cannot be written to.
+        UnsupportedModel: The tensor cannot be written to.
     """
-    if torch.equal(messages.as_bytes(here), messages.as_bytes(value)):  # also where they are no numbers
+    if torch.equal(messages.as_bytes(here), messages.as_bytes(value)):  # bytes: NaNs may be equal, too
         return False
     try:
         tensor.copy_(value)
     except RuntimeError as error:
         raise UnsupportedModel(
             f"{name} has other numbers here than on the first rank that holds it, and cannot be written to ({error}): "
-            "make it the same on all ranks, or a tensor with memory of its own (clone(), contiguous())"
+            "give it the same numbers on all ranks, or memory of its own (clone(), contiguous())"
         ) from error
     return True
 

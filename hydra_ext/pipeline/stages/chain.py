@@ -1,4 +1,4 @@
-"""Explicit stages: modules of which each gets what the one before returned."""
+"""Explicit stages: each one is a module that gets the result of the stage before."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _CONSTANTS = (type(None), bool, int, float, str)
 
 
 class Arrival(torch.autograd.Function):
-    """Tensors from the stage before, as results of an operation, so that the model may write to them; keeps the
-    gradients that come back."""
+    """Makes tensors from the stage before results of an operation, so that the model may write to them.
+
+    Its backward stores their gradients in the box.
+    """
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, box: ArrivalBox) -> tuple[Tensor, ...]:
@@ -39,7 +41,7 @@ class Arrival(torch.autograd.Function):
 
 
 class ArrivalBox:
-    """What arrived for one microbatch, and what goes back."""
+    """The tensors that arrived for one microbatch, until they enter the graph; then their gradients."""
 
     def __init__(self, arriving: Crossing) -> None:
         self.tensors = arriving.tensors
@@ -47,7 +49,7 @@ class ArrivalBox:
         self.gradients: tuple[Tensor | None, ...] = (None,) * len(arriving.tensors)
 
     def enter(self) -> list[Tensor]:
-        """The tensors, in the graph."""
+        """Returns the tensors as parts of the graph, and drops its own references."""
         if not any(self.requires_grad) or not torch.is_grad_enabled():
             tensors = list(self.tensors)
         else:
@@ -59,9 +61,9 @@ class ArrivalBox:
 class ChainStage:
     """A :class:`~hydra_ext.split.stage_program.StageProgram` that calls one module.
 
-    The first stage's module gets the microbatch; the others what the stage before returned: tensors in any nesting of
-    tuples, lists and dictionaries, beside numbers, texts and None. The last one's value goes to
-    ``fn(value, microbatch)``, which returns the loss.
+    The first stage's module gets the microbatch; each other one gets the result of the stage before. A result consists
+    of tensors, numbers, texts and None in any nesting of tuples, lists and dictionaries. The last stage's result goes
+    to ``fn(value, microbatch)``, which returns the loss.
     """
 
     def __init__(self, module: nn.Module, *, index: int, last: bool) -> None:
@@ -84,7 +86,7 @@ class ChainStage:
 
 
 class ChainPass:
-    """A :class:`~hydra_ext.split.stage_program.StagePass`."""
+    """The :class:`~hydra_ext.split.stage_program.StagePass` of an explicit stage."""
 
     def __init__(
         self,
@@ -103,14 +105,14 @@ class ChainPass:
 
     @classmethod
     def handing_on(cls, box: ArrivalBox | None, value: Any, lasting: LastingMemory, owner: str) -> ChainPass:
-        """The module of a stage before the last has returned this value."""
+        """The pass of a stage before the last, whose module has returned ``value``."""
         tensors, structure = take_apart(value, owner)
         own = tuple(lasting.own(tensor) for tensor in tensors)
         return cls(box, tensors, leaving=Crossing(own, tuple(t.requires_grad for t in tensors), structure))
 
     @classmethod
     def ending(cls, box: ArrivalBox | None, output: Any, divisor: int) -> ChainPass:
-        """``fn`` has returned this."""
+        """The pass of the last stage, after ``fn`` has returned ``output``."""
         loss, metrics = split(output)
         metrics = pytree.tree_map_only(Tensor, Tensor.detach, metrics)
         return cls(box, [loss_root(loss, divisor)], loss=loss.detach(), metrics=metrics)
@@ -129,10 +131,10 @@ class ChainPass:
 
 
 def loss_root(loss: Tensor, divisor: int) -> Tensor:
-    """What the backward of the last stage starts from.
+    """The tensor from which the backward of the last stage starts.
 
     Raises:
-        ValueError: the loss is no scalar, or has no graph.
+        ValueError: The loss is no scalar, or has no graph.
     """
     if not torch.is_grad_enabled():
         return loss
@@ -146,13 +148,13 @@ def loss_root(loss: Tensor, divisor: int) -> Tensor:
 
 
 def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
-    """The tensors of a value, and the text that :func:`assemble` needs.
+    """Returns the tensors of a value, and the text from which :func:`assemble` makes it again.
 
     Args:
-        owner: what returned it, for errors.
+        owner: What returned the value, for errors.
 
     Raises:
-        UnsupportedModel: there is something in it that cannot go to another rank.
+        UnsupportedModel: A part of the value cannot go to another rank.
     """
     leaves, spec = pytree.tree_flatten(value)
     constants = [["tensor"] if isinstance(leaf, Tensor) else _constant(leaf, owner) for leaf in leaves]
@@ -170,7 +172,7 @@ def take_apart(value: Any, owner: str) -> tuple[list[Tensor], str]:
 
 
 def assemble(tensors: list[Tensor], structure: str) -> Any:
-    """The value that :func:`take_apart` has taken apart."""
+    """Makes the value that :func:`take_apart` has taken apart."""
     text, constants = json.loads(structure)
     rest = iter(tensors)
     leaves = [_leaf(constant, rest) for constant in constants]
@@ -178,10 +180,10 @@ def assemble(tensors: list[Tensor], structure: str) -> Any:
 
 
 def _constant(leaf: Any, owner: str) -> Any:
-    """As JSON has it, which knows no types that are derived from others."""
+    """The value for JSON. A subclass of a JSON type is refused, since JSON would return the base type."""
     if type(leaf) in _CONSTANTS:
         return leaf
-    if isinstance(leaf, np.float64):  # what numpy's means are
+    if isinstance(leaf, np.float64):  # the type of numpy's means
         return ["float64", float(leaf)]
     raise UnsupportedModel(
         f"{owner}: a {type(leaf).__name__} cannot go to another rank: only tensors, None, bool, int, float and str "

@@ -1,4 +1,4 @@
-"""A microbatch for a forward that is run twice: by then the caller may have filled its tensors with the next one."""
+"""Keeps a microbatch for a forward that runs twice: meanwhile the caller may reuse the microbatch's tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from hydra_ext.state.copies import copied_together, sharing
 
 
 def twice(microbatch: Any) -> Iterator[Any]:
-    """The microbatch, then a copy from before its first forward, which may have written to it, too.
+    """Yields the microbatch, then a copy that was made before the first forward, which may write to the microbatch.
+
+    A tensor that requires a gradient is not copied: both have the tensor itself.
 
     Raises:
-        StateError: from the second: a tensor in it that requires a gradient, and therefore is no copy, has changed.
+        StateError: When the copy is taken: a tensor that was not copied has changed.
     """
     kept = _Copy(microbatch)
     yield microbatch
@@ -27,8 +29,10 @@ def twice(microbatch: Any) -> Iterator[Any]:
 
 
 class _Copy:
-    """Of tensors, containers and objects, however deep. What shares memory with a tensor that requires a gradient is no
-    copy."""
+    """A deep copy of a microbatch's tensors, containers and objects.
+
+    Tensors that share memory with one that requires a gradient are not copied.
+    """
 
     def __init__(self, microbatch: Any) -> None:
         arguments = Arguments(microbatch)

@@ -1,4 +1,4 @@
-"""The modes that a microbatch was forwarded in: its backward may run a part of the forward again, long after."""
+"""The modes of a microbatch's forward: its backward may run a part of the forward again in a later step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Flags = tuple[bool, ...]
 
 
 class Modes:
-    """The ``training`` flags of modules, and of all modules in them."""
+    """The ``training`` flags of modules and their submodules."""
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self._modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self._last: Flags = ()
 
     def now(self) -> Flags:
-        """As they are; the same object for as long as they do not change."""
+        """The present flags: the same object for as long as they do not change."""
         flags = tuple(module.training for module in self._modules)
         if flags != self._last:
             self._last = flags
@@ -26,7 +26,7 @@ class Modes:
 
     @contextmanager
     def as_at(self, then: Flags) -> Iterator[None]:
-        """As they were; afterwards they are as before."""
+        """Sets earlier flags for the body; restores the present ones afterwards."""
         before = self.now()
         if then is before or then == before:
             yield

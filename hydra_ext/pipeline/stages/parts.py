@@ -1,4 +1,4 @@
-"""The parts that a model is cut into, before anything runs: what every rank knows, and what this one holds."""
+"""The parts that a model is cut into: what every rank knows of all stages, and what this rank holds."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Part:
     """One stage that this rank holds.
 
     Attributes:
-        modules: in which its parameters stand.
-        parameters: all of them, each once, by name.
-        around: makes the program that is run of the program, or of one around it; None for itself.
+        modules: The modules that hold the stage's parameters.
+        parameters: Names and parameters of the stage, each parameter once.
+        around: Wraps the outermost program: the stage's own, or one that the pipeline has put around it. None for no
+            wrapper.
     """
 
     stage: int
@@ -40,19 +41,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """All stages.
+    """All stages of a pipeline, as this rank knows them.
 
     Attributes:
-        own: of this rank.
-        shared: weights that several stages train: of each, the stages with its index among the stage's trained
-            parameters; the same on every rank, and in the same order. Of other ranks' stages the index may be unknown.
-        orders: of every stage, the place of each of its trained parameters among the model's; -1 where an earlier
-            stage counts it. None where it has to be asked for.
-        rehearsal: by which a plain module was cut.
-        common: parameters, trained or not, buffers and other tensors that several stages hold: of each, the stages
-            with this rank's own tensors, None for other ranks' stages; in the same order on every rank.
-        elsewhere: names of buffers that the forward changes, and that only another rank has as they should be.
-        model: that was cut.
+        own: The stages of this rank.
+        shared: For each weight that several stages train, its index among each stage's trained parameters, by stage.
+            All ranks have the same weights in the same order. The index may be None for another rank's stage.
+        orders: For every stage, the places of its trained parameters among the model's parameters; -1 for one that an
+            earlier stage counts. None if the ranks have to exchange them.
+        rehearsal: The rehearsal by which a plain module was cut; None for explicit stages.
+        common: For each parameter (trained or not), buffer or other tensor that several stages hold, this rank's
+            tensors by stage; None for another rank's stage. All ranks have them in the same order.
+        elsewhere: Names of buffers that the forward changes and that only another rank keeps up to date.
+        model: The model that was cut; None for explicit stages.
     """
 
     own: tuple[Part, ...]
@@ -65,12 +66,19 @@ class Parts:
 
 
 def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device: torch.device) -> Parts:
-    """Of stages given as modules, or as functions that build them; only this rank's are built, and moved.
+    """Makes the parts of stages that were given as modules, or as functions that build them.
+
+    Only this rank's stages are built and moved.
+
+    Args:
+        modules: All stages.
+        stages: Numbers of this rank's stages.
+        device: Where this rank's parameters are to be.
 
     Raises:
-        InvalidArgument: what is given is no module and builds none.
-        UnsupportedModel: a parameter or a buffer is on meta, a weight is in two stages of one rank, or a module that
-            gathers statistics in two stages.
+        InvalidArgument: A stage is no module, and does not build one.
+        UnsupportedModel: A parameter or a buffer is on meta. Or a weight is in two stages of one rank. Or a module that
+            gathers statistics is in two stages.
     """
     own = []
     several = _held_by_several(modules)
@@ -104,7 +112,7 @@ def explicit_parts(modules: Sequence[StageModule], stages: Sequence[int], device
 
 
 def _held_by_several(modules: Sequence[StageModule]) -> list[dict[int, str]]:
-    """Of each parameter and buffer that stands in several of the modules, its names there by stage."""
+    """The names, by stage, of each parameter and buffer that several of the modules hold."""
     names: dict[Tensor, dict[int, str]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):
@@ -114,7 +122,7 @@ def _held_by_several(modules: Sequence[StageModule]) -> list[dict[int, str]]:
 
 
 def _refuse_weights_twice_here(own: Sequence[Part]) -> None:
-    """Each stage has versions and an optimizer of its own: the weight would be updated by both."""
+    """Refuses a weight in two stages of one rank. Each stage has an optimizer of its own: both would update it."""
     users: dict[nn.Parameter, tuple[int, str]] = {}
     for part in own:
         for name, parameter in part.trained:
@@ -127,7 +135,11 @@ def _refuse_weights_twice_here(own: Sequence[Part]) -> None:
 
 
 def _refuse_shared_statistics(stages: dict[int, nn.Module]) -> None:
-    """On one rank they would be gathered in another order than the microbatches', on two ranks apart."""
+    """Refuses a module that gathers statistics in two stages.
+
+    On one rank it would gather them in another order than that of the microbatches. On two ranks each would gather only
+    a part.
+    """
     users: dict[nn.Module, tuple[int, str]] = {}
     for stage, root in stages.items():
         for name, module in root.named_modules():
@@ -142,7 +154,7 @@ def _refuse_shared_statistics(stages: dict[int, nn.Module]) -> None:
 
 
 def _shared(modules: Sequence[StageModule], own: Sequence[Part]) -> tuple[dict[int, int | None], ...]:
-    """Those of stages that were given as modules: what functions will build elsewhere cannot be known."""
+    """The shared weights of stages that were given as modules. A function's module is not known on other ranks."""
     users: dict[nn.Parameter, dict[int, int | None]] = {}
     for stage, module in enumerate(modules):
         if isinstance(module, nn.Module):

@@ -1,4 +1,4 @@
-"""Stages that keep only what arrived, and run their forward again just before their backward."""
+"""Stages that keep only the values that arrived, and run their forward again just before their backward."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hydra_ext.state.module_state import ModuleState
 class RecomputedStage:
     """A :class:`~hydra_ext.split.stage_program.StageProgram` around another one.
 
-    The second forward starts from the same values, random numbers, buffers, attributes of modules with all that is
-    reached from them, and version of the weights as the first, so that it gives the same bits; what it changes there is
-    lost. Sources of random numbers of the user's own are known where a module holds them; torch.Generators that only
-    ``fn`` holds, in stages of a plain module.
+    The second forward starts from the same state as the first, so that it gives the same bits. The state is: values,
+    random numbers, buffers, attributes of modules with the objects reached from them, and the version of the weights.
+    Changes that the second forward makes to this state are lost. Random sources of the user are part of the state if a
+    module holds them. A torch.Generator that only ``fn`` holds is part of it in stages of a plain module.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -52,11 +52,11 @@ class _RecomputedPass:
         self._run: Callable[[Crossing | None], StagePass] | None = run
         self._arriving = arriving
         self._autocast = _autocast_states()
-        # Other microbatches write there (the statistics of a batch norm) before this one is run again, and its graph
-        # must not see that either. All are copied, since what a batch norm writes shows in no version counter.
+        # Other microbatches write to modules (the statistics of a batch norm) before this one is run again, and its
+        # graph must not see that. All are copied, since a batch norm writes without counting a version.
         self._before: ModuleState | None = ModuleState.now(modules).copied(apart=is_absent)
         self._modules = modules
-        first = run(_copied(arriving))  # with a graph, since only that tells what needs gradients; it is dropped here
+        first = run(_copied(arriving))  # with a graph, which tells the values that need gradients; it is dropped here
         self._leaving = first.leaving
         inner = first.inner if isinstance(first, RememberingPass) else first
         self._generators = inner.generators.in_place() if isinstance(inner, SplitPass) else nullcontext()
@@ -65,7 +65,7 @@ class _RecomputedPass:
 
     @property
     def leaving(self) -> Crossing | None:
-        """Once: else it would be kept until the backward."""
+        """The values for the next stage. Can be read once, so that they are not kept until the backward."""
         leaving, self._leaving = self._leaving, None
         return leaving
 
@@ -86,7 +86,7 @@ class _RecomputedPass:
 
 
 def _copied(arriving: Crossing | None) -> Crossing | None:
-    """The receiver may write to what it gets, and these are needed once more."""
+    """Copies for the first forward, which may write to its values; the second one needs the originals."""
     if arriving is None:
         return None
     tensors = tuple(copied(tensor) for tensor in arriving.tensors)
@@ -99,7 +99,7 @@ def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
 
 
 class _Autocast:
-    """Autocast as it was where the first forward ran: a backward may run in another step, outside the caller's."""
+    """Autocast as in the first forward: the backward may run in a later step, outside the caller's context."""
 
     def __init__(self, states: list[tuple[str, bool, torch.dtype]]) -> None:
         self._contexts = [torch.autocast(kind, dtype=dtype, enabled=on) for kind, on, dtype in states]

@@ -1,7 +1,7 @@
-"""What modules held when a microbatch's forward ended, for checkpoints of the model's own.
+"""Keeps the state that modules have at the end of a microbatch's forward, for checkpoints inside the model.
 
-Such a checkpoint runs a part of the forward again in the backward, and reads buffers and attributes there. In a loop
-they are as that forward left them. Here forwards of later microbatches may have changed them in between.
+Such a checkpoint runs a part of the forward again in the backward, and reads buffers and attributes there. In a plain
+training loop they are as that forward left them. In a pipeline forwards of later microbatches may have changed them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ logger = logging.getLogger(__name__)
 class RememberingStage:
     """A :class:`~hydra_ext.split.stage_program.StageProgram` around another one.
 
-    A backward with a checkpoint in it starts from what its own forward left on the modules. What it writes where
-    forwards write, too, is lost if later ones have been there, in this stage from then on always, and a warning names
-    it once. Code that runs its forward again by other means than torch's is not noticed.
+    A backward with a checkpoint in it starts from the state in which its own forward left the modules. If a later
+    forward has changed that state, the backward's writes to buffers, to contents of containers, and to attributes that
+    forwards write are lost. From the first such write on they are always lost in this stage. A warning names each place
+    once. Code that runs its forward again without torch's functions is not noticed.
 
     Attributes:
-        loses: whether what backwards write is lost.
-        written: where forwards have written.
+        loses: Whether the writes of backwards are lost from now on.
+        written: Places where forwards have written.
     """
 
     def __init__(self, program: StageProgram, modules: Sequence[nn.Module]) -> None:
@@ -59,22 +60,23 @@ class RememberingStage:
         return RememberingPass(made, seen, self._modules, self)
 
     def lose(self, names: set[str]) -> None:
-        """A backward has written there; told once of each."""
+        """Notes that a backward's writes to these places are lost, and warns once of each."""
         new = sorted(names - self._told)
         self._told |= names
         self.loses = self.loses or bool(names)
         if new:
             logger.warning(
-                "a checkpoint in the model writes to %s again in the backward, when later microbatches have been "
-                "there: these writes are lost, and what is there counts forwards alone",
+                "a checkpoint in the model writes to %s again in the backward, after forwards of later microbatches "
+                "have written there: the backward's writes are lost, and the values count forwards alone",
                 ", ".join(new),
             )
 
 
 class RememberingPass:
-    """
+    """A pass around another one, which runs its backward on the modules' state at the end of its forward.
+
     Attributes:
-        inner: the pass itself.
+        inner: The other pass.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class RememberingPass:
     ) -> None:
         """
         Args:
-            seen: what the modules hold now.
+            seen: The modules' state now.
         """
         self.inner = inner
         self.loss = inner.loss
@@ -90,7 +92,7 @@ class RememberingPass:
         self._modules = modules
         self._stage = stage
         self._seen: ModuleState | None = seen
-        # What a batch norm writes shows in no version counter, so that all is copied.
+        # All tensors are copied: a batch norm writes to its statistics without counting a version.
         self._kept: ModuleState | None = seen.copied(apart=is_absent)
 
     @property
@@ -125,7 +127,7 @@ def _name(place: Place, *states: ModuleState) -> str:
 
 # ---- replaced functions ---------------------------------------------------------------------------------------------
 class _Noted(threading.local):
-    """Whether a checkpoint was found on this thread."""
+    """Whether this thread has met a checkpoint."""
 
     found = False
 
@@ -149,7 +151,7 @@ def _forward(*args: Any) -> Any:
 
 @contextmanager
 def _checkpoints_noted() -> Iterator[_Noted]:
-    """Replaces the functions by which a forward is run again later."""
+    """Replaces the functions through which torch's checkpoints run, to notice their use on this thread."""
     global _users, _plain_enter, _plain_forward
     _noted.found = False
     with _lock:

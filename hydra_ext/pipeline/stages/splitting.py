@@ -1,4 +1,4 @@
-"""From a plain module to this rank's stages: rehearse, agree on the cuts, keep only the own part."""
+"""Splits a plain module: the ranks rehearse it, agree on the cuts, and each keeps its own stages."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from hydra_ext.split.stages.stand_ins import replace_tensors
 from hydra_ext.split.stages.state_dicts import refuse_state_dicts
 from hydra_ext.split.state.carried import attribute_tensors
 
-_BACKWARD = 2.0  # times its forward: two products for each of the forward's
-_BYTES_PER_SECOND = 1e9  # between two ranks, for choosing cuts: few bytes are worth little imbalance
+_BACKWARD = 2.0  # a backward's time in forwards: it has two products for each one of the forward
+_BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
 
 
 def split_parts(
@@ -54,20 +54,20 @@ def split_parts(
     cuts: Sequence[str | int] | None,
     seed: int,
 ) -> Parts:
-    """This rank's stages of a model; its other parameters lose their memory.
+    """Splits a model into stages and keeps this rank's; its other parameters lose their memory.
 
-    All ranks make one rehearsal each, with the same microbatch, and take the cuts that the first rank's times suggest.
+    All ranks have to call it, with the same microbatch. Chosen cuts depend on the first rank's times.
 
     Args:
-        model: whole, or on meta as :func:`hydra_ext.construction.materialize` makes it: then only the own part is
-            ever built.
-        device: where this rank computes.
-        home: where its parameters are to be.
-        cuts: where stages after the first begin: names of blocks, or numbers of events; chosen unless given.
+        model: A whole model, or one on meta. Of the latter only this rank's part and the glue's parameters are built.
+        device, home: Where this rank computes, and where its parameters are to be.
+        cuts: Where stages after the first begin: names of blocks, or numbers of events. By default they are chosen.
 
     Raises:
-        SplitError: the model cannot be cut so, or not often enough, or ranks found different things.
-        PlanError: there are fewer blocks than stages.
+        InvalidArgument: ``cuts`` has the wrong length or order, or names no block.
+        SplitError: The model cannot be cut there, or not often enough, or the ranks' rehearsals differ.
+        PlanError: There are fewer blocks than stages.
+        UnsupportedModel: Stages on one rank share a parameter, or the forward writes to one between blocks.
     """
     unbuilt = any(parameter.is_meta for parameter in model.parameters())
     if unbuilt:
@@ -106,7 +106,7 @@ def split_parts(
 def _held_by_several(
     model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int], division: _Division
 ) -> dict[str, list[int]]:
-    """Parameters, buffers and other tensors of modules, with the stages that need them; the same on every rank."""
+    """Tensors of modules that several stages need, by name, with these stages; the same on every rank."""
     holders = {name: set(stages) for name, stages in division.holders.items()}
     attributes = {name for name, _ in attribute_tensors(model)}
     for stage, (lo, hi) in enumerate(pairwise(borders)):
@@ -117,7 +117,7 @@ def _held_by_several(
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Of a model that is not built yet: what computes is to be where the microbatches are."""
+    """Moves the buffers of a model that is not built yet: blocks compute where the microbatches are."""
     replace_tensors(model, lambda tensor: None if isinstance(tensor, nn.Parameter) else tensor.to(device))
 
 
@@ -146,13 +146,13 @@ def _own_parts(
 
 @dataclass(frozen=True)
 class _Division:
-    """Which rank holds what, as every rank knows it.
+    """The stages' parameters by name, the same on every rank.
 
     Attributes:
-        names: of all parameters, with their places in the model.
-        held: by stage, in the model's order.
-        trained: likewise, those that are.
-        holders: of parameters that several stages hold, the stages.
+        names: Names of all parameters, with their places in the model.
+        held: Each stage's parameters, in the model's order.
+        trained: Each stage's trained parameters, likewise.
+        holders: Parameters that several stages hold, with these stages.
     """
 
     names: dict[str, int]
@@ -177,7 +177,7 @@ class _Division:
         )
 
     def trained_together(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Parameters that several stages train, with these."""
+        """Parameters that several stages train, with these stages."""
         return [(f"'{name}'", stages) for name, stages in self.holders.items() if name in self.trained[stages[0]]]
 
 
@@ -190,9 +190,13 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
 
 
 def _compare(found_here: str, difference: str, watch: Watch) -> None:
-    """
+    """Compares a text with the other ranks'.
+
+    Args:
+        difference: What a rank with another text did, as a predicate for the message.
+
     Raises:
-        SplitError: another rank has found something else; ``difference`` says of it what that means.
+        SplitError: Another rank's text differs.
     """
     found = watch.meet(f"to compare what {difference.split()[0]}", fingerprint(found_here))
     other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
@@ -201,17 +205,25 @@ def _compare(found_here: str, difference: str, watch: Watch) -> None:
 
 
 def _timed(measure: Callable[[], list[float]], watch: Watch) -> list[float]:
-    """The first rank's figures, so that all ranks choose alike. The others measure too, for ``fn`` to be called as
-    often; later, not to disturb."""
+    """The first rank's times, so that all ranks choose alike.
+
+    The other ranks measure, too, so that ``fn`` is called equally often on all ranks. They do so later, in order not to
+    disturb the first rank.
+    """
     seconds: list[float] = watch.meet("for the cuts", measure() if watch.rank == 0 else [])[0]
     if watch.rank != 0:
         measure()
-    watch.meet("after the timing")  # what refuses the cuts is found by all, and not told to those that still measure
+    watch.meet("after the timing")  # every rank finds refused cuts itself: none may raise while another one measures
     return seconds
 
 
 def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
-    """The borders of stages that begin at these cuts."""
+    """The borders of the stages that begin at these cuts.
+
+    Raises:
+        InvalidArgument: There are too few or too many cuts, a name is no block, or they are not in order.
+        SplitError: The model cannot be cut there.
+    """
     count = len(rehearsal.events)
     if len(cuts) != stages - 1:
         raise InvalidArgument(f"cuts={list(cuts)!r}: {stages} stages have {stages - 1} cuts")
@@ -227,7 +239,7 @@ def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list
 
 
 def _event_named(name: str, blocks: Sequence[str]) -> int:
-    """The first one of the block, or of the blocks in the module, that is called so."""
+    """The first event of the block with this name, or of a block in the module with this name."""
     for index, block in enumerate(blocks):
         if f"{block}.".startswith(f"{name}."):
             return index
@@ -235,7 +247,7 @@ def _event_named(name: str, blocks: Sequence[str]) -> int:
 
 
 def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """The cuts that let the slowest stage be fastest."""
+    """The cuts with which the slowest stage is fastest."""
     sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
     users: dict[str, list[int]] = {}
     for number, event in enumerate(rehearsal.events):
@@ -268,7 +280,7 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequen
 
 
 def _refuse_too_few(rehearsal: Rehearsal, stages: int) -> None:
-    """Cuts, because of what the model does; that there are too few blocks the partition says."""
+    """Refuses if the model rules out too many cuts. If there are too few blocks the partition raises."""
     refused = next((b for b, boundary in enumerate(rehearsal.boundaries) if boundary.reasons), None)
     possible = rehearsal.possible_cuts
     if refused is not None and len(possible) < stages - 1 < len(rehearsal.events):
@@ -281,7 +293,10 @@ def _refuse_too_few(rehearsal: Rehearsal, stages: int) -> None:
 
 
 def _refuse_twice_here(division: _Division, rehearsal: Rehearsal, own: Sequence[int]) -> None:
-    """Several stages of one rank share the module's one place for a parameter, and its versions are of one stage."""
+    """Refuses a parameter of several stages of one rank.
+
+    The module has one place for it, and each of the stages would put its own versions there.
+    """
     for name, stages in division.holders.items():
         here = sorted(set(own).intersection(stages))
         if len(here) > 1:

@@ -1,9 +1,9 @@
-"""A rank whose stages may be larger than its device: their weights stay on the host, every version of them.
+"""The stages of a rank whose weights may be larger than its device: every version of them stays on the host.
 
-The engine of :mod:`hydra_ext.offload` brings each block to the device when a forward or a backward needs it. A block
-has one place on the host for each version that may be alive, and a face on the device for each; which version a
-module's call uses is that of the leaves that :class:`~hydra_ext.pipeline.stages.versions.StageWeights` has put into the
-modules. A graph holds the faces of the version it was built with, so that its backward brings that version back.
+The engine of :mod:`hydra_ext.offload` brings each block to the device when a forward or a backward needs it. For each
+version that may be alive, a block has memory on the host and device parameters. A module's call uses the version whose
+leaves :class:`~hydra_ext.pipeline.stages.versions.StageWeights` has put into the modules. A graph holds the device
+parameters of the version it was built with, so that its backward brings that version back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BLOCKS_PER_BUDGET = 4
 
 @dataclass(frozen=True)
 class TierOptions:
-    """What a tier is made with: see :class:`Tier`."""
+    """The options of a tier: see :class:`Tier`."""
 
     budget: int
     place: Place
@@ -43,15 +43,17 @@ class Tier:
     """The device of one rank, under a budget.
 
     Args:
-        modules: of all stages of the rank, on the host.
-        weights: of each stage, with all versions' leaves made.
-        options: the budget is device bytes for weights, gradients and activations together.
+        modules: The modules of all of the rank's stages, on the host.
+        weights: The weights of each stage, with the leaves of all versions.
+        options: The budget, the device and the checks. The budget is device bytes for weights, gradients and
+            activations together.
 
     Attributes:
-        hosts_hold_weights: also while they are computed with, so that an update can read them behind that.
+        hosts_hold_weights: Whether host parameters hold the weights even while the device computes with them, so that
+            an update can read them meanwhile.
 
     Raises:
-        BudgetTooSmall: it cannot hold the largest block.
+        BudgetTooSmall: The budget cannot hold the largest block.
     """
 
     def __init__(
@@ -92,14 +94,14 @@ class Tier:
             raise
 
     def show(self, slot: int) -> None:
-        """Calls of modules use the leaves of this slot from now on."""
+        """Makes modules use the leaves of this slot from now on."""
         self.run.version = slot
         self.run.core.arrivals.set_version(slot)
 
     def admit(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What has arrived from another rank, in memory that counts in the budget."""
+        """Returns tensors from another rank in memory that counts in the budget; copies where it does not count yet."""
         if self.run.device.type != "cpu" or not tensors:
-            return tensors  # torch's allocator counts it
+            return tensors  # torch's allocator has counted it
         with torch.no_grad(), self.run.window(_C.PassKind.INFERENCE):
             return tuple(copied(tensor) for tensor in tensors)
 
@@ -116,7 +118,7 @@ def _layout(root: nn.Module, budget: int) -> Layout:
 
 
 def _present(layout: Layout) -> Layout:
-    """Without what other ranks hold."""
+    """The layout without parameters that other ranks hold."""
     blocks: list[Block] = []
     number: dict[int, int] = {}
     for index, block in enumerate(layout.blocks):
@@ -129,12 +131,12 @@ def _present(layout: Layout) -> Layout:
 
 
 def _versioned(layout: Layout, weights: Sequence[StageWeights]) -> Layout:
-    """A block for each slot of versions: trained parameters in as many as there are, frozen ones in the first only."""
+    """The layout with a block for each slot: trained parameters in every slot, frozen ones in a block of their own."""
     slots = max((len(each.slots) for each in weights), default=1)
     leaves = {
         parameter: each.leaves_of(index) for each in weights for index, (_, parameter) in enumerate(each.parameters)
     }
-    blocks: list[Block] = []  # those of all slots
+    blocks: list[Block] = []  # of all slots
     frozen: dict[int, int] = {}
     trained: dict[int, list[int]] = {}
     for index, block in enumerate(layout.blocks):

@@ -1,4 +1,4 @@
-"""Which parameters a rank trains: settled when the pipeline begins."""
+"""The parameters that a rank trains: they are fixed when the pipeline begins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from hydra_ext.schedule import Schedule
 
 
 class Trained:
-    """Versions, sums over ranks and updates are made for the parameters that were trained at the beginning.
+    """Checks that the trained parameters stay those of the beginning.
+
+    Versions, sums over ranks and updates are made for these parameters only.
 
     Raises:
-        UnsupportedModel: a parameter with several versions has hooks.
+        UnsupportedModel: A parameter with several versions has hooks.
     """
 
     def __init__(self, parts: Sequence[Part], schedule: Schedule) -> None:
@@ -28,15 +30,15 @@ class Trained:
     def check(self) -> None:
         """
         Raises:
-            StateError: a parameter was frozen, or is to be trained now.
-            UnsupportedModel: a parameter with several versions has hooks.
+            StateError: A parameter was frozen, or made trainable, since the beginning.
+            UnsupportedModel: A parameter with several versions has hooks.
         """
         for name, parameter, trained in self._settled:
             if parameter.requires_grad != trained:
                 change = "frozen" if trained else "made trainable"
                 raise StateError(
                     f"'{name}' was {change} after the pipeline began, which has made versions and an optimizer for "
-                    "what was trained then: close it, and make a new one"
+                    "the parameters that were trained then: close it, and make a new one"
                 )
         self._refuse_hooks()
 

@@ -18,17 +18,17 @@ from hydra_ext import _C
 from hydra_ext.optim.host_optimizer import HostOptimizer, PreparedStep
 from hydra_ext.pipeline.ranks.gradients import StageGradients
 
-Settings = list[dict[str, Any]]  # of an optimizer's groups: all but their parameters
+Settings = list[dict[str, Any]]  # options of an optimizer's groups, without their parameters
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    """As they are now; what a scheduler does to them afterwards is not seen."""
+    """A copy of the optimizer's options, which a scheduler's later changes do not reach."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     return copy.deepcopy(groups)
 
 
 class _ScaledStep:
-    """A native optimizer's :class:`~hydra_ext.optim.host_optimizer.StepRunner`: scales gradients on the way."""
+    """The :class:`~hydra_ext.optim.host_optimizer.StepRunner` of a native optimizer. It scales gradients, too."""
 
     def __init__(self, factor: float, destinations: Mapping[Tensor, Tensor] | None) -> None:
         self._factor = factor
@@ -50,10 +50,13 @@ class _ScaledStep:
 
 
 class _StepBehind(_ScaledStep):
-    """Runs in a thread of its own.
+    """Runs the step in a thread of its own.
+
+    The caller's thread prepares and finishes the step. The thread only computes, and its error is raised by
+    :meth:`finish`.
 
     Attributes:
-        start, end: of what it has done there, in seconds of ``time.perf_counter``.
+        start, end: When the thread began and ended, in seconds of ``time.perf_counter``. Valid after :meth:`sync`.
     """
 
     def __init__(self, factor: float, destinations: Mapping[Tensor, Tensor]) -> None:
@@ -90,11 +93,11 @@ class _StepBehind(_ScaledStep):
 
 
 class OptimizerStep:
-    """A :class:`~hydra_ext.pipeline.stages.versions.Step`.
+    """The :class:`~hydra_ext.pipeline.stages.versions.Step` of one stage's optimizer.
 
     Args:
-        settings: the optimizer's, at the time of the batch's step.
-        factor: what the gradients are multiplied with first, as ``gradient.mul_(factor)`` would.
+        factor: Number by which the gradients are multiplied first, as ``gradient.mul_(factor)`` would.
+        settings: The optimizer's options when the batch's step was called.
     """
 
     def __init__(
@@ -108,12 +111,12 @@ class OptimizerStep:
 
     @property
     def writes_elsewhere(self) -> bool:
-        """What has begun does, whatever hooks were added since."""
+        """Whether the step writes to other memory. A step that has begun does, even if hooks were added since."""
         return self._behind is not None or _is_native(self._optimizer)
 
     @torch.no_grad()
     def __call__(self, destinations: Mapping[Tensor, Tensor] | None) -> None:
-        """What has begun is ended."""
+        """Makes the step, or ends the one that has begun."""
         if self._behind is not None and isinstance(self._optimizer, HostOptimizer):
             self._behind.finish(self._optimizer)
             return
@@ -128,12 +131,19 @@ class OptimizerStep:
 
     @torch.no_grad()
     def begin(self, destinations: Mapping[Tensor, Tensor]) -> None:
-        """Behind whatever the caller does next; only where the optimizer :func:`steps_behind`."""
+        """Begins the step, which runs behind the caller's next actions. The optimizer has to step behind them.
+
+        See :func:`steps_behind`.
+        """
         self._behind = _StepBehind(self._factor, destinations)
         self._step(self._behind)
 
     def wait(self) -> tuple[float, float] | None:
-        """Until what has begun is made; when it ran, in seconds of ``time.perf_counter``."""
+        """Waits for the step that has begun.
+
+        Returns:
+            Its start and end, in seconds of ``time.perf_counter``; None if it did not run behind other actions.
+        """
         if self._behind is None:
             return None
         self._behind.sync()
@@ -156,17 +166,17 @@ class OptimizerStep:
 
 
 def steps_behind(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Whether its steps can be made while something else runs: no user's code sees them, nor do they draw numbers."""
+    """Whether its steps can run while other actions run: they call no code of the user and draw no random numbers."""
     if optimizer is None or not _is_native(optimizer):
         return False
     return all(not parameter.is_cuda for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_native(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its steps are native ones without other code inside.
+    """Whether its steps are native ones and call no other code.
 
-    Hooks, and a ``step()`` that overrides the native one, see the gradients that are applied, and weights in the
-    parameters: the newest before the step, those that it has made after it. What they write there counts.
+    Hooks, and a ``step()`` that overrides the native one, read scaled gradients, and weights in the parameters. These
+    are the newest weights before the step and the new ones after it. Their writes to both count.
     """
     hooks = (*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks)
     if not isinstance(optimizer, HostOptimizer) or hooks:
@@ -177,7 +187,7 @@ def _is_native(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _without_torch(step: Callable[..., Any]) -> object:
-    """The function that torch has wrapped: for hooks, for schedulers, and without gradients."""
+    """The function inside torch's wrappers: those for hooks, for schedulers, and for ``no_grad``."""
 
     def is_users(function: Any) -> bool:
         return not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch.")
@@ -187,7 +197,7 @@ def _without_torch(step: Callable[..., Any]) -> object:
 
 @contextmanager
 def _under(optimizer: torch.optim.Optimizer, settings: Settings) -> Iterator[None]:
-    """The optimizer has these settings inside; what a step itself changes in them stays."""
+    """Gives the optimizer these settings for the body. An option that the body changes keeps its new value."""
     groups = optimizer.param_groups[: len(settings)]
     present = settings_of(optimizer)
     for group, chosen in zip(groups, settings, strict=True):
@@ -202,7 +212,7 @@ def _under(optimizer: torch.optim.Optimizer, settings: Settings) -> Iterator[Non
 
 
 def same_setting(value: Any, other: Any) -> bool:
-    """Of options of groups: tensors among them may have a rate in them."""
+    """Whether two options of groups are equal. An option may be a tensor, such as a learning rate."""
     if isinstance(value, Tensor) or isinstance(other, Tensor):
         return isinstance(value, Tensor) and isinstance(other, Tensor) and torch.equal(value, other)
     return bool(value == other)

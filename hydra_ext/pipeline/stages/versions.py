@@ -1,16 +1,16 @@
 """The versions of a stage's weights that are alive together.
 
-The optimizer holds the user's own parameters; so does everything outside a step. A microbatch's graph is built on
-*version parameters*: one set of leaves for each version that may be alive at the same time, put into the modules'
+The optimizer and all code outside a step hold the user's own parameters. A microbatch's graph is built on *version
+parameters*: there is one set of leaves for each version that may be alive at the same time. They are in the modules'
 dictionaries while a forward or a backward of that version runs. A graph therefore keeps the weights it was built with,
-and no graph ever sees a tensor whose memory changes under it.
+and their memory does not change before its backward.
 
-An update writes the next version into the memory of the version that nothing uses any more, and the user's parameters
-are then pointed at it: a native optimizer (:mod:`hydra_ext.optim`) reads the newest version and writes the next one;
-any other, and one with hooks, updates in place, so that the newest is copied there first.
-Where a single version is alive the user's parameters are the leaves themselves, and are updated in place.
+An update writes the next version into the memory of a version that nothing uses any more. The user's parameters then
+share that memory. A native optimizer (:mod:`hydra_ext.optim`) without hooks reads the newest version and writes the
+next one. Any other optimizer updates in place, so that the newest version is copied there first. Where a single version
+is alive, the user's parameters are the leaves themselves, and are updated in place.
 
-Writes of others to weights are noticed by autograd's version counters.
+Autograd's version counters show other writes to weights.
 """
 
 from __future__ import annotations
@@ -29,19 +29,23 @@ from hydra_ext.split.state.listed import listed_parameters
 
 
 class Step(Protocol):
-    """One of an optimizer's."""
+    """One step of an optimizer."""
 
     @property
     def writes_elsewhere(self) -> bool:
-        """It can write the new weights to other memory than that of the newest."""
+        """Whether it can write the new weights to other memory than that of the newest ones."""
 
     def __call__(self, destinations: Mapping[Tensor, Tensor] | None) -> None:
-        """``destinations``: where the new weights go; None for the parameters themselves."""
+        """Makes the step.
+
+        Args:
+            destinations: Where each parameter's new weights go; None for the parameters themselves.
+        """
 
 
 @dataclass
 class _Place:
-    """Where a parameter stands, in a module's dictionary or in a list of its own: it may stand in several."""
+    """One place of a parameter: in a module's dictionary, or in a list on a module. A parameter may have several."""
 
     holder: Any
     key: Any
@@ -53,23 +57,24 @@ class _Slot:
     """Memory for one version of all weights."""
 
     leaves: list[nn.Parameter]
-    counters: list[int] = field(default_factory=list)  # when the version in it was written
+    counters: list[int] = field(default_factory=list)  # version counters of the leaves when they were last written
 
     def note(self) -> None:
         self.counters = [leaf._version for leaf in self.leaves]
 
 
 class StageWeights:
-    """One stage's weights.
+    """The versions of one stage's weights. The thread that makes the steps owns them.
 
     Args:
-        parameters: names and the user's own trained parameters, each once. Frozen ones have no versions.
-        modules: where they may stand.
-        alive: how many versions are alive together.
-        at_once: all versions' leaves are made now, not when they are first needed.
+        parameters: Names and trained parameters of the user, each parameter once. Frozen ones have no versions.
+        modules: The modules that hold them.
+        alive: Number of versions that are alive together.
+        at_once: Whether to make the leaves of all versions now. Otherwise they are made when they are first needed.
 
     Attributes:
-        newest: number of the newest version; training starts with 0.
+        newest: Number of the newest version. Training starts with 0.
+        on_show: Called with the number of the slot whose leaves the modules have from now on.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class StageWeights:
         self._slots: list[_Slot] = []
         self._slot_of: dict[int, int] = {0: 0}  # by version
         self._own_counters: list[int] = []
-        self._shown: int | None = None  # the slot whose leaves stand in the modules
+        self._shown: int | None = None  # the slot whose leaves are in the modules
         self.on_show: Callable[[int], None] = _nothing
         if alive == 1:
             self._slots.append(_Slot([parameter for _, parameter in self.parameters]))
@@ -110,10 +115,10 @@ class StageWeights:
     # ---- for the runtime --------------------------------------------------------------------------------------------
 
     def show(self, version: int) -> None:
-        """The modules have this version's leaves.
+        """Puts this version's leaves into the modules.
 
         Raises:
-            StateError: this version was written to since it was made.
+            StateError: The version was written to since it was made.
         """
         slot = self._slot_of[version]
         if self._alive > 1:
@@ -124,13 +129,13 @@ class StageWeights:
         self.on_show(slot)
 
     def hide(self) -> None:
-        """The modules have the user's own parameters."""
+        """Puts the user's own parameters into the modules."""
         if self._shown is not None and self._alive > 1:
             self._put([parameter for _, parameter in self.parameters])
         self._shown = None
 
     def take_gradients(self, version: int) -> list[Tensor | None]:
-        """What backwards of that version have summed, in the order of the parameters; nothing is left there."""
+        """Takes the gradients that backwards of this version have summed, in the order of the parameters."""
         gradients = []
         for leaf in self._slots[self._slot_of[version]].leaves:
             gradients.append(leaf.grad)
@@ -138,28 +143,28 @@ class StageWeights:
         return gradients
 
     def begin(self, version: int, step: Callable[[Mapping[Tensor, Tensor]], None]) -> None:
-        """``step`` begins to write the version after the newest, and :meth:`update` is called when it is needed.
+        """Lets ``step`` begin to write the version after the newest. :meth:`update` publishes it later.
 
-        Nothing uses the one before the oldest that is alive with it any more: the schedule says from where on.
+        The schedule begins an update only where nothing uses the version whose memory it overwrites.
 
         Raises:
-            StateError: the user's parameters were written to; or a schedule that was not verified begins it where the
-                version before it is not there yet, or where it would be written over the only one.
+            StateError: The user's parameters were written to. Or a schedule that was not verified begins the update
+                before the version before it exists, or where it would overwrite the only version.
         """
         if self._alive == 1 or version != self.newest + 1:
             raise StateError(
-                f"version {version} was begun beside version {self.newest}, of {self._alive} that are alive together: "
-                "the schedule is not one that verify() accepts"
+                f"version {version} was begun while version {self.newest} is the newest and {self._alive} may be alive "
+                "together: use a schedule that verify() accepts"
             )
         self.check_own()
         leaves = self._slots[self._retired(version)].leaves
         step(dict(zip([parameter for _, parameter in self.parameters], leaves, strict=True)))
 
     def update(self, version: int, step: Step | None) -> None:
-        """Makes version ``version`` from the newest; without a step both are the same weights.
+        """Makes version ``version`` the newest. Without a step it has the weights of the version before.
 
         Raises:
-            StateError: the user's parameters were written to.
+            StateError: The user's parameters were written to.
         """
         self.check_own()
         current = self._slot_of[self.newest]
@@ -179,8 +184,7 @@ class StageWeights:
     def check_own(self) -> None:
         """
         Raises:
-            StateError: the user's parameters were written to since the last update, though another version is alive
-                beside them.
+            StateError: The user's parameters were written to since the last update, and several versions may be alive.
         """
         if self._alive == 1:
             return
@@ -192,7 +196,7 @@ class StageWeights:
                 )
 
     def refresh(self) -> None:
-        """The user's parameters as they are now are all versions. Nothing may be under way."""
+        """Makes the user's parameters, as they are now, all versions. No microbatch or update may be under way."""
         newest = self._slots[self._slot_of[self.newest]]
         with torch.no_grad():
             for leaf, (_, parameter) in zip(newest.leaves, self.parameters, strict=True):
@@ -205,17 +209,20 @@ class StageWeights:
         self._note_own()
 
     def older(self, age: int) -> list[nn.Parameter] | None:
-        """The weights of the version so many before the newest; None if they are those of the version after it."""
+        """The weights of the version that is ``age`` before the newest; None if they equal the version after it."""
         slot = self._slot_of[self.newest - age]
         return None if slot == self._slot_of[self.newest - age + 1] else self._slots[slot].leaves
 
     @torch.no_grad()
     def restore(self, newest: int, older: Sequence[Callable[[int], Tensor | None] | None]) -> None:
-        """The user's parameters, which have been written to, are version ``newest``. Nothing may be under way.
+        """Makes the user's parameters, which a checkpoint has filled, version ``newest``, and fills older versions.
+
+        No microbatch or update may be under way.
 
         Args:
-            older: for each version before it, the latest first: gives the weights of a parameter, by its index. None
-                for those of the version after it, of all parameters or of one.
+            older: One function for each older version, the latest first. It gives a parameter's weights, by the
+                parameter's index, or None if they equal the version after it. None in place of a function means that
+                for all parameters.
         """
         self._slot_of = {newest: self._slot_of[self.newest]}
         self.newest = newest
@@ -235,7 +242,7 @@ class StageWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of all versions that have memory."""
+        """Bytes of all versions that have memory."""
         return sum(leaf.nbytes for slot in self._slots for leaf in slot.leaves)
 
     # ---- for a tier ------------------------------------------------------------------------------------------------
@@ -246,17 +253,17 @@ class StageWeights:
         return [slot.leaves for slot in self._slots]
 
     def leaves_of(self, index: int) -> list[nn.Parameter]:
-        """Those of one parameter, by slot."""
+        """The leaves of one parameter, by slot."""
         return [slot.leaves[index] for slot in self._slots]
 
     def release_own(self) -> None:
-        """The user's parameters let go of the newest version's memory, until :meth:`point_own`."""
+        """Drops the user's parameters' references to the newest version's memory, until :meth:`point_own`."""
         if self._alive > 1:
             for _, parameter in self.parameters:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def point_own(self) -> None:
-        """The user's parameters are in the newest version's memory."""
+        """Lets the user's parameters share the newest version's memory again."""
         if self._alive > 1:
             leaves = self._slots[self._slot_of[self.newest]].leaves
             for (_, parameter), leaf in zip(self.parameters, leaves, strict=True):
@@ -270,13 +277,13 @@ class StageWeights:
         self._slots[-1].note()
 
     def _retired(self, version: int) -> int:
-        """A slot that no version in use lies in."""
+        """A slot without a version that is alive together with ``version``."""
         free = self._free({slot for known, slot in self._slot_of.items() if known > version - self._alive})
         self._check(free)
         return free
 
     def _free(self, used: Collection[int]) -> int:
-        """A slot that is none of these."""
+        """A slot that is not in ``used``; a new one if there is no other."""
         for number in range(len(self._slots)):
             if number not in used:
                 return number
@@ -291,7 +298,7 @@ class StageWeights:
             before = [leaf._version for leaf in leaves]
             step(dict(zip(own, leaves, strict=True)))
             for leaf, parameter, counter in zip(leaves, own, before, strict=True):
-                if leaf._version == counter:  # without a gradient, or not the optimizer's
+                if leaf._version == counter:  # it has no gradient, or the optimizer does not have it
                     leaf.copy_(parameter)
             for leaf, parameter in zip(leaves, own, strict=True):
                 parameter.data = leaf.data
@@ -300,7 +307,7 @@ class StageWeights:
             for leaf, parameter in zip(leaves, own, strict=True):
                 parameter.data = leaf.data
             step(None)
-        increment_version(leaves)  # whatever still refers to the version that lay there must not be used
+        increment_version(leaves)  # so that a graph of the overwritten version raises in its backward
 
     def _check(self, slot: int) -> None:
         for leaf, counter, (name, _) in zip(
