@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "csrc/base/errors.h"
+#include "csrc/transfer/simulated_device.h"
 #include "tests/cpp/support.h"
 
 namespace hydra::testing {
