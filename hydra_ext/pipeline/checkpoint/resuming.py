@@ -175,9 +175,9 @@ class Restored:
             older = self._older(name)
             if len(older) != needed:
                 return [
-                    f"the step after the checkpoint uses weights of {name!r:.200} that are {len(older)} steps old, and "
-                    f"this pipeline's schedule uses weights that are {needed} steps old (give the schedule= and cuts= "
-                    "of the saved run, since chosen cuts depend on times; or load only the newest weights, with "
+                    f"the step after the checkpoint uses weights of {name!r:.200} that are {len(older)} steps old "
+                    f"while this pipeline's schedule uses weights that are {needed} steps old (give the schedule= and "
+                    "cuts= of the saved run, since chosen cuts depend on times; or load only the newest weights, with "
                     "hydra_ext.load_model, before you make the pipeline)"
                 ]
             for age, each in enumerate(older, 1):
