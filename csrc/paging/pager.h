@@ -69,7 +69,7 @@ class Pager {
   Pager& operator=(const Pager&) = delete;
 
   /// Before the first pass. `name` is for messages; `bytes` is the size of the slot.
-  std::int32_t add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
+  std::int32_t add_block(std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
 
   /// Asked before a slot is denied and before a block is evicted for an allocation outside the pager: frees
   /// something that costs no traffic (a gradient that is leaving) and says whether it did.
@@ -140,7 +140,6 @@ class Pager {
  private:
   struct Block {
     std::int32_t index = 0;
-    BlockKey key;
     std::string name;
     Bytes bytes = 0;
     std::unique_ptr<BlockClient> client;
