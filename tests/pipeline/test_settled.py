@@ -43,7 +43,7 @@ def step(pipe: Pipeline, number: int, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (HEAD + "delay-1\nrank 0: U0-2 F0.0 B0.0 R0-1 F0.1 B0.1", "gradients of the batch before"),
+        (HEAD + "delay-1\nrank 0: U0-2 F0.0 B0.0 R0-1 F0.1 B0.1", "gradients of the previous batch"),
         (HEAD + "flush\nrank 0: F0.0 B0.0 F0.1 R0 U0 B0.1", "the gradients are not complete"),
         (HEAD + "flush\nrank 0: F0.0 B0.0 F0.1 B0.1 R0", "put U of batch 0 before it"),
     ],
