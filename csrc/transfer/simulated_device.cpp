@@ -18,6 +18,8 @@ void fill_with_poison(void* pointer, Bytes bytes) noexcept {
   std::memset(pointer, SimulatedDevice::kPoison, static_cast<std::size_t>(bytes));
 }
 
+}  // namespace
+
 /// Slot memory from the heap. In the asynchronous mode it keeps released slots by size for the next
 /// allocation: only immediate reuse shows a missing fence.
 class SimulatedSlots final : public Resource {
@@ -79,8 +81,6 @@ class SimulatedSlots final : public Resource {
   std::mutex mutex_;
   std::map<Bytes, std::vector<void*>> kept_;
 };
-
-}  // namespace
 
 /// Members are destroyed from the last to the first: the lanes drain while the kernels they wait for still run.
 struct SimulatedDevice::State {
