@@ -19,13 +19,13 @@ using test::Content;
 using test::Kind;
 using test::Memory;
 
-constexpr std::int64_t kCount = 16 * 40 + 7;
+constexpr std::int64_t kElements = 16 * 40 + 7;
 
-Memory fresh(const Kind& kind, Content content) { return {kind, kCount, 1, content, 7}; }
+Memory fresh(const Kind& kind, Content content) { return {kind, kElements, 1, content, 7}; }
 
 void run_steps(Memory& memory, float scale, InstructionSet instructions) {
   for (int step = 0; step < 3; ++step) {
-    run_update(memory.update(), 0, kCount, scale, instructions);
+    run_update(memory.update(), 0, kElements, scale, instructions);
   }
 }
 
@@ -39,8 +39,8 @@ Memory expected(const Kind& kind, Content content, float scale) {
 TEST(Update, OfEveryKindChangesSomething) {
   for (const Kind& kind : test::all_kinds()) {
     Memory memory = fresh(kind, Content::kNumbers);
-    run_update(memory.update(), 0, kCount, 1.0F);
-    EXPECT_GT(memory.differences(fresh(kind, Content::kNumbers)), kCount / 2) << kind.name;
+    run_update(memory.update(), 0, kElements, 1.0F);
+    EXPECT_GT(memory.differences(fresh(kind, Content::kNumbers)), kElements / 2) << kind.name;
   }
 }
 
@@ -77,7 +77,7 @@ TEST(Update, IsTheSameInAnyRanges) {
       for (const std::int64_t length : {1, 5, 16, 33, 100}) {
         Memory memory = fresh(kind, Content::kNumbers);
         for (int step = 0; step < 3; ++step) {
-          for (std::int64_t end = kCount; end > 0; end -= length) {  // last range first: order must not matter
+          for (std::int64_t end = kElements; end > 0; end -= length) {  // last range first: order must not matter
             run_update(memory.update(), std::max<std::int64_t>(0, end - length), end, 0.3F, instructions);
           }
         }
@@ -94,7 +94,7 @@ void run_steps_between(Memory& memory, Memory& other, std::int64_t length, Instr
     ParameterUpdate update = memory.update();
     update.weights = buffers[step % 2];
     update.new_weights = buffers[(step + 1) % 2];
-    for (std::int64_t end = kCount; end > 0; end -= length) {
+    for (std::int64_t end = kElements; end > 0; end -= length) {
       run_update(update, std::max<std::int64_t>(0, end - length), end, 0.3F, instructions);
     }
   }
@@ -105,7 +105,7 @@ TEST(Update, IntoNewWeightsIsTheSameAsInPlace) {
     for (const Content content : {Content::kNumbers, Content::kAnyBits}) {
       const Memory wanted = expected(kind, content, 0.3F);
       for (const InstructionSet instructions : supported_instruction_sets()) {
-        for (const std::int64_t length : {std::int64_t{33}, kCount}) {
+        for (const std::int64_t length : {std::int64_t{33}, kElements}) {
           Memory memory = fresh(kind, content);
           Memory other = fresh(kind, content);
           run_steps_between(memory, other, length, instructions);
@@ -124,9 +124,9 @@ TEST(Update, IntoNewWeightsOnlyReadsTheOldOnes) {
       Memory other = fresh(kind, Content::kNumbers);
       ParameterUpdate update = memory.update();
       update.new_weights = other.update().weights;
-      run_update(update, 0, kCount, 0.3F, instructions);
+      run_update(update, 0, kElements, 0.3F, instructions);
       EXPECT_EQ(memory.weight_differences(fresh(kind, Content::kNumbers)), 0) << kind.name;
-      EXPECT_GT(other.weight_differences(memory), kCount / 4) << kind.name;
+      EXPECT_GT(other.weight_differences(memory), kElements / 4) << kind.name;
     }
   }
 }
