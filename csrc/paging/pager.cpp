@@ -32,10 +32,9 @@ Pager::Pager(DeviceBackend& backend, Resource& slots, Ledger& ledger)
 
 Pager::~Pager() { close(); }
 
-std::int32_t Pager::add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client) {
+std::int32_t Pager::add_block(std::string name, Bytes bytes, std::unique_ptr<BlockClient> client) {
   HYDRA_EXPECT(bytes > 0, StateError, "block '" + name + "' has no bytes to page");
   auto block = std::make_unique<Block>();
-  block->key = key;
   block->name = std::move(name);
   block->bytes = bytes;
   block->client = std::move(client);

@@ -71,7 +71,7 @@ class Pager {
   Pager& operator=(const Pager&) = delete;
 
   /// Adds a block, before the first pass. `name`: for messages. `bytes`: the size of its slot.
-  std::int32_t add_block(BlockKey key, std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
+  std::int32_t add_block(std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
 
   /// `reliever` is called before a block is evicted for a use, or for an allocation outside the pager. It frees memory
   /// that costs no extra traffic (a gradient that is leaving anyway), and returns whether it did.
@@ -144,7 +144,6 @@ class Pager {
  private:
   struct Block {
     std::int32_t index = 0;
-    BlockKey key;
     std::string name;
     Bytes bytes = 0;
     std::unique_ptr<BlockClient> client;

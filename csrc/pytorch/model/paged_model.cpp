@@ -66,8 +66,7 @@ std::int32_t PagedModel::add_block(std::string name,
   auto backing = blocks_.add(name, parameters, weak_from_this(),
                              [this](HostParameter& parameter) { gradients_.install_hooks(parameter); });
   const Bytes bytes = backing->slot_bytes();
-  const BlockKey key{static_cast<std::int32_t>(pager_.blocks()), 0};
-  return pager_.add_block(key, std::move(name), bytes, std::move(backing));
+  return pager_.add_block(std::move(name), bytes, std::move(backing));
 }
 
 void PagedModel::close() {

@@ -48,8 +48,8 @@ struct Rig {
     device = std::make_unique<SimulatedDevice>(options);
     slots = std::make_unique<LimitedResource>(device->slots(), ledger, MemoryClass::kWeights);
     pager = std::make_unique<Pager>(*device, *slots, ledger);
-    pager->add_block({0, 0}, "first", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
-    pager->add_block({1, 0}, "second", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
+    pager->add_block("first", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
+    pager->add_block("second", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
   }
 
   Ledger ledger{kBlock};

@@ -38,7 +38,7 @@ struct Rig {
     for (int i = 0; i < kBlocks; ++i) {
       auto backing = std::make_unique<Backing>(static_cast<std::uint32_t>(i + 1));
       backings.push_back(backing.get());
-      pager.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(backing));
+      pager.add_block("block " + std::to_string(i), kBlock, std::move(backing));
     }
   }
 

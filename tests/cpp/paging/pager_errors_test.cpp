@@ -59,7 +59,7 @@ class PagerErrors : public ::testing::Test {
     for (std::int32_t i = 0; i < 3; ++i) {
       auto block = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
       blocks_.push_back(block.get());
-      pager_.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(block));
+      pager_.add_block("block " + std::to_string(i), kBlock, std::move(block));
     }
   }
   ~PagerErrors() override {

@@ -19,7 +19,7 @@ class SettledTest : public ::testing::Test {
     for (std::int32_t i = 0; i < kBlocks; ++i) {
       auto client = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
       blocks_.push_back(client.get());
-      pager_.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(client));
+      pager_.add_block("block " + std::to_string(i), kBlock, std::move(client));
     }
   }
   void TearDown() override {
