@@ -64,7 +64,7 @@ void BlockFills::begin(PagedBlock& block, const SlotSupply::Demand& demand) {
 }
 
 void BlockFills::start(const Lock& lock, PagedBlock& block, bool ahead) {
-  table_.note_change(lock);  // whatever the lane says, nobody waits for a slot any more
+  table_.note_change(lock);  // even if the lane refuses: threads that wait for a slot go on
   const Bytes bytes =
       block.place.begin_filling(backend_.to_device(), ahead ? Priority::kPrefetch : Priority::kFault, block.index);
   PagerStatistics& statistics = table_.statistics(lock);

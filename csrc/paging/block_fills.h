@@ -26,8 +26,8 @@ class BlockFills {
   void begin(PagedBlock& block);
   /// Makes room for a plan that has blocks in it, and starts their fills, as long as there are slots within `room`.
   void begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room);
-  /// Blocks until the block is present and the calling thread's compute follows its fill, and whoever wrote its slot.
-  /// Notes a use of it. Throws the fill's error; then the block is stale.
+  /// Blocks until the block is present and the calling thread's compute follows its fill, and other threads' writes to
+  /// its slot. Notes a use of it. Throws the fill's error; then the block is stale.
   void make_present(PagedBlock& block, AcquireReason reason);
 
  private:

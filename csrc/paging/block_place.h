@@ -58,8 +58,8 @@ class BlockPlace {
   /// kStale -> kLoading, behind the slot's uses. `block` is for the log. Returns the bytes that move. On an error it
   /// stays stale, with its fences: they are the next fill's.
   Bytes begin_filling(Lane& to_device, Priority priority, std::int32_t block);
-  /// Compute waits for the fill: kLoading -> kPresent, unless another thread was faster. `has_ended`: nobody else has
-  /// to wait for it.
+  /// Compute waits for the fill: kLoading -> kPresent, unless another thread was faster. `has_ended`: no other
+  /// thread has to wait for it.
   void note_filled(bool has_ended);
   /// -> kStale.
   void become_stale() noexcept;

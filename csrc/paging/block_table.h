@@ -5,8 +5,8 @@
 // another one to get a slot wait here.
 //
 // Owns the blocks, whose addresses never change. They are added before the first pass; from then on the list is read
-// without the mutex. Once it is closed, no fill begins any more. In a forked child its home says so, and nobody may
-// wait. Threads: any.
+// without the mutex. Once it is closed, no fill begins any more. In a forked child home() says so, and no thread
+// may wait. Threads: any.
 #pragma once
 
 #include <condition_variable>

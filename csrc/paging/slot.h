@@ -20,11 +20,11 @@ namespace hydra {
 struct Slot {
   void* memory = nullptr;  // null: no slot
   Bytes bytes = 0;
-  std::vector<FencePtr> fences{};  // of those who used it last
+  std::vector<FencePtr> fences{};  // behind its last uses
   TicketPtr ticket{};              // of its last fill; null once known to have ended
 };
 
-/// Who may still use a block's slot.
+/// The compute that may still use a block's slot.
 class SlotUses {
  public:
   explicit SlotUses(std::vector<FencePtr> fences = {}) noexcept : fences_(std::move(fences)) {}
@@ -41,10 +41,10 @@ class SlotUses {
 
   /// Records a fence behind uses that none covers. On an error nothing has changed.
   void cover(DeviceBackend& backend);
-  /// Who overwrites or reads the slot waits for these, behind cover().
+  /// What overwrites the slot waits for these, once cover() has been called.
   const std::vector<FencePtr>& fences() const noexcept { return fences_; }
   void forget_reached() noexcept;
-  /// The fences, for the slot's next user. Nothing uses this one any more.
+  /// The fences, which go with the slot. None are left here.
   std::vector<FencePtr> hand_over() noexcept;
 
  private:

@@ -1,8 +1,8 @@
 // How far the bytes in a block's slot are the truth, which else the host has.
 //
 // A block is dirty once its slot has been written: it has to go home before it can lose the slot. A settled block is at
-// home on the device: its slot is the truth until it is unsettled. Writes are counted, so that who copies the bytes
-// sees whether they have been written since. A write is noted before it is made, by a caller that has pinned the block.
+// home on the device: its slot is the truth until it is unsettled. Writes are counted, so that a copy of
+// the bytes can be told from a later state. A write is noted before it is made, by a caller that has pinned the block.
 //
 // Not thread-safe: the pager's mutex guards it.
 #pragma once
