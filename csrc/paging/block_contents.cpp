@@ -59,7 +59,7 @@ void BlockContents::write_back_dirty() {
         Job job = block->place.write_back();
         job.priority = Priority::kFault;
         job.label = {.block = block->index, .part = "written back"};
-        job.fences = block->place.uses().fences();  // of other threads' compute, too
+        job.fences = block->place.uses().fences();  // including other threads' compute
         job.fences.push_back(fence);
         PagerStatistics& statistics = table_.statistics(lock);
         statistics.written_back_bytes += job.bytes();
@@ -79,7 +79,7 @@ void BlockContents::settle(std::int32_t index, Bytes beside) {
   const BlockTable::Lock lock = table_.lock();
   PagedBlock& block = table_.at(index);
   HYDRA_EXPECT(block.place.state() == BlockState::kPresent && block.pins > 0, StateError,
-               "block '" + block.name + "' is to settle without having been acquired");
+               "block '" + block.name + "' cannot settle: acquire it first");
   block.truth.settle(beside);
 }
 
@@ -103,7 +103,7 @@ std::int32_t BlockContents::last_needed_settled() const {
 SlotContents BlockContents::of(std::int32_t index) const {
   const BlockTable::Lock lock = table_.lock();
   const PagedBlock& block = table_.at(index);
-  // A write is noted before it is made, by the caller that has pinned the block.
+  // A caller pins the block and calls mark_dirty() before it writes: while there are pins, a write may be under way.
   return {block.place.memory(), block.place.uses().fences(), block.pins > 0 ? -1 : block.truth.writes()};
 }
 

@@ -43,7 +43,7 @@ void BlockFills::begin(PagedBlock& block, const SlotSupply::Demand& demand) {
   Slot slot;
   try {
     slot = supply_.reserve(demand, block);
-  } catch (...) {  // re-raised: nothing was reserved
+  } catch (...) {  // re-raised: no slot was reserved
     const Lock lock = table_.lock();
     block.place.cancel_reserving();
     table_.note_change(lock);
@@ -123,7 +123,7 @@ void BlockFills::wait_present(PagedBlock& block, AcquireReason reason) {
       place.note_filled(/*has_ended=*/finished);
       table_.note_change(lock);
       if (!finished) {
-        break;  // this thread's compute waits on the device; another thread's has to wait for itself
+        break;  // this thread's compute waits on the device; the ticket stays for the compute of other threads
       }
     }
   }
@@ -155,8 +155,8 @@ void BlockFills::drop_failed(PagedBlock& block, const TicketPtr& ticket) noexcep
   if (block.place.ticket() != ticket) {
     return;
   }
-  // The slot stays: it is the first to go, with its ticket and fences as ever, or is filled again. A fence that could
-  // not be recorded has made this fill fail, and counts as reached.
+  // The block keeps its slot, ticket and fences. It is the first to be evicted, or is filled again. A fence that could
+  // not be recorded made this fill fail, and counts as reached.
   block.place.uses().forget_reached();
   block.place.become_stale();
   table_.note_change(lock);

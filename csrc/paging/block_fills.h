@@ -1,10 +1,11 @@
-// How blocks come into their slots: a fill is begun, on demand or ahead, and compute is made to wait for it.
+// Fills blocks' slots, on demand or ahead of the use, and makes compute wait for the fills.
 //
-// A part of the pager. Knows the table, and the supply that gives it slots; owns nothing. A block that is to become
-// present is pinned by the caller.
+// A part of the pager. Uses the table, and the supply that reserves slots; owns no memory. The caller pins a block that
+// it makes present.
 //
-// Threads: any; the table's mutex, which is held while a fill is submitted. One thread gets a block its slot; others
-// wait for it. All calls may block, begin_ahead() but for a moment; none may be made with the interpreter lock held.
+// Threads: any; the table's mutex, which is held while a fill is submitted. One thread reserves a block's slot; other
+// threads wait for it. begin() and make_present() may block; begin_ahead() waits for no lane. No call may be made with
+// the interpreter lock held.
 #pragma once
 
 #include <vector>
@@ -15,26 +16,28 @@ namespace hydra {
 
 class BlockFills {
  public:
-  /// All have to outlive it. `serves_faults` false: meeting an absent block throws PageFaultError.
+  /// `serves_faults`: if false, an operation that meets an absent block throws PageFaultError. The others have to
+  /// outlive the object.
   BlockFills(DeviceBackend& backend, BlockTable& table, SlotSupply& supply, bool serves_faults) noexcept
       : backend_(backend), table_(table), supply_(supply), serves_faults_(serves_faults) {}
   BlockFills(const BlockFills&) = delete;
   BlockFills& operator=(const BlockFills&) = delete;
 
-  /// Starts a fill unless one runs or none is needed. Throws OutOfMemory, StateError once the table is closed, and the
-  /// lane's error if it refuses the job.
+  /// Starts a fill unless one is under way or none is needed. Throws OutOfMemory, StateError once the table is closed,
+  /// and the lane's error if it refuses the job.
   void begin(PagedBlock& block);
-  /// Makes room for a plan that has blocks in it, and starts their fills, as long as there are slots within `room`.
+  /// Makes room for the plan's wanted blocks, and starts their fills until no slot is left within `room`. Does nothing
+  /// without such blocks.
   void begin_ahead(const std::vector<std::int32_t>& wanted, Bytes room);
-  /// Blocks until the block is present and the calling thread's compute follows its fill, and other threads' writes to
-  /// its slot. Notes a use of it. Throws the fill's error; then the block is stale.
+  /// Blocks until the block is present, and makes the calling thread's compute follow the fill and other compute's
+  /// writes to the slot. Notes a use. Throws the fill's error; then the block is stale.
   void make_present(PagedBlock& block, AcquireReason reason);
 
  private:
   using Lock = BlockTable::Lock;
 
   void begin(PagedBlock& block, const SlotSupply::Demand& demand);
-  /// Into the block's slot, behind its last uses. On an error the block is stale.
+  /// Submits the fill of the block's slot, behind its last uses. On an error the block is stale.
   void start(const Lock& lock, PagedBlock& block, bool ahead);
   void wait_present(PagedBlock& block, AcquireReason reason);
   void follow_writes(PagedBlock& block);

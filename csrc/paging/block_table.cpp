@@ -16,7 +16,7 @@ std::int32_t BlockTable::add(std::string name, Bytes bytes, std::unique_ptr<Bloc
 
 PagedBlock& BlockTable::at(std::int32_t block) const {
   HYDRA_EXPECT(block >= 0 && static_cast<std::size_t>(block) < blocks_.size(), StateError,
-               "block " + std::to_string(block) + " asked for, " + std::to_string(blocks_.size()) + " known");
+               "block " + std::to_string(block) + " was asked for; there are " + std::to_string(blocks_.size()));
   return *blocks_[static_cast<std::size_t>(block)];
 }
 

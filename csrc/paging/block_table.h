@@ -1,12 +1,12 @@
 // The blocks of one pager, and the mutex under which they change.
 //
-// What needs the mutex held takes the Lock, which is the proof. No slot memory is allocated or released, and no lane is
-// waited for, while a thread has one; so the pager may be called back from inside an allocation. Threads that wait for
-// another one to get a slot wait here.
+// A function that needs the mutex held takes a Lock as the proof. The thread that has it allocates and releases no slot
+// memory, and waits for no lane. So the pager may be called from inside an allocation. A thread that waits for another
+// thread's reservation waits here.
 //
 // Owns the blocks, whose addresses never change. They are added before the first pass; from then on the list is read
-// without the mutex. Once it is closed, no fill begins any more. In a forked child home() says so, and no thread
-// may wait. Threads: any.
+// without the mutex. Once the table is closed, no fill begins. home() tells a forked child, where no thread may wait.
+// Threads: any.
 #pragma once
 
 #include <condition_variable>
@@ -29,18 +29,18 @@ class BlockTable {
   BlockTable(const BlockTable&) = delete;
   BlockTable& operator=(const BlockTable&) = delete;
 
-  /// Returns its number.
+  /// Adds a block, before the first pass. Returns its number.
   std::int32_t add(std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
   /// Throws StateError if there is no such block.
   PagedBlock& at(std::int32_t block) const;
   const std::vector<std::unique_ptr<PagedBlock>>& all() const noexcept { return blocks_; }
 
   Lock lock() const { return Lock(mutex_); }
-  /// Not owned if another thread has it.
+  /// Never waits. The result owns no lock if another thread has the mutex.
   Lock try_lock() const { return Lock(mutex_, std::try_to_lock); }
-  /// Sleeps until note_change(), or for no reason.
+  /// Sleeps until note_change(). May wake without a change.
   void wait_for_change(Lock& lock) { changed_->wait(lock); }
-  /// A block's state has changed, or the table was closed.
+  /// Wakes the threads that wait: a block's state has changed, or the table was closed.
   void note_change(const Lock& /*lock*/) noexcept { changed_->notify_all(); }
 
   bool is_closed(const Lock& /*lock*/) const noexcept { return closed_; }

@@ -25,7 +25,7 @@ void PagedBlock::end_use(DeviceBackend& backend, AcquireReason reason) noexcept 
     if (place.memory() != nullptr) {
       backend.note_read(place.memory(), place.bytes());
     }
-    // One fence per block exit; single operations are covered by the next one, or by one made at eviction.
+    // Leaving a block records a fence. Single operations are covered by the next one, or by one recorded at eviction.
     FencePtr fence = at_exit ? backend.record() : backend.record_use();
     place.uses().end_use(std::move(fence), /*covers_all=*/at_exit);
   } catch (const std::exception&) {

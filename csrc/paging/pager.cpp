@@ -44,7 +44,7 @@ void Pager::release(std::int32_t index, AcquireReason reason) noexcept {
     return;
   }
   PagedBlock& block = *table_.all()[static_cast<std::size_t>(index)];
-  // Its fence is recorded under the lock: another thread's use in between would pass for covered by it.
+  // Recorded under the lock: otherwise another thread's use in between would seem to be covered by this fence.
   const BlockTable::Lock lock = table_.lock();
   block.end_use(backend_, reason);
 }
@@ -55,7 +55,7 @@ void Pager::close() noexcept {
   }
   {
     const BlockTable::Lock lock = table_.lock();
-    table_.close(lock);  // no fill begins after the lanes have ended
+    table_.close(lock);  // from now on no fill begins
   }
   backend_.to_device().drain();
   backend_.to_host().drain();
@@ -71,7 +71,7 @@ void Pager::close() noexcept {
       try {
         block->place.uses().cover(backend_);
       } catch (const std::exception&) {
-        // No host memory for a fence: what is on the device's home stream comes before the slot's next use anyway.
+        // No host memory for a fence: compute on the device's main stream precedes the slot's next use anyway.
       }
       slot = block->place.give_up_slot();
       slot.ticket = nullptr;  // the lanes have ended it
@@ -81,7 +81,8 @@ void Pager::close() noexcept {
   }
 }
 
-// ---- what there is --------------------------------------------------------------------------------------------------
+// ---- figures --------------------------------------------------------------------------------------------------------
+
 BlockState Pager::state(std::int32_t block) const {
   const BlockTable::Lock lock = table_.lock();
   return table_.at(block).place.state();

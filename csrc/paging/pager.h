@@ -1,19 +1,21 @@
-// The pager: which block is in which slot, what pins it, and what goes when room is needed.
+// The pager: decides which block is in which slot, counts pins, and chooses the block to evict when room is needed.
 //
-// It decides and keeps count; bytes are moved by the backend's lanes. A block is fetched when it is acquired,
-// or ahead of time when a pass runs in the order recorded before. Slots come from a resource under the run's
-// ledger; when the ledger refuses, unpinned blocks go, the one that is needed last first.
+// It decides and counts; the backend's lanes move the bytes. A block is fetched when it is acquired, or ahead of time
+// when a pass runs in the recorded order. Slots come from a resource under the run's ledger; when the ledger refuses,
+// unpinned blocks are evicted, the one that is needed last first.
 //
-// It owns its parts: the blocks (block_table.h), what happens to their bytes (block_contents.h), where slots come from
-// (slot_supply.h), fills (block_fills.h) and passes (passes.h). Each knows those before it. Contents and passes are
-// handed out; the others are the pager's own.
+// It owns its parts: blocks (block_table.h), their contents (block_contents.h), the supply of slots (slot_supply.h),
+// fills (block_fills.h) and passes (passes.h). A part refers only to parts before it. Callers get the contents and the
+// passes; the other parts are private.
 //
-// Threads: every call may come from any thread. Blocking calls (acquire, evict_one, close, and those that parts name)
-// must not be made with the interpreter lock held. Locking: one mutex, the table's; slot memory is never allocated or
-// released and no lane is waited for while it is held, so evict_one() may be called back from inside an allocation.
-// Unpinning means enqueued, not finished: each slot has fences of its users (slot.h), and the lane that overwrites it
-// waits for them. In a forked child what would use a block throws StateError, and what would end a use, or the pager,
-// does nothing.
+// Threads: every call may come from any thread. Calls that may block (acquire, evict_one, close, and those that the
+// parts name) must not be made with the interpreter lock held.
+// Locking: one mutex, the table's. The thread that holds it allocates and releases no slot memory, and waits for no
+// lane. So evict_one() may be called from inside an allocation.
+//
+// A block may be unpinned while its users' compute is enqueued but not finished. Its slot has their fences (slot.h),
+// and the lane that overwrites the slot waits for them. In a forked child, calls that would use a block throw
+// StateError; calls that would end a use, or the pager, do nothing.
 #pragma once
 
 #include <memory>
@@ -32,18 +34,18 @@ namespace hydra {
 struct PagerOptions {
   Relief relief{};
   ActivationRoom activations{};
-  bool fault_path = true;  // off: meeting an absent block throws PageFaultError
+  bool fault_path = true;  // if false, an operation that meets an absent block throws PageFaultError
 };
 
 class Pager {
  public:
-  /// `slots` hands out slot memory under `ledger`'s limit; both, and `backend`, have to outlive the pager.
+  /// `slots`: allocates slot memory under `ledger`'s limit. All but `options` have to outlive the pager.
   Pager(DeviceBackend& backend, Resource& slots, Ledger& ledger, PagerOptions options = {});
   ~Pager();
   Pager(const Pager&) = delete;
   Pager& operator=(const Pager&) = delete;
 
-  /// Before the first pass. `name` is for messages; `bytes` is the size of the slot.
+  /// Adds a block, before the first pass. `name`: for messages. `bytes`: the size of its slot. Returns its number.
   std::int32_t add_block(std::string name, Bytes bytes, std::unique_ptr<BlockClient> client);
 
   BlockContents& contents() noexcept { return contents_; }
@@ -51,15 +53,15 @@ class Pager {
 
   /// Pins the block and makes it present. Pair with release(). Throws the load's error; then nothing is pinned.
   void acquire(std::int32_t block, AcquireReason reason);
-  /// `block` as it was acquired; one that a pass has arrived at was acquired by a hook.
+  /// Ends one acquire() or Passes::arrive(). `reason`: that of the acquisition; kHook for an arrival.
   void release(std::int32_t block, AcquireReason reason) noexcept;
 
-  /// As SlotSupply::evict_one.
+  /// See SlotSupply::evict_one().
   bool evict_one(bool may_wait) { return supply_.evict_one(may_wait); }
-  /// As SlotSupply::could_evict.
+  /// See SlotSupply::could_evict().
   bool could_evict() const { return supply_.could_evict(); }
-  /// For good: forgets all pins, waits for the lanes, gives every slot back. Threads that are about to get a block
-  /// give up with StateError.
+  /// Closes the pager for good: forgets all pins, waits for the lanes, returns every slot. Threads that are about to
+  /// get a slot throw StateError.
   void close() noexcept;
 
   BlockState state(std::int32_t block) const;
@@ -67,7 +69,7 @@ class Pager {
   Bytes resident_bytes() const;
   std::size_t blocks() const noexcept { return table_.all().size(); }
   PagerStatistics statistics() const;
-  /// "h.3 12.00 MiB pinned, ...": what holds slots now, for messages.
+  /// "'h.3' 12.00 MiB in use, ...": the blocks that have slots now, for messages.
   std::string describe_residents() const;
 
  private:

@@ -23,7 +23,7 @@ void Passes::note_leaving(Bytes gradients) {
 
 void Passes::begin(PassKind kind, int version) {
   table_.home().expect_here();
-  take_peak();  // what happened between passes is not this pass's
+  take_peak();  // discards the peak between the passes
   Plan planned;
   {
     const Lock lock = table_.lock();
@@ -43,7 +43,7 @@ void Passes::end(bool completed) noexcept {
     trace_.end(peak, completed);
     table_.statistics(lock).order_changes = trace_.order_changes();
   } catch (const std::exception&) {
-    // The meter failed, or there is no host memory to remember the pass in: it is not planned by.
+    // The meter failed, or there was no host memory for the record: later passes do not plan by this one.
     const Lock lock = table_.lock();
     trace_.end(0, /*completed=*/false);
   }
@@ -61,7 +61,7 @@ double Passes::wait_for_fills() noexcept {
       TicketPtr ticket;
       {
         const Lock lock = table_.lock();
-        ticket = block->place.ticket();  // of present blocks too: compute may wait where the host does not
+        ticket = block->place.ticket();  // present blocks have one too, if compute waits on the device and not the host
       }
       if (ticket && !ticket->finished() && !range) {
         range.emplace(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForTransfers);
@@ -76,7 +76,8 @@ double Passes::wait_for_fills() noexcept {
 
 Passes::Plan Passes::plan(const Lock& /*lock*/) {
   const auto& blocks = table_.all();
-  // What is settled stays, whatever the plan: it takes room at every moment, and none besides.
+  // Settled blocks keep their slots under any plan: their bytes are subtracted from every moment's room, and they count
+  // as empty in the choice.
   std::vector<Bytes> sizes;
   sizes.reserve(blocks.size());
   Bytes settled = 0;

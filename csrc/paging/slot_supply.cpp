@@ -62,7 +62,7 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
     const bool within_room = ledger_.in_use(MemoryClass::kWeights) <= demand.room - demand.bytes;
     if (within_room && ledger_.in_use() <= ledger_.limit() - demand.bytes) {
       try {
-        // Fresh memory may have had another use before: the lane waits for all that is enqueued.
+        // Compute that is already enqueued may still use fresh memory: the lane waits for all of it.
         void* memory = slots_.allocate(demand.bytes);
         return {.memory = memory, .bytes = demand.bytes, .fences = {backend_.record()}};
       } catch (const OutOfMemory&) {
@@ -91,8 +91,8 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
     if (refusal) {
       std::rethrow_exception(refusal);
     }
-    throw OutOfMemory("no slot for block '" + wanted.name + "': " + human_bytes(demand.bytes) + " asked, " +
-                      human_bytes(ledger_.in_use()) + " of " + human_bytes(ledger_.limit()) + " in use");
+    throw OutOfMemory("no slot for block '" + wanted.name + "': it needs " + human_bytes(demand.bytes) + ", and " +
+                      human_bytes(ledger_.in_use()) + " of " + human_bytes(ledger_.limit()) + " are in use");
   }
 }
 

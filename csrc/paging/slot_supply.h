@@ -1,10 +1,12 @@
-// Where slots come from: fresh memory under the ledger's limit, or a block that has to give up its own.
+// Reserves slots for blocks and takes them away. A slot is fresh memory under the ledger's limit, or that of a block
+// that is evicted.
 //
-// A part of the pager. Knows the table, and the contents, since dirty bytes have to go home before their block can go;
-// owns no memory. What it has handed out comes back by give_back() or in a block that is evicted.
+// A part of the pager. Uses the table, and the contents, because dirty bytes are written back before their block is
+// evicted. Owns no memory. A slot returns by give_back(), or changes hands when its block is evicted.
 //
-// Threads: any; the table's mutex, which is free whenever memory is allocated or released, a lane is waited for or a
-// function of Relief is called. So evict_one() may be called back from inside an allocation. Sizes are bytes.
+// Threads: any; the table's mutex. The thread that holds it allocates and releases no memory, waits for no lane, and
+// calls no function of Relief. So evict_one() may be called from inside an allocation. Calls may block, except
+// could_evict() and evict_one() if it may not wait. Sizes are bytes.
 #pragma once
 
 #include <functional>
@@ -18,22 +20,22 @@
 
 namespace hydra {
 
-/// What others can do for room. Each says whether it did; either may be empty.
+/// Ways to make room outside the pager. Each returns whether it made room, and may be empty.
 struct Relief {
-  /// Asked before a slot is denied and before a block is evicted for an allocation outside the pager: frees something
-  /// that costs no traffic (a gradient that is leaving).
+  /// Called before a block is evicted for a use, or for an allocation outside the pager. It frees memory that costs no
+  /// extra traffic (a gradient that is leaving anyway).
   std::function<bool()> reliever{};
-  /// Asked when nothing else can go: lets one settled block go, or something of it.
+  /// Called when no block can be evicted. It moves a settled block, or a part of it, to the host.
   std::function<bool()> last_resort{};
 };
 
 class SlotSupply {
  public:
-  /// What a reservation may do to get a slot.
+  /// How far a reservation may go to get a slot.
   struct Demand {
     Bytes bytes = 0;
-    Bytes room = std::numeric_limits<Bytes>::max();  // all slots together may hold this much afterwards
-    bool ahead = false;                              // takes only what the plan does not want, and never waits
+    Bytes room = std::numeric_limits<Bytes>::max();  // the most that all slots together may take afterwards
+    bool ahead = false;                              // evicts only blocks that the plan does not want, and never waits
   };
 
   /// All have to outlive it.
@@ -48,28 +50,31 @@ class SlotSupply {
   SlotSupply(const SlotSupply&) = delete;
   SlotSupply& operator=(const SlotSupply&) = delete;
 
-  /// A slot of exactly that size, for `wanted`. Throws OutOfMemory; then nothing was reserved.
+  /// Reserves a slot of exactly the demanded size. `wanted`: for messages. Throws OutOfMemory. On any error nothing is
+  /// reserved.
   Slot reserve(const Demand& demand, const PagedBlock& wanted);
-  /// To the device, in compute order.
+  /// Returns the slot to the device, in compute order.
   void give_back(const Slot& slot) noexcept;
-  /// Evicts what the plan does not want until all slots together hold `room` at most.
+  /// Evicts blocks that the plan does not want until all slots together take at most `room`.
   void trim(Bytes room);
 
-  /// Makes room for an allocation outside the pager, from inside it: relieves, or takes one unpinned block's slot.
-  /// False when there is nothing left to take. `may_wait` false: never blocks, takes only what no lane and no other
-  /// thread holds.
+  /// Makes room for an allocation outside the pager, from inside that allocation: calls the reliever, or evicts one
+  /// unpinned block. False if no room can be made. `may_wait`: if false, the call never blocks, and evicts only a block
+  /// that neither a lane nor another thread holds.
   bool evict_one(bool may_wait);
-  /// Whether evict_one(false) would find a block to take now.
+  /// Whether evict_one(false) would find a block to evict now.
   bool could_evict() const;
 
  private:
   using Lock = BlockTable::Lock;
 
-  /// The block to go next; null when all that is left is pinned, dirty, loading, or (`spare_wanted`) wanted.
+  /// The block to evict next; null if every block in a slot is pinned, dirty, settled, loading, or (with
+  /// `spare_wanted`) wanted.
   PagedBlock* victim(const Lock& lock, bool spare_wanted) const noexcept;
-  /// Takes the victim's slot for a better use; no slot if there is no victim. On an error nothing has changed.
+  /// Takes the victim's slot for another use. Returns no slot if there is no victim. On an error nothing has changed.
   Slot evict_victim(const Lock& lock, bool spare_wanted);
-  /// Waits for a fill under way or brings dirty bytes home, so that a block can go. False when neither is there.
+  /// Waits for a fill under way, or writes dirty blocks back, so that a block can be evicted. False if there is
+  /// neither.
   bool wait_for_movable();
 
   DeviceBackend& backend_;

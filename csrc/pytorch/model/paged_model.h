@@ -67,7 +67,7 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   ModelWindow& window() noexcept { return window_; }
 
  private:
-  /// What the pager asks of the parts below it, once blocks are used.
+  /// The functions refer to parts declared after the pager, so the pager calls none before blocks are used.
   PagerOptions pager_options(const PagedModelOptions& options);
 
   WindowGate gate_;
