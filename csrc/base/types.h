@@ -13,7 +13,6 @@
 // Unless another unit is named, sizes are bytes in `Bytes` and times are seconds in `double`.
 #pragma once
 
-#include <compare>
 #include <cstdint>
 
 namespace hydra {
@@ -31,12 +30,5 @@ constexpr Bytes round_up(Bytes value, Bytes multiple) noexcept { return (value +
 
 /// The kind of a pass. The pager expects passes of one kind to run the same blocks.
 enum class PassKind : std::uint8_t { kForward, kBackward, kInference };
-
-/// Names one copy of one block's weights.
-struct BlockKey {
-  std::int32_t block = 0;
-  std::int32_t version = 0;
-  auto operator<=>(const BlockKey&) const = default;
-};
 
 }  // namespace hydra

@@ -406,7 +406,7 @@ TORCH: tuple[M, ...] = (
     ),
     M(
         "csrc/pytorch/homes/device_homes_contents.cpp",
-        "  pager_.note_written(block, home->updated);\n",
+        "  pager_.contents().note_written(block, home->updated);\n",
         "",
         "a forward reads a home that an update still writes",
         python=("runtime/test_homes_asynchronous.py",),

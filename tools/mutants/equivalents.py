@@ -176,7 +176,7 @@ EQUIVALENTS: tuple[Equivalent, ...] = (
         file="csrc/pytorch/homes/device_homes.cpp",
         function="a home returns before its update has ended",
         change=("- planned.after.push_back(home.updated);",),
-        proof="The slot's last uses, which come first in the list, have the same fence: Pager::note_written().",
+        proof="The slot's last uses, which come first in the list, have the same fence: BlockContents::note_written().",
     ),
     Equivalent(
         file="csrc/pytorch/parameters/withheld.cpp",

@@ -1,5 +1,5 @@
 #include "csrc/bindings/bindings.h"
-#include "csrc/paging/pager.h"
+#include "csrc/paging/pager_statistics.h"
 
 namespace py = pybind11;
 

@@ -39,8 +39,10 @@ void bind_model(py::module_& module) {
            "Groups of blocks whose parameters overlap in memory; -1 stands for parameters outside the model.")
       .def_property_readonly("foreign_bytes", &ModelBlocks::foreign_bytes);
   py::class_<Pager>(module, "Pager", "Which block is in which slot.")
-      .def("recorded", &Pager::recorded, py::arg("kind"), gil_released,
-           "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
+      .def(
+          "recorded", [](Pager& pager, PassKind kind) { return pager.passes().recorded(kind); }, py::arg("kind"),
+          gil_released,
+          "What the last pass of a kind ran: blocks, and the bytes activations took while each was in use.")
       .def_property_readonly("statistics", released(&Pager::statistics))
       .def_property_readonly("resident_blocks", released(&resident_blocks),
                              "Blocks whose bytes are on the device, or on their way there.")

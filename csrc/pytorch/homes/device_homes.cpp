@@ -112,8 +112,8 @@ bool DeviceHomes::settle(std::int32_t block, const BlockBacking& backing, const 
       segments.push_back({base + offsets[i], state[i].const_data_ptr(), static_cast<Bytes>(state[i].nbytes())});
     }
     move(backend_.to_device(), std::move(segments), {});
-    pager_.settle(block, home->memory_bytes + gradients);
-    home->slot = static_cast<std::byte*>(pager_.contents_of(block).memory);
+    pager_.contents().settle(block, home->memory_bytes + gradients);
+    home->slot = static_cast<std::byte*>(pager_.contents().of(block).memory);
     for (HostParameter* parameter : backing.parameters()) {
       parameter->note_withheld();
       home->members.push_back(
@@ -152,7 +152,7 @@ void DeviceHomes::release_locked(Home& home) noexcept {
 // ---- to the host ------------------------------------------------------------------------------
 
 DeviceHomes::Return DeviceHomes::plan_return_locked(std::int32_t block, Home& home) const {
-  SlotContents slot = pager_.contents_of(block);
+  SlotContents slot = pager_.contents().of(block);
   Return planned{.segments = {}, .after = std::move(slot.uses), .gradients = {}, .writes = slot.writes};
   planned.after.push_back(home.updated);
   for (const Member& member : home.members) {
@@ -184,7 +184,7 @@ void DeviceHomes::bring_home_locked(std::int32_t block, Departed& departed) {
   do {
     planned = plan_return_locked(block, *home);
     move(backend_.to_host(), std::move(planned.segments), std::move(planned.after));
-  } while (!pager_.unsettle(block, planned.writes));
+  } while (!pager_.contents().unsettle(block, planned.writes));
   for (std::size_t i = 0; i < home->members.size(); ++i) {
     const Member& member = home->members[i];
     const bool replaced = !member.parameter->withheld();
@@ -226,7 +226,7 @@ void DeviceHomes::bring_home() {
 bool DeviceHomes::give_one_up() {
   Departed departed;
   const std::lock_guard lock(mutex_);
-  const std::int32_t block = pager_.last_needed_settled();
+  const std::int32_t block = pager_.contents().last_needed_settled();
   if (block < 0) {
     return false;
   }

@@ -208,7 +208,7 @@ bool DeviceHomes::update(std::int32_t block, const TensorPlan& plan, ThreadPool&
     backend_.note_write(home->memory, home->memory_bytes);
   }
   home->updated = backend_.record();
-  pager_.note_written(block, home->updated);
+  pager_.contents().note_written(block, home->updated);
   return true;
 }
 

@@ -11,7 +11,7 @@ void Arrivals::arrive(const BlockList& blocks, PassKind kind) {
     keep_headroom();
     for (; arrived < blocks.size(); ++arrived) {
       timeline_.approach(blocks[arrived]);
-      pager_.arrive(blocks[arrived]);
+      pager_.passes().arrive(blocks[arrived]);
       timeline_.note_arrival(blocks[arrived], kind);
     }
   } catch (...) {  // re-raised: all or none

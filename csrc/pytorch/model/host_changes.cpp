@@ -59,7 +59,7 @@ void HostChanges::synchronise() {
       synchronise_home(backing);
     } else if (synchronise(backing, all_stale, mismatches)) {
       backing.host_changed();
-      pager_.invalidate(block);
+      pager_.contents().invalidate(block);
     }
   }
   if (!mismatches.empty()) {
@@ -76,7 +76,7 @@ bool HostChanges::synchronise(std::int32_t block) {
   std::string mismatches;
   if (synchronise(backing, all_stale_, mismatches)) {
     backing.host_changed();
-    pager_.invalidate(block);
+    pager_.contents().invalidate(block);
   }
   return mismatches.empty();
 }
@@ -192,7 +192,7 @@ void HostChanges::note_face_written(const Page& page) {
       parameter->page->written = true;
     }
   }
-  pager_.mark_dirty(page.block);
+  pager_.contents().mark_dirty(page.block);
 }
 
 void HostChanges::note_written_home() {

@@ -88,7 +88,7 @@ void ModelWindow::open_window(PassKind kind) {
   }
   model_.gate().swap().show_device();
   const py::gil_scoped_release released;
-  model_.pager().begin_pass(kind, model_.arrivals().version());
+  model_.pager().passes().begin(kind, model_.arrivals().version());
 }
 
 void ModelWindow::expect_unmoved_hosts() const {
@@ -188,10 +188,10 @@ void ModelWindow::close_window(bool failed) {
   const py::gil_scoped_release released;
   model_.rounds().end();
   model_.gradients().reopen();
-  model_.pager().end_pass(!failed);
+  model_.pager().passes().end(!failed);
   std::exception_ptr error;
   try {
-    model_.pager().write_back_dirty();
+    model_.pager().contents().write_back_dirty();
     model_.gradients().collect_assigned();
     model_.gradients().sink().drain();
     model_.gradients().spill().store_all();

@@ -17,7 +17,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
                        const PagedModelOptions& options)
     : memory_(std::move(backend), std::move(arena), options.budget, options.device.is_cpu()),
       blocks_(memory_.arena(), options.device, options.face_dtype),
-      pager_(memory_.backend(), memory_.slots(), memory_.ledger()),
+      pager_(memory_.backend(), memory_.slots(), memory_.ledger(), pager_options(options)),
       homes_(memory_.backend(), pager_, memory_.optimizer_state(), memory_.arena(), blocks_, gate_),
       gradients_(memory_.backend(), memory_.arena(), blocks_, homes_, gate_, options.gradient_dtype,
                  options.gradient_bound),
@@ -28,12 +28,6 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       rounds_(memory_, pager_, gradients_, arrivals_, gate_),
       window_(*this) {
   register_fault_path();
-  pager_.set_fault_path(options.fault_path);
-  pager_.set_reliever([this] { return gradients_.sink().relieve(); });
-  pager_.set_last_resort([this] {
-    const ReleaseGilIfHeld released;
-    return homes_.device().give_one_up();
-  });
   memory_.open(
       [this] {
         const ReleaseGilIfHeld released;
@@ -44,12 +38,21 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
         }
       },
       [this] { return arrivals_.timeline().explain(); }, [this] { return pager_.evict_one(/*may_wait=*/false); });
-  if (std::function<Bytes()> meter = memory_.backend().activation_meter()) {
-    pager_.set_activation_meter(std::move(meter));
-    // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
-    // then.
-    pager_.set_gradient_reserve(options.gradient_bound);
-  }
+}
+
+PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
+  PagerOptions made;
+  made.relief.reliever = [this] { return gradients_.sink().relieve(); };
+  made.relief.last_resort = [this] {
+    const ReleaseGilIfHeld released;
+    return homes_.device().give_one_up();
+  };
+  made.activations.meter = memory_.backend().activation_meter();
+  // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
+  // then.
+  made.activations.gradient_reserve = made.activations.meter ? options.gradient_bound : 0;
+  made.fault_path = options.fault_path;
+  return made;
 }
 
 PagedModel::~PagedModel() {
@@ -66,8 +69,7 @@ std::int32_t PagedModel::add_block(std::string name,
   auto backing = blocks_.add(name, parameters, weak_from_this(),
                              [this](HostParameter& parameter) { gradients_.install_hooks(parameter); });
   const Bytes bytes = backing->slot_bytes();
-  const BlockKey key{static_cast<std::int32_t>(pager_.blocks()), 0};
-  return pager_.add_block(key, std::move(name), bytes, std::move(backing));
+  return pager_.add_block(std::move(name), bytes, std::move(backing));
 }
 
 void PagedModel::close() {

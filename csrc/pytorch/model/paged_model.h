@@ -67,6 +67,9 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   ModelWindow& window() noexcept { return window_; }
 
  private:
+  /// The functions refer to parts declared after the pager, so the pager calls none before blocks are used.
+  PagerOptions pager_options(const PagedModelOptions& options);
+
   WindowGate gate_;
   ModelMemory memory_;
   ModelBlocks blocks_;

@@ -41,7 +41,7 @@ void RoundStay::stay_in(const BlockList& blocks, PassKind kind) {
   arrivals_.arrive(reached, kind);
   exchange(stays_, blocks);
   if (!blocks.empty()) {
-    pager_.note_leaving(leaving);
+    pager_.passes().note_leaving(leaving);
   }
   if (kind == PassKind::kBackward && !blocks.empty()) {
     gradients_.begin_gathering();

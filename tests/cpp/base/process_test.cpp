@@ -48,8 +48,8 @@ struct Rig {
     device = std::make_unique<SimulatedDevice>(options);
     slots = std::make_unique<LimitedResource>(device->slots(), ledger, MemoryClass::kWeights);
     pager = std::make_unique<Pager>(*device, *slots, ledger);
-    pager->add_block({0, 0}, "first", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
-    pager->add_block({1, 0}, "second", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
+    pager->add_block("first", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
+    pager->add_block("second", kBlock, std::make_unique<FakeBlock>(random_bytes(kBlock, 1)));
   }
 
   Ledger ledger{kBlock};
@@ -97,19 +97,19 @@ TEST_P(ForkTest, NothingWaitsForACopyThatRunsInTheParent) {
 
 TEST_P(ForkTest, ThePagerRefusesEveryUseInAChildAndEndsQuietly) {
   Rig rig(GetParam());
-  rig.pager->begin_pass(PassKind::kForward);
-  rig.pager->arrive(0);
+  rig.pager->passes().begin(PassKind::kForward);
+  rig.pager->passes().arrive(0);
   const int status = status_of_child([&] {
-    bool refused = refuses([&] { rig.pager->begin_pass(PassKind::kForward); });
+    bool refused = refuses([&] { rig.pager->passes().begin(PassKind::kForward); });
     for (const std::int32_t block : {0, 1}) {  // present and absent
-      refused = refused && refuses([&] { rig.pager->arrive(block); });
+      refused = refused && refuses([&] { rig.pager->passes().arrive(block); });
       refused = refused && refuses([&] { rig.pager->acquire(block, AcquireReason::kFault); });
-      refused = refused && refuses([&] { rig.pager->invalidate(block); });
+      refused = refused && refuses([&] { rig.pager->contents().invalidate(block); });
     }
-    refused = refused && refuses([&] { rig.pager->write_back_dirty(); });
+    refused = refused && refuses([&] { rig.pager->contents().write_back_dirty(); });
     refused = refused && !rig.pager->evict_one(true);
     rig.pager->release(0, AcquireReason::kHook);
-    rig.pager->end_pass(true);
+    rig.pager->passes().end(true);
     rig.pager->close();
     rig.pager.reset();
     rig.device.reset();
@@ -117,9 +117,9 @@ TEST_P(ForkTest, ThePagerRefusesEveryUseInAChildAndEndsQuietly) {
   });
   EXPECT_EQ(status, 0);
   rig.pager->release(0, AcquireReason::kHook);
-  rig.pager->arrive(1);
+  rig.pager->passes().arrive(1);
   rig.pager->release(1, AcquireReason::kHook);
-  rig.pager->end_pass(true);
+  rig.pager->passes().end(true);
 }
 
 TEST(NormAccumulatorTest, IsRefusedInAChildAndEndsQuietly) {

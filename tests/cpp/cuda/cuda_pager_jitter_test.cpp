@@ -38,13 +38,13 @@ struct Rig {
     for (int i = 0; i < kBlocks; ++i) {
       auto backing = std::make_unique<Backing>(static_cast<std::uint32_t>(i + 1));
       backings.push_back(backing.get());
-      pager.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(backing));
+      pager.add_block("block " + std::to_string(i), kBlock, std::move(backing));
     }
   }
 
   /// One operation: pins, enqueues a kernel that compares the slot when its turn comes, unpins.
   void use(int block, AcquireReason reason) {
-    reason == AcquireReason::kHook ? pager.arrive(block) : pager.acquire(block, reason);
+    reason == AcquireReason::kHook ? pager.passes().arrive(block) : pager.acquire(block, reason);
     const Backing& backing = *backings[static_cast<std::size_t>(block)];
     const auto* slot = static_cast<const std::uint8_t*>(backing.where.load());
     fake_cuda::launch(compute_stream, [this, slot, &backing] {
@@ -75,7 +75,7 @@ TEST_P(CudaPagerJitter, ComputeReadsWhatTheHostHoldsWhateverStreamItRunsOn) {
   {
     Rig rig(streams[0], 3);
     for (int pass = 0; pass < 4; ++pass) {
-      rig.pager.begin_pass(PassKind::kForward);
+      rig.pager.passes().begin(PassKind::kForward);
       const auto work = [&rig, pass](cudaStream_t stream, std::uint32_t seed, bool hooks) {
         compute_stream = stream;
         std::mt19937 random(seed + static_cast<std::uint32_t>(pass));
@@ -88,7 +88,7 @@ TEST_P(CudaPagerJitter, ComputeReadsWhatTheHostHoldsWhateverStreamItRunsOn) {
         const std::jthread other(work, streams[1], 100U, false);
         work(streams[0], 200U, true);
       }
-      rig.pager.end_pass(true);
+      rig.pager.passes().end(true);
       EXPECT_EQ(rig.pager.pins(), 0);
     }
     rig.pager.close();
@@ -116,7 +116,7 @@ TEST(CudaPager, TheEndOfAPassWaitsForLoadsThatComputeWaitsForOnTheDeviceOnly) {
   compute_stream = home;
   {
     Rig rig(home, 3);
-    rig.pager.begin_pass(PassKind::kForward);
+    rig.pager.passes().begin(PassKind::kForward);
     Gate gate;
     fake_cuda::launch(rig.device->to_device_stream(), [&gate] { gate.wait(); });
     rig.use(0, AcquireReason::kHook);
@@ -125,7 +125,7 @@ TEST(CudaPager, TheEndOfAPassWaitsForLoadsThatComputeWaitsForOnTheDeviceOnly) {
       opened = true;
       gate.open();
     });
-    rig.pager.end_pass(true);
+    rig.pager.passes().end(true);
     EXPECT_TRUE(opened.load());
     EXPECT_EQ(rig.device->to_device().statistics().jobs, 1) << "the host's bytes may be written from here on";
     rig.pager.close();

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -59,7 +60,7 @@ class PagerErrors : public ::testing::Test {
     for (std::int32_t i = 0; i < 3; ++i) {
       auto block = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
       blocks_.push_back(block.get());
-      pager_.add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(block));
+      pager_.add_block("block " + std::to_string(i), kBlock, std::move(block));
     }
   }
   ~PagerErrors() override {
@@ -69,7 +70,7 @@ class PagerErrors : public ::testing::Test {
   }
 
   void visit(std::int32_t block) {
-    pager_.arrive(block);
+    pager_.passes().arrive(block);
     EXPECT_TRUE(blocks_[static_cast<std::size_t>(block)]->equal());
     pager_.release(block, AcquireReason::kHook);
   }
@@ -81,11 +82,20 @@ class PagerErrors : public ::testing::Test {
     return options;
   }
 
+  PagerOptions pager_options() {
+    PagerOptions options;
+    options.relief.reliever = [this] { return reliever_ && reliever_(); };
+    options.activations.meter = [this] { return meter_ ? meter_() : ledger_.take_activation_peak(); };
+    return options;
+  }
+
   std::shared_ptr<FaultScript> faults_ = std::make_shared<FaultScript>();
   Forgetful device_{options(faults_)};
   Ledger ledger_{kBlock};
   LimitedResource slots_{device_.slots(), ledger_, MemoryClass::kWeights};
-  Pager pager_{device_, slots_, ledger_};
+  std::function<bool()> reliever_;
+  std::function<Bytes()> meter_;
+  Pager pager_{device_, slots_, ledger_, pager_options()};
   std::vector<FakeBlock*> blocks_;
 };
 
@@ -113,7 +123,7 @@ TEST_F(PagerErrors, AFillIsTriedAgainBehindTheUsesOfTheSlotsBlockBefore) {
 }
 
 TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
-  pager_.arrive(0);
+  pager_.passes().arrive(0);
   device_.forgetful = true;
   pager_.release(0, AcquireReason::kHook);
   EXPECT_EQ(pager_.pins(), 0);
@@ -125,17 +135,17 @@ TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
 }
 
 TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {
-  pager_.begin_pass(PassKind::kForward);
+  pager_.passes().begin(PassKind::kForward);
   visit(0);
-  pager_.set_activation_meter([]() -> Bytes { throw std::runtime_error("no device"); });
-  pager_.end_pass(true);
-  EXPECT_TRUE(pager_.recorded(PassKind::kForward).empty());
-  pager_.set_activation_meter({});
-  pager_.begin_pass(PassKind::kForward);
+  meter_ = []() -> Bytes { throw std::runtime_error("no device"); };
+  pager_.passes().end(true);
+  EXPECT_TRUE(pager_.passes().recorded(PassKind::kForward).empty());
+  meter_ = nullptr;
+  pager_.passes().begin(PassKind::kForward);
   visit(0);
   visit(1);
-  pager_.end_pass(true);
-  EXPECT_EQ(pager_.recorded(PassKind::kForward).size(), 2U);
+  pager_.passes().end(true);
+  EXPECT_EQ(pager_.passes().recorded(PassKind::kForward).size(), 2U);
 }
 
 TEST_F(PagerErrors, ClosesWithoutHostMemoryForAFence) {
@@ -150,11 +160,11 @@ TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
   ASSERT_TRUE(ledger_.try_charge(MemoryClass::kActivations, kBlock));
   Gate waiting;
   Gate closed;
-  pager_.set_reliever([&] {
+  reliever_ = [&] {
     waiting.open();
     closed.wait();
     return true;  // there is room now
-  });
+  };
   std::string said;
   std::thread late([&] {
     try {
@@ -173,7 +183,7 @@ TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
   EXPECT_EQ(ledger_.in_use(), 0);
   EXPECT_EQ(pager_.pins(), 0);
   EXPECT_FALSE(blocks_[0]->readable());
-  EXPECT_THROW(pager_.arrive(1), StateError);
+  EXPECT_THROW(pager_.passes().arrive(1), StateError);
 }
 
 }  // namespace

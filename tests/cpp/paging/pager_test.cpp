@@ -23,18 +23,18 @@ class PagerTest : public ::testing::TestWithParam<bool> {
  protected:
   static constexpr Bytes kBlock = 1024;
 
-  void make(std::int32_t blocks, Bytes budget) {
-    SimulatedDeviceOptions options;
-    options.asynchronous = GetParam();
-    options.faults = faults_;
-    device_ = std::make_unique<SimulatedDevice>(options);
+  void make(std::int32_t blocks, Bytes budget, PagerOptions options = {}) {
+    SimulatedDeviceOptions simulated;
+    simulated.asynchronous = GetParam();
+    simulated.faults = faults_;
+    device_ = std::make_unique<SimulatedDevice>(simulated);
     ledger_ = std::make_unique<Ledger>(budget);
     slots_ = std::make_unique<LimitedResource>(device_->slots(), *ledger_, MemoryClass::kWeights);
-    pager_ = std::make_unique<Pager>(*device_, *slots_, *ledger_);
+    pager_ = std::make_unique<Pager>(*device_, *slots_, *ledger_, std::move(options));
     for (std::int32_t i = 0; i < blocks; ++i) {
       auto client = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
       blocks_.push_back(client.get());
-      pager_->add_block({i, 0}, "block " + std::to_string(i), kBlock, std::move(client));
+      pager_->add_block("block " + std::to_string(i), kBlock, std::move(client));
     }
   }
 
@@ -47,23 +47,23 @@ class PagerTest : public ::testing::TestWithParam<bool> {
   }
 
   void visit(std::int32_t block) {
-    pager_->arrive(block);
+    pager_->passes().arrive(block);
     EXPECT_TRUE(blocks_[static_cast<std::size_t>(block)]->equal());
     EXPECT_LE(ledger_->in_use(), ledger_->limit());
     pager_->release(block, AcquireReason::kHook);
   }
 
   void step(std::int32_t blocks) {
-    pager_->begin_pass(PassKind::kForward);
+    pager_->passes().begin(PassKind::kForward);
     for (std::int32_t i = 0; i < blocks; ++i) {
       visit(i);
     }
-    pager_->end_pass(true);
-    pager_->begin_pass(PassKind::kBackward);
+    pager_->passes().end(true);
+    pager_->passes().begin(PassKind::kBackward);
     for (std::int32_t i = blocks; i-- > 0;) {
       visit(i);
     }
-    pager_->end_pass(true);
+    pager_->passes().end(true);
   }
 
   std::shared_ptr<FaultScript> faults_ = std::make_shared<FaultScript>();
@@ -94,7 +94,7 @@ TEST_P(PagerTest, LoadsTwiceTheBlocksLessTheSlotsOnceItKnowsTheOrder) {
     step(kBlocks);
     step(kBlocks);
     for (std::int32_t i = 0; i < kBlocks; ++i) {
-      pager_->invalidate(i);  // the optimizer wrote
+      pager_->contents().invalidate(i);  // the optimizer wrote
     }
     const PagerStatistics before = pager_->statistics();
     step(kBlocks);
@@ -113,22 +113,22 @@ TEST_P(PagerTest, LeavesRoomForGradientsThatLeaveWhileABlockIsInUse) {
   constexpr Bytes kSlots = 4;
   make(kBlocks, kSlots * kBlock);
   for (int step = 0; step < 3; ++step) {
-    pager_->begin_pass(PassKind::kForward);
+    pager_->passes().begin(PassKind::kForward);
     for (std::int32_t i = 0; i < kBlocks; ++i) {
       visit(i);
     }
-    pager_->end_pass(true);
+    pager_->passes().end(true);
     EXPECT_EQ(pager_->resident_bytes(), kSlots * kBlock);
-    pager_->begin_pass(PassKind::kBackward);
+    pager_->passes().begin(PassKind::kBackward);
     for (std::int32_t i = kBlocks; i-- > 0;) {
       const bool gradients = i + 1 < kBlocks;  // those of the block before
-      pager_->arrive(i);
-      pager_->note_leaving(gradients ? kBlock : 0);
+      pager_->passes().arrive(i);
+      pager_->passes().note_leaving(gradients ? kBlock : 0);
       EXPECT_EQ(pager_->resident_bytes(), (gradients && step > 0 ? kSlots - 1 : kSlots) * kBlock) << "block " << i;
       pager_->release(i, AcquireReason::kHook);
     }
-    pager_->end_pass(true);
-    for (const auto& [block, room] : pager_->recorded(PassKind::kBackward)) {
+    pager_->passes().end(true);
+    for (const auto& [block, room] : pager_->passes().recorded(PassKind::kBackward)) {
       EXPECT_EQ(room, block + 1 < kBlocks ? kBlock : 0) << "block " << block;
     }
   }
@@ -138,7 +138,7 @@ TEST_P(PagerTest, EvictsNothingWithRoomForAllAndReloadsOnlyWhatChanged) {
   make(4, 4 * kBlock);
   step(4);
   blocks_[2]->host()[5] ^= 1;
-  pager_->invalidate(2);
+  pager_->contents().invalidate(2);
   EXPECT_FALSE(blocks_[2]->readable());
   const PagerStatistics before = pager_->statistics();
   step(4);
@@ -150,14 +150,14 @@ TEST_P(PagerTest, TakesWhatIsNeededLastFromThoseThatThePlanWants) {
   make(4, 4 * kBlock);
   step(4);
   step(4);
-  pager_->begin_pass(PassKind::kForward);
+  pager_->passes().begin(PassKind::kForward);
   visit(0);
   EXPECT_TRUE(pager_->evict_one(true));
   EXPECT_EQ(pager_->state(3), BlockState::kAbsent);
   for (std::int32_t i = 0; i < 3; ++i) {
     EXPECT_EQ(pager_->state(i), BlockState::kPresent) << "block " << i;
   }
-  pager_->end_pass(false);
+  pager_->passes().end(false);
 }
 
 TEST_P(PagerTest, HasFilledAllItBeganWhenAPassEnds) {
@@ -165,13 +165,13 @@ TEST_P(PagerTest, HasFilledAllItBeganWhenAPassEnds) {
   step(4);
   step(4);
   for (std::int32_t i = 0; i < 4; ++i) {
-    pager_->invalidate(i);
+    pager_->contents().invalidate(i);
     blocks_[static_cast<std::size_t>(i)]->filled = 0;
   }
   faults_->jitter(Operation::kToDevice, 0.02, 1);
-  pager_->begin_pass(PassKind::kForward);
+  pager_->passes().begin(PassKind::kForward);
   visit(0);
-  pager_->end_pass(false);
+  pager_->passes().end(false);
   for (FakeBlock* const block : blocks_) {
     EXPECT_EQ(block->filled, 1) << "an optimizer may write the host from now on";
   }
@@ -181,26 +181,26 @@ TEST_P(PagerTest, InvalidatesABlockThatIsOnItsWay) {
   make(2, 2 * kBlock);
   step(2);
   step(2);
-  pager_->invalidate(0);
-  pager_->invalidate(1);
-  pager_->begin_pass(PassKind::kForward);
-  pager_->arrive(0);
+  pager_->contents().invalidate(0);
+  pager_->contents().invalidate(1);
+  pager_->passes().begin(PassKind::kForward);
+  pager_->passes().arrive(0);
   EXPECT_EQ(pager_->state(1), BlockState::kLoading);
-  pager_->invalidate(1);
+  pager_->contents().invalidate(1);
   EXPECT_EQ(pager_->state(1), BlockState::kStale);
   blocks_[1]->host()[5] ^= 1;
   pager_->release(0, AcquireReason::kHook);
   visit(1);
-  pager_->end_pass(true);
+  pager_->passes().end(true);
 }
 
 TEST_P(PagerTest, WritesBackWhatComputeHasWritten) {
   make(1, kBlock);
   pager_->acquire(0, AcquireReason::kFault);
   device_->note_write(blocks_[0]->slot(), kBlock);
-  pager_->mark_dirty(0);
+  pager_->contents().mark_dirty(0);
   pager_->release(0, AcquireReason::kFault);
-  pager_->write_back_dirty();
+  pager_->contents().write_back_dirty();
   EXPECT_EQ(device_->hazards(), 0) << device_->first_hazard();
 }
 
@@ -231,17 +231,17 @@ TEST_P(PagerTest, MakesRoomForTheAllocationsOfOthers) {
 }
 
 TEST_P(PagerTest, RelievesBeforeItEvicts) {
-  make(1, kBlock);
-  visit(0);
   int relieved = 0;
-  pager_->set_reliever([&] { return ++relieved == 1; });
+  make(1, kBlock, {.relief = {.reliever = [&] { return ++relieved == 1; }}});
+  visit(0);
+  EXPECT_EQ(relieved, 0);
   EXPECT_TRUE(pager_->evict_one(true));
   EXPECT_TRUE(blocks_[0]->readable());
   EXPECT_TRUE(pager_->evict_one(true));
   EXPECT_FALSE(blocks_[0]->readable());
 }
 
-TEST_P(PagerTest, CountsAFaultAndRefusesItWhenThePathIsOff) {
+TEST_P(PagerTest, CountsAFault) {
   make(1, kBlock);
   pager_->acquire(0, AcquireReason::kFault);
   pager_->release(0, AcquireReason::kFault);
@@ -249,8 +249,16 @@ TEST_P(PagerTest, CountsAFaultAndRefusesItWhenThePathIsOff) {
   pager_->acquire(0, AcquireReason::kFault);
   pager_->release(0, AcquireReason::kFault);
   EXPECT_EQ(pager_->statistics().faults, 1) << "present: no fault";
-  pager_->invalidate(0);
-  pager_->set_fault_path(false);
+}
+
+TEST_P(PagerTest, RefusesAFaultWhenThePathIsOff) {
+  make(1, kBlock, {.fault_path = false});
+  EXPECT_THROW(pager_->acquire(0, AcquireReason::kFault), PageFaultError);
+  EXPECT_EQ(pager_->pins(), 0);
+  visit(0);
+  pager_->acquire(0, AcquireReason::kFault);  // present: no fault
+  pager_->release(0, AcquireReason::kFault);
+  pager_->contents().invalidate(0);
   EXPECT_THROW(pager_->acquire(0, AcquireReason::kFault), PageFaultError);
   EXPECT_EQ(pager_->pins(), 0);
 }
@@ -259,7 +267,7 @@ TEST_P(PagerTest, WritesADirtyBlockBackBeforeItCanGo) {
   make(2, kBlock);
   pager_->acquire(0, AcquireReason::kHook);
   blocks_[0]->slot()[7] = 99;
-  pager_->mark_dirty(0);
+  pager_->contents().mark_dirty(0);
   EXPECT_THROW(pager_->acquire(1, AcquireReason::kHook), OutOfMemory) << "pinned: it may be written still";
   EXPECT_NE(blocks_[0]->host()[7], 99);
   pager_->release(0, AcquireReason::kHook);
@@ -271,13 +279,13 @@ TEST_P(PagerTest, WritesADirtyBlockBackBeforeItCanGo) {
 TEST_P(PagerTest, KeepsABlockDirtyThatIsWrittenWhileItGoesHome) {
   make(1, kBlock);
   pager_->acquire(0, AcquireReason::kHook);
-  pager_->mark_dirty(0);
+  pager_->contents().mark_dirty(0);
   pager_->release(0, AcquireReason::kHook);
-  blocks_[0]->during_write_back = [this] { pager_->mark_dirty(0); };
-  pager_->write_back_dirty();
+  blocks_[0]->during_write_back = [this] { pager_->contents().mark_dirty(0); };
+  pager_->contents().write_back_dirty();
   EXPECT_FALSE(pager_->evict_one(false)) << "written since: it has to go home again";
   blocks_[0]->during_write_back = nullptr;
-  pager_->write_back_dirty();
+  pager_->contents().write_back_dirty();
   EXPECT_TRUE(pager_->evict_one(false));
 }
 
@@ -296,7 +304,7 @@ TEST_P(PagerTest, SurvivesEveryFailingTransferAndRetries) {
       }
     }
     for (std::int32_t block = 0; block < 3; ++block) {
-      pager_->invalidate(block);
+      pager_->contents().invalidate(block);
     }
   }
 }
@@ -304,7 +312,7 @@ TEST_P(PagerTest, SurvivesEveryFailingTransferAndRetries) {
 TEST_P(PagerTest, SurvivesARefusedSlot) {
   make(2, 2 * kBlock);
   faults_->fail(Operation::kSlot, 1, false);
-  EXPECT_THROW(pager_->arrive(0), OutOfMemory);
+  EXPECT_THROW(pager_->passes().arrive(0), OutOfMemory);
   EXPECT_EQ(pager_->pins(), 0);
   EXPECT_EQ(ledger_->in_use(), 0);
   visit(0);
@@ -316,11 +324,11 @@ TEST_P(PagerTest, ForgetsNothingWhenTheOrderChangesEveryStep) {
   std::mt19937 random(3);
   for (int round = 0; round < 20; ++round) {
     std::shuffle(order.begin(), order.end(), random);
-    pager_->begin_pass(PassKind::kForward);
+    pager_->passes().begin(PassKind::kForward);
     for (const std::int32_t block : order) {
       visit(block);
     }
-    pager_->end_pass(true);
+    pager_->passes().end(true);
   }
   EXPECT_GT(pager_->statistics().order_changes, 0);
 }

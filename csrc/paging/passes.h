@@ -1,0 +1,75 @@
+// Records the passes of a model, and plans from the recorded order which blocks to fetch ahead of time.
+//
+// Each pass is recorded, and expected to run again in that order. Every arrival ranks the blocks by their next use. The
+// blocks that are worth a slot within the room that activations leave are fetched. A plan is a hint: a wrong one costs
+// loads.
+//
+// A part of the pager. Owns the trace; uses the table and the fills. Threads: any; the table's mutex guards the trace,
+// the ranks and the counts here. begin(), arrive() and end() may block, so they must not be called with the interpreter
+// lock held. In a forked child begin() and arrive() throw StateError, and end() does nothing. Sizes are bytes.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "csrc/paging/block_fills.h"
+#include "csrc/paging/trace.h"
+
+namespace hydra {
+
+/// The device memory that plans leave to activations and gradients.
+struct ActivationRoom {
+  /// Returns the most that activations took since its last call. If empty, the ledger's count is used, with the
+  /// gradients of Passes::note_leaving().
+  std::function<Bytes()> meter{};
+  /// Room that plans leave free for gradients on their way out, where waiting for them would come too late.
+  Bytes gradient_reserve = 0;
+};
+
+class Passes {
+ public:
+  /// All but `activations` have to outlive the object.
+  Passes(DeviceBackend& backend, Ledger& ledger, BlockTable& table, BlockFills& fills, ActivationRoom activations)
+      : backend_(backend), ledger_(ledger), table_(table), fills_(fills), activations_(std::move(activations)) {}
+  Passes(const Passes&) = delete;
+  Passes& operator=(const Passes&) = delete;
+
+  void begin(PassKind kind, int version = 0);
+  /// The pass uses `block` next: records it, fetches it, fetches ahead, pins it. Pair with Pager::release() for kHook.
+  /// Throws the load's error; then nothing is pinned.
+  void arrive(std::int32_t block);
+  /// Notes gradients that leave while the block in use now is in use. In later passes slots leave room for them, as for
+  /// the block's activations; otherwise the block's allocations would wait for them.
+  void note_leaving(Bytes gradients);
+  /// Blocks until loads under way have ended. `completed`: whether the pass ran to its end without an error.
+  void end(bool completed) noexcept;
+
+  /// See Trace::recorded().
+  std::vector<std::pair<std::int32_t, Bytes>> recorded(PassKind kind) const;
+
+ private:
+  using Lock = BlockTable::Lock;
+  struct Plan {
+    std::vector<std::int32_t> wanted{};  // blocks to fetch, nearest use first
+    Bytes room = 0;                      // the bytes that all slots may take
+  };
+
+  /// The most that activations took since the last call.
+  Bytes take_peak();
+  /// Ranks blocks by their expected uses, and chooses the wanted ones.
+  Plan plan(const Lock& lock);
+  /// Blocks until all loads under way have ended. Returns the seconds that it took.
+  double wait_for_fills() noexcept;
+
+  DeviceBackend& backend_;
+  Ledger& ledger_;
+  BlockTable& table_;
+  BlockFills& fills_;
+  const ActivationRoom activations_;
+  Trace trace_;
+  std::int64_t arrivals_ = 0;
+  Bytes gradients_leaving_ = 0;  // noted by note_leaving() since the last arrival
+};
+
+}  // namespace hydra
