@@ -90,11 +90,18 @@ CORE: tuple[M, ...] = (
     ),
     M(
         "csrc/paging/slot_supply.cpp",
-        ".fences = {backend_.record()}",
-        ".fences = {}",
+        "    slot.fences.push_back(backend_.record());\n",
+        "",
         "a fill of fresh memory waits for nothing",
         _PAGER,
         ("runtime/test_simulated_device.py",),
+    ),
+    M(
+        "csrc/paging/slot_supply.cpp",
+        "    give_back(slot);\n    throw;\n",
+        "    throw;\n",
+        "fresh memory is lost if no fence can be recorded",
+        _PAGER,
     ),
     M(
         "csrc/paging/block_place.cpp",

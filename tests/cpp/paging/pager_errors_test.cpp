@@ -134,6 +134,15 @@ TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
   visit(1);
 }
 
+TEST_F(PagerErrors, FreshMemoryIsReturnedIfNoFenceCanBeRecordedForIt) {
+  device_.forgetful = true;
+  EXPECT_THROW(pager_.passes().arrive(0), std::bad_alloc);
+  EXPECT_EQ(ledger_.in_use(), 0);
+  EXPECT_EQ(pager_.state(0), BlockState::kAbsent);
+  device_.forgetful = false;
+  visit(0);
+}
+
 TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {
   pager_.passes().begin(PassKind::kForward);
   visit(0);
