@@ -88,7 +88,6 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
       slot = evict_victim(lock, /*spare_wanted=*/demand.ahead);
     }
     if (slot.bytes == demand.bytes) {
-      slot.ticket = nullptr;  // one lane fills slots, in order
       return slot;
     }
     if (slot.memory != nullptr) {

@@ -105,6 +105,13 @@ CORE: tuple[M, ...] = (
     ),
     M(
         "csrc/paging/block_place.cpp",
+        "  ticket_ = std::move(slot.ticket);\n",
+        "",
+        "a slot changes hands without the ticket of its fill",
+        _PAGER,
+    ),
+    M(
+        "csrc/paging/block_place.cpp",
         "  job.fences = uses_.fences();\n",
         "",
         "a fill overwrites what compute still reads",
