@@ -111,6 +111,13 @@ CORE: tuple[M, ...] = (
         _PAGER,
     ),
     M(
+        "csrc/paging/passes.cpp",
+        "ticket = block->last_fill;",
+        "ticket = block->place.ticket();",
+        "a pass ends before the fill of an evicted block",
+        _PAGER,
+    ),
+    M(
         "csrc/paging/block_place.cpp",
         "  job.fences = uses_.fences();\n",
         "",

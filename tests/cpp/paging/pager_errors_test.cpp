@@ -179,6 +179,23 @@ TEST_F(PagerErrors, ASlotChangesHandsWithTheTicketOfItsFill) {
   EXPECT_TRUE(waits) << "the slot was returned while a lane fills it";
 }
 
+TEST_F(PagerErrors, APassEndsBehindTheFillOfABlockThatIsEvictedAlready) {
+  delay_fills();
+  device_.on_wait = [this](Ticket&) { copied_.wait(); };
+  device_.on_return = [](Ticket*) {};
+  pager_.passes().begin(PassKind::kForward);
+  pager_.passes().arrive(0);
+  pager_.release(0, AcquireReason::kHook);
+  EXPECT_TRUE(pager_.evict_one(false));
+  std::thread late([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    end_.open();
+  });
+  pager_.passes().end(true);
+  EXPECT_EQ(blocks_[0]->filled, 1) << "the host may be written from now on, and the lane reads it still";
+  late.join();
+}
+
 TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {
   pager_.passes().begin(PassKind::kForward);
   visit(0);
