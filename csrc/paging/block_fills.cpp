@@ -123,7 +123,7 @@ void BlockFills::wait_present(PagedBlock& block, AcquireReason reason) {
     if (place.ticket() == ticket) {
       place.note_filled(/*has_ended=*/finished);
       table_.note_change(lock);
-      if (!finished) {
+      if (!finished && place.state() == BlockState::kPresent) {
         break;  // this thread's compute waits on the device; the ticket stays for the compute of other threads
       }
     }

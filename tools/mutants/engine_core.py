@@ -118,6 +118,13 @@ CORE: tuple[M, ...] = (
         _PAGER,
     ),
     M(
+        "csrc/paging/block_fills.cpp",
+        "if (!finished && place.state() == BlockState::kPresent) {",
+        "if (!finished) {",
+        "an acquired block is stale",
+        _PAGER,
+    ),
+    M(
         "csrc/paging/block_place.cpp",
         "  job.fences = uses_.fences();\n",
         "",

@@ -196,6 +196,28 @@ TEST_F(PagerErrors, APassEndsBehindTheFillOfABlockThatIsEvictedAlready) {
   late.join();
 }
 
+TEST_F(PagerErrors, ABlockIsPresentOnceAcquiredEvenIfItsHostChangesMeanwhile) {
+  delay_fills();
+  device_.on_wait = [this](Ticket&) { copied_.wait(); };
+  pager_.acquire(0, AcquireReason::kHook);
+  pager_.release(0, AcquireReason::kHook);
+  int waits = 0;
+  device_.on_wait = [&](Ticket& ticket) {
+    if (++waits == 1) {
+      pager_.contents().invalidate(0);
+    } else {
+      end_.open();
+      ticket.wait();
+    }
+  };
+  pager_.acquire(0, AcquireReason::kHook);
+  EXPECT_EQ(pager_.state(0), BlockState::kPresent);
+  EXPECT_TRUE(blocks_[0]->equal());
+  pager_.release(0, AcquireReason::kHook);
+  end_.open();
+  device_.on_wait = nullptr;
+}
+
 TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {
   pager_.passes().begin(PassKind::kForward);
   visit(0);
