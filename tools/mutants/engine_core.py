@@ -125,6 +125,13 @@ CORE: tuple[M, ...] = (
         _PAGER,
     ),
     M(
+        "csrc/paging/block_contents.cpp",
+        "      error = error ? error : failure;\n      continue;\n",
+        "      std::rethrow_exception(failure);\n",
+        "write-backs are under way after the error of one",
+        _PAGER,
+    ),
+    M(
         "csrc/paging/block_place.cpp",
         "  job.fences = uses_.fences();\n",
         "",
