@@ -1,5 +1,6 @@
 #include "csrc/paging/block_contents.h"
 
+#include <exception>
 #include <utility>
 
 #include "csrc/base/errors.h"
@@ -48,8 +49,10 @@ void BlockContents::write_back_dirty() {
     TicketPtr ticket;
   };
   std::vector<UnderWay> under_way;
+  under_way.reserve(table_.all().size());
   const FencePtr fence = backend_.record();
-  {
+  std::exception_ptr error;
+  try {
     const BlockTable::Lock lock = table_.lock();
     if (table_.is_closed(lock)) {
       return;
@@ -61,17 +64,28 @@ void BlockContents::write_back_dirty() {
         job.label = {.block = block->index, .part = "written back"};
         job.fences = block->place.uses().fences();  // including other threads' compute
         job.fences.push_back(fence);
-        PagerStatistics& statistics = table_.statistics(lock);
-        statistics.written_back_bytes += job.bytes();
-        ++statistics.write_backs;
+        const Bytes bytes = job.bytes();
         under_way.push_back({block.get(), block->truth.writes(), backend_.to_host().submit(std::move(job))});
+        PagerStatistics& statistics = table_.statistics(lock);
+        statistics.written_back_bytes += bytes;
+        ++statistics.write_backs;
       }
     }
+  } catch (...) {  // re-raised at the end
+    error = std::current_exception();
   }
+  // All are waited for, even if one has failed: until they end, the lane writes the host.
   for (const auto& [block, writes, ticket] : under_way) {
-    ticket->wait();
+    ticket->wait_quietly();
+    if (std::exception_ptr failure = ticket->error()) {
+      error = error ? error : failure;
+      continue;
+    }
     const BlockTable::Lock lock = table_.lock();
     block->truth.note_written_back(writes);  // another thread may have written meanwhile
+  }
+  if (error) {
+    std::rethrow_exception(error);
   }
 }
 

@@ -32,7 +32,8 @@ class BlockContents {
   void note_written(std::int32_t block, const FencePtr& written);
   /// The slot's bytes have changed: write_back_dirty() has to bring them home before the block can be evicted.
   void mark_dirty(std::int32_t block);
-  /// Blocks until the bytes of every dirty block that is not pinned are home.
+  /// Blocks until the bytes of every dirty block that is not pinned are home. Throws the first error once no lane
+  /// writes the host any more; blocks whose bytes did not get home stay dirty.
   void write_back_dirty();
 
   /// An acquired block keeps its slot, whose bytes are the truth, until unsettle(). Plans reserve the slot, and

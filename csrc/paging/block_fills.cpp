@@ -67,6 +67,7 @@ void BlockFills::start(const Lock& lock, PagedBlock& block, bool ahead) {
   table_.note_change(lock);  // even if the lane refuses: threads that wait for a slot go on
   const Bytes bytes =
       block.place.begin_filling(backend_.to_device(), ahead ? Priority::kPrefetch : Priority::kFault, block.index);
+  block.last_fill = block.place.ticket();
   PagerStatistics& statistics = table_.statistics(lock);
   ++statistics.loads;
   statistics.prefetched += ahead ? 1 : 0;
@@ -122,7 +123,7 @@ void BlockFills::wait_present(PagedBlock& block, AcquireReason reason) {
     if (place.ticket() == ticket) {
       place.note_filled(/*has_ended=*/finished);
       table_.note_change(lock);
-      if (!finished) {
+      if (!finished && place.state() == BlockState::kPresent) {
         break;  // this thread's compute waits on the device; the ticket stays for the compute of other threads
       }
     }

@@ -43,6 +43,7 @@ void BlockPlace::land(Slot slot) {
   advance(BlockState::kReserving, BlockState::kStale);
   memory_ = slot.memory;
   uses_ = SlotUses(std::move(slot.fences));
+  ticket_ = std::move(slot.ticket);
 }
 
 Bytes BlockPlace::begin_filling(Lane& to_device, Priority priority, std::int32_t block) {

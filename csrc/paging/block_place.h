@@ -42,7 +42,8 @@ class BlockPlace {
   Bytes bytes() const noexcept { return bytes_; }
   /// The memory of its slot; null without one.
   void* memory() const noexcept { return memory_; }
-  /// The last fill of the slot; null once it is known to have ended.
+  /// The last fill of the slot, for this block or for one that had the slot before. Null once it is known to have
+  /// ended.
   const TicketPtr& ticket() const noexcept { return ticket_; }
   SlotUses& uses() noexcept { return uses_; }
   const SlotUses& uses() const noexcept { return uses_; }
@@ -55,8 +56,8 @@ class BlockPlace {
   void begin_reserving();
   /// kReserving -> kAbsent.
   void cancel_reserving();
-  /// kReserving -> kStale. The next fill follows the slot's last uses. It needs no order after the fill before, as one
-  /// lane runs both.
+  /// kReserving -> kStale. The slot brings its last uses and its last fill along. The next fill follows the uses; the
+  /// lane runs it behind the last one.
   void land(Slot slot);
   /// kStale -> kLoading. Submits the fill behind the slot's uses. `block`: for the log. Returns the bytes that move. On
   /// an error it stays stale and keeps its fences for the next fill.

@@ -54,6 +54,7 @@ struct PagedBlock {
   BlockPlace place;
   SlotTruth truth;
   Outlook outlook;
+  TicketPtr last_fill;  // reads the backing until it ends, even if the block has lost the slot; null before the first
   std::int32_t pins = 0;
 };
 

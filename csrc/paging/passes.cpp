@@ -61,7 +61,8 @@ double Passes::wait_for_fills() noexcept {
       TicketPtr ticket;
       {
         const Lock lock = table_.lock();
-        ticket = block->place.ticket();  // present blocks have one too, if compute waits on the device and not the host
+        // Present and evicted blocks have one too: their compute may wait on the device, and not on the host.
+        ticket = block->last_fill;
       }
       if (ticket && !ticket->finished() && !range) {
         range.emplace(backend_.activity(), ActivityRow::kCompute, ActivityKind::kWaitForTransfers);

@@ -42,7 +42,8 @@ class Passes {
   /// Notes gradients that leave while the block in use now is in use. In later passes slots leave room for them, as for
   /// the block's activations; otherwise the block's allocations would wait for them.
   void note_leaving(Bytes gradients);
-  /// Blocks until loads under way have ended. `completed`: whether the pass ran to its end without an error.
+  /// Blocks until loads under way have ended: the host's bytes may be written from then on. `completed`: whether the
+  /// pass ran to its end without an error.
   void end(bool completed) noexcept;
 
   /// See Trace::recorded().

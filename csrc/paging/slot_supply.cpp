@@ -56,15 +56,25 @@ bool SlotSupply::wait_for_movable() {
   return unfinished != nullptr || dirty;
 }
 
+Slot SlotSupply::allocate(Bytes bytes) {
+  Slot slot{.memory = slots_.allocate(bytes), .bytes = bytes};
+  try {
+    // Compute that is already enqueued may still use fresh memory: the lane waits for all of it.
+    slot.fences.push_back(backend_.record());
+  } catch (...) {  // re-raised
+    give_back(slot);
+    throw;
+  }
+  return slot;
+}
+
 Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
   for (;;) {
     std::exception_ptr refusal;
     const bool within_room = ledger_.in_use(MemoryClass::kWeights) <= demand.room - demand.bytes;
     if (within_room && ledger_.in_use() <= ledger_.limit() - demand.bytes) {
       try {
-        // Compute that is already enqueued may still use fresh memory: the lane waits for all of it.
-        void* memory = slots_.allocate(demand.bytes);
-        return {.memory = memory, .bytes = demand.bytes, .fences = {backend_.record()}};
+        return allocate(demand.bytes);
       } catch (const OutOfMemory&) {
         refusal = std::current_exception();
       }
@@ -78,7 +88,6 @@ Slot SlotSupply::reserve(const Demand& demand, const PagedBlock& wanted) {
       slot = evict_victim(lock, /*spare_wanted=*/demand.ahead);
     }
     if (slot.bytes == demand.bytes) {
-      slot.ticket = nullptr;  // one lane fills slots, in order
       return slot;
     }
     if (slot.memory != nullptr) {

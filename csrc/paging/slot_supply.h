@@ -68,6 +68,8 @@ class SlotSupply {
  private:
   using Lock = BlockTable::Lock;
 
+  /// A slot of fresh memory. On an error no memory is allocated.
+  Slot allocate(Bytes bytes);
   /// The block to evict next; null if every block in a slot is pinned, dirty, settled, loading, or (with
   /// `spare_wanted`) wanted.
   PagedBlock* victim(const Lock& lock, bool spare_wanted) const noexcept;

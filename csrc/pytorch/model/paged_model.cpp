@@ -61,7 +61,9 @@ PagedModel::~PagedModel() {
   } catch (const std::exception& error) {  // there is no caller to tell
     TORCH_WARN("hydra_ext: an offload context that was not left has lost bytes: ", error.what());
   }
-  memory_.stop_serving();  // in case close() has failed: before the pager is destroyed
+  // In case close() has failed: no allocation calls the pager once the parts that its functions use are destroyed.
+  memory_.stop_serving();
+  memory_.close();
 }
 
 std::int32_t PagedModel::add_block(std::string name,

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
@@ -23,7 +24,8 @@ using testing::FaultScript;
 using testing::Operation;
 constexpr Bytes kBlock = 1024;
 
-/// A simulated device that fails to record a fence on request, as without host memory for one.
+/// A simulated device that fails to record a fence on request, as without host memory for one. Its waits can be
+/// replaced, as by a device whose compute waits without the host.
 class Forgetful final : public DeviceBackend {
  public:
   explicit Forgetful(SimulatedDeviceOptions options) : device_(std::move(options)) {}
@@ -38,15 +40,17 @@ class Forgetful final : public DeviceBackend {
     }
     return device_.record();
   }
-  void compute_waits(Ticket& ticket) override { device_.compute_waits(ticket); }
+  void compute_waits(Ticket& ticket) override { on_wait ? on_wait(ticket) : device_.compute_waits(ticket); }
   void slot_returns(Ticket* ticket, const std::vector<FencePtr>& fences) noexcept override {
     returned += 1;
-    device_.slot_returns(ticket, fences);
+    on_return ? on_return(ticket) : device_.slot_returns(ticket, fences);
   }
   void note_read(const void* pointer, Bytes bytes) override { device_.note_read(pointer, bytes); }
 
   std::int64_t hazards() const { return device_.hazards(); }
 
+  std::function<void(Ticket&)> on_wait;
+  std::function<void(Ticket*)> on_return;
   std::atomic<bool> forgetful{false};
   std::atomic<int> returned{0};
 
@@ -89,12 +93,22 @@ class PagerErrors : public ::testing::Test {
     return options;
   }
 
+  /// From now on a fill of block 0 stays under way until `end_` is open; `copied_` opens when its bytes are copied.
+  void delay_fills() {
+    blocks_[0]->during_fill = [this] {
+      copied_.open();
+      end_.wait();
+    };
+  }
+
   std::shared_ptr<FaultScript> faults_ = std::make_shared<FaultScript>();
   Forgetful device_{options(faults_)};
   Ledger ledger_{kBlock};
   LimitedResource slots_{device_.slots(), ledger_, MemoryClass::kWeights};
   std::function<bool()> reliever_;
   std::function<Bytes()> meter_;
+  Gate copied_;
+  Gate end_;
   Pager pager_{device_, slots_, ledger_, pager_options()};
   std::vector<FakeBlock*> blocks_;
 };
@@ -132,6 +146,76 @@ TEST_F(PagerErrors, AUseThatCouldNotBeRecordedIsCoveredByTheNextFence) {
   EXPECT_EQ(pager_.statistics().evictions, 0);
   device_.forgetful = false;
   visit(1);
+}
+
+TEST_F(PagerErrors, FreshMemoryIsReturnedIfNoFenceCanBeRecordedForIt) {
+  device_.forgetful = true;
+  EXPECT_THROW(pager_.passes().arrive(0), std::bad_alloc);
+  EXPECT_EQ(ledger_.in_use(), 0);
+  EXPECT_EQ(pager_.state(0), BlockState::kAbsent);
+  device_.forgetful = false;
+  visit(0);
+}
+
+TEST_F(PagerErrors, ASlotChangesHandsWithTheTicketOfItsFill) {
+  delay_fills();
+  device_.on_wait = [](Ticket&) { throw std::runtime_error("the device takes no wait"); };
+  EXPECT_THROW(pager_.acquire(0, AcquireReason::kHook), std::runtime_error);
+  copied_.wait();
+  EXPECT_EQ(pager_.state(0), BlockState::kStale) << "its fill is under way";
+  blocks_[1]->refuses_fills = true;
+  EXPECT_THROW(pager_.acquire(1, AcquireReason::kHook), std::bad_alloc);
+  EXPECT_EQ(pager_.state(0), BlockState::kAbsent);
+  EXPECT_EQ(pager_.state(1), BlockState::kStale) << "it has the slot of block 0";
+  bool waits = false;
+  device_.on_return = [&](Ticket* ticket) {
+    end_.open();
+    if (ticket != nullptr) {
+      waits = true;
+      ticket->wait_quietly();
+    }
+  };
+  EXPECT_TRUE(pager_.evict_one(true));
+  EXPECT_TRUE(waits) << "the slot was returned while a lane fills it";
+}
+
+TEST_F(PagerErrors, APassEndsBehindTheFillOfABlockThatIsEvictedAlready) {
+  delay_fills();
+  device_.on_wait = [this](Ticket&) { copied_.wait(); };
+  device_.on_return = [](Ticket*) {};
+  pager_.passes().begin(PassKind::kForward);
+  pager_.passes().arrive(0);
+  pager_.release(0, AcquireReason::kHook);
+  EXPECT_TRUE(pager_.evict_one(false));
+  std::thread late([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    end_.open();
+  });
+  pager_.passes().end(true);
+  EXPECT_EQ(blocks_[0]->filled, 1) << "the host may be written from now on, and the lane reads it still";
+  late.join();
+}
+
+TEST_F(PagerErrors, ABlockIsPresentOnceAcquiredEvenIfItsHostChangesMeanwhile) {
+  delay_fills();
+  device_.on_wait = [this](Ticket&) { copied_.wait(); };
+  pager_.acquire(0, AcquireReason::kHook);
+  pager_.release(0, AcquireReason::kHook);
+  int waits = 0;
+  device_.on_wait = [&](Ticket& ticket) {
+    if (++waits == 1) {
+      pager_.contents().invalidate(0);
+    } else {
+      end_.open();
+      ticket.wait();
+    }
+  };
+  pager_.acquire(0, AcquireReason::kHook);
+  EXPECT_EQ(pager_.state(0), BlockState::kPresent);
+  EXPECT_TRUE(blocks_[0]->equal());
+  pager_.release(0, AcquireReason::kHook);
+  end_.open();
+  device_.on_wait = nullptr;
 }
 
 TEST_F(PagerErrors, APassWhoseMeterFailsEndsAndIsNotPlannedBy) {

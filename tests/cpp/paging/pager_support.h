@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstring>
 #include <functional>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,15 @@ class FakeBlock final : public BlockClient {
   Job fill(void* slot) override {
     Job job;
     job.segments.push_back({slot, host_.data(), static_cast<Bytes>(host_.size())});
-    job.after = [this] { ++filled; };
+    if (refuses_fills) {
+      throw std::bad_alloc();
+    }
+    job.after = [this] {
+      if (during_fill) {
+        during_fill();
+      }
+      ++filled;
+    };
     return job;
   }
   Job write_back(void* slot) override {
@@ -42,7 +51,9 @@ class FakeBlock final : public BlockClient {
   std::vector<std::uint8_t>& host() { return host_; }
   std::uint8_t* slot() { return static_cast<std::uint8_t*>(slot_.load()); }
 
+  std::function<void()> during_fill;
   std::function<void()> during_write_back;
+  bool refuses_fills = false;
   std::atomic<int> filled{0};
 
  private:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "csrc/base/errors.h"
@@ -285,6 +286,28 @@ TEST_P(PagerTest, KeepsABlockDirtyThatIsWrittenWhileItGoesHome) {
   pager_->contents().write_back_dirty();
   EXPECT_FALSE(pager_->evict_one(false)) << "written since: it has to go home again";
   blocks_[0]->during_write_back = nullptr;
+  pager_->contents().write_back_dirty();
+  EXPECT_TRUE(pager_->evict_one(false));
+}
+
+TEST_P(PagerTest, WaitsForEveryWriteBackEvenIfOneFails) {
+  make(2, 2 * kBlock);
+  for (std::int32_t block = 0; block < 2; ++block) {
+    pager_->acquire(block, AcquireReason::kHook);
+    pager_->contents().mark_dirty(block);
+    pager_->release(block, AcquireReason::kHook);
+  }
+  faults_->fail(Operation::kToHost, 1, false);
+  std::atomic<bool> home{false};
+  blocks_[1]->during_write_back = [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    home = true;
+  };
+  EXPECT_THROW(pager_->contents().write_back_dirty(), TransferError);
+  EXPECT_TRUE(home) << "the host may be written from now on, and the lane writes it still";
+  EXPECT_TRUE(pager_->evict_one(false));
+  EXPECT_EQ(pager_->state(1), BlockState::kAbsent);
+  EXPECT_FALSE(pager_->evict_one(false)) << "block 0 is dirty still";
   pager_->contents().write_back_dirty();
   EXPECT_TRUE(pager_->evict_one(false));
 }
