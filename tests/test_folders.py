@@ -18,7 +18,6 @@ SMALL = {
     "hydra_ext/_C": "generated stubs",
     "hydra_ext/cli/demo": "one command",
     "hydra_ext/integrations": "libraries by name, of which there will be more",
-    "hydra_ext/plan": "planners, of which there will be more",
 }
 
 
