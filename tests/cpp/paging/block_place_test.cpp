@@ -12,7 +12,7 @@
 namespace hydra::test {
 namespace {
 
-constexpr Bytes kBlock = 512;
+constexpr Bytes kBlockBytes = 512;
 
 class ReachedFence final : public Fence {
  public:
@@ -23,14 +23,14 @@ class ReachedFence final : public Fence {
 class BlockPlaceTest : public ::testing::Test {
  protected:
   BlockPlaceTest() {
-    auto client = std::make_unique<FakeBlock>(random_bytes(kBlock, 1));
+    auto client = std::make_unique<FakeBlock>(random_bytes(kBlockBytes, 1));
     client_ = client.get();
-    place_ = std::make_unique<BlockPlace>(kBlock, std::move(client));
+    place_ = std::make_unique<BlockPlace>(kBlockBytes, std::move(client));
   }
 
   void land() {
     place_->begin_reserving();
-    place_->land({.memory = memory_.data(), .bytes = kBlock});
+    place_->land({.memory = memory_.data(), .bytes = kBlockBytes});
   }
   void fill() {
     place_->begin_filling(device_.to_device(), Priority::kFault, 0);
@@ -38,7 +38,7 @@ class BlockPlaceTest : public ::testing::Test {
   }
 
   SimulatedDevice device_;
-  std::vector<std::uint8_t> memory_ = std::vector<std::uint8_t>(kBlock);
+  std::vector<std::uint8_t> memory_ = std::vector<std::uint8_t>(kBlockBytes);
   FakeBlock* client_ = nullptr;
   std::unique_ptr<BlockPlace> place_;
 };
@@ -56,14 +56,14 @@ TEST_F(BlockPlaceTest, IsReadableFromTheEndOfAFillToALossOfItsSlot) {
   EXPECT_TRUE(place_->is_ready());
   const Slot slot = place_->give_up_slot();
   EXPECT_EQ(slot.memory, memory_.data());
-  EXPECT_EQ(slot.bytes, kBlock);
+  EXPECT_EQ(slot.bytes, kBlockBytes);
   EXPECT_EQ(place_->state(), BlockState::kAbsent);
   EXPECT_FALSE(client_->readable());
 }
 
 TEST_F(BlockPlaceTest, RefusesIllegalStepsAndChangesNothing) {
   EXPECT_THROW(place_->cancel_reserving(), StateError);
-  EXPECT_THROW(place_->land({.memory = memory_.data(), .bytes = kBlock}), StateError);
+  EXPECT_THROW(place_->land({.memory = memory_.data(), .bytes = kBlockBytes}), StateError);
   EXPECT_THROW(fill(), StateError);
   EXPECT_EQ(place_->state(), BlockState::kAbsent);
   EXPECT_EQ(place_->memory(), nullptr);
