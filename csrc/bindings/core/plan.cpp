@@ -6,6 +6,7 @@
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/plan/chain_partition.h"
+#include "csrc/plan/checkpoint_chain.h"
 
 namespace py = pybind11;
 
@@ -16,6 +17,7 @@ namespace {
 using EventValues = std::tuple<double, double, Bytes, Bytes>;
 using BoundaryValues = std::tuple<Bytes, bool>;
 using SharedValues = std::tuple<Bytes, std::vector<int>>;
+using CheckpointStageValues = std::tuple<double, double, Bytes, Bytes, Bytes, Bytes>;
 
 void translate_plan_error(std::exception_ptr error) {
   try {
@@ -47,6 +49,41 @@ Chain make_chain(const std::vector<EventValues>& events, const std::vector<Bound
   return chain;
 }
 
+void bind_checkpoints(py::module_& module) {
+  py::enum_<CheckpointClass>(module, "CheckpointClass")
+      .value("PERSISTENT", CheckpointClass::kPersistent)
+      .value("FLAT", CheckpointClass::kFlat);
+  using Kind = CheckpointStep::Kind;
+  py::enum_<Kind>(module, "CheckpointStepKind")
+      .value("FORWARD", Kind::kForward)
+      .value("FORWARD_SAVING", Kind::kForwardSaving)
+      .value("BACKWARD", Kind::kBackward)
+      .value("DROP", Kind::kDrop);
+  py::class_<CheckpointPlan>(module, "CheckpointPlan")
+      .def_readonly("time", &CheckpointPlan::time)
+      .def_readonly("bound", &CheckpointPlan::bound)
+      .def_property_readonly("steps", [](const CheckpointPlan& plan) {
+        std::vector<std::tuple<Kind, int>> steps;
+        for (const CheckpointStep& step : plan.steps) {
+          steps.emplace_back(step.kind, step.index);
+        }
+        return steps;
+      });
+  module.def(
+      "plan_checkpoints",
+      [](Bytes input_bytes, const std::vector<CheckpointStageValues>& stages, Bytes memory, CheckpointClass type) {
+        const py::gil_scoped_release released;
+        CheckpointChain chain = {input_bytes, {}};
+        for (const auto& [forward, backward, output, saved, forward_transient, backward_transient] : stages) {
+          chain.stages.push_back({forward, backward, output, saved, forward_transient, backward_transient});
+        }
+        return plan_checkpoints(chain, memory, type);
+      },
+      py::arg("input_bytes"), py::arg("stages"), py::kw_only(), py::arg("memory"), py::arg("type"),
+      "Stages are (forward time, backward time, output bytes, saved bytes, forward transient, backward transient). "
+      "Steps count from 0.");
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -75,6 +112,7 @@ void bind_plan(py::module_& module) {
       py::arg("latency"), py::arg("overlapped"), py::arg("versions"), py::arg("limits"),
       "Events are (forward seconds, backward seconds, parameter bytes, activation bytes), boundaries (crossing bytes, "
       "possible), shared parameters (bytes, events).");
+  bind_checkpoints(module);
 }
 
 }  // namespace hydra

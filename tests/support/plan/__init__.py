@@ -1,0 +1,1 @@
+"""Judges of plans, which share no code with the planners."""
