@@ -164,6 +164,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         replicas = self._meet_others()
         arena = self._place.make_arena()
         backend = self._place.make_backend()
+        stash = None
+        if self._activations is not None:
+            stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
         core = _C.PagedModel(
             backend=backend,
             arena=arena,
@@ -174,6 +177,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradient_dtype=self._grad_dtype,
             poison_hosts=self._checks.poison_hosts,
             fault_path=self._checks.fault_path,
+            stash=stash,
         )
         try:
             spilling = self._make_spilling(core, replicas)
@@ -189,7 +193,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             place=self._place,
             replicas=replicas,
             casts=self._casts(),
-            saving=None if self._activations is None else self._make_saving(backend, arena),
+            saving=None if stash is None else self._make_saving(stash),
             spilling=spilling,
         )
         try:
@@ -213,8 +217,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients_stay=replicas is not None,
         )
 
-    def _make_saving(self, backend: _C.DeviceBackend, arena: _C.HostArena) -> Saving:
-        stash = _C.Stash(backend=backend, arena=arena, device=self._place.device, budget=None)
+    def _make_saving(self, stash: _C.Stash) -> Saving:
         modules = {site.module for site in self._layout.sites}
         around = {outer for outer in self._model.modules() if not modules.isdisjoint([*outer.modules()][1:])}
 

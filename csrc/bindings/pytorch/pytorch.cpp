@@ -13,7 +13,8 @@ namespace {
 std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
                                        Bytes budget, const std::optional<at::ScalarType>& face_dtype,
                                        const std::optional<at::ScalarType>& gradient_dtype, Bytes gradient_bound,
-                                       bool poison_hosts, bool fault_path, const at::Device& device) {
+                                       bool poison_hosts, bool fault_path, const at::Device& device,
+                                       std::shared_ptr<Stash> stash) {
   PagedModelOptions options;
   options.budget = budget;
   options.face_dtype = face_dtype;
@@ -22,6 +23,7 @@ std::shared_ptr<PagedModel> make_model(std::shared_ptr<DeviceBackend> backend, s
   options.poison_hosts = poison_hosts;
   options.fault_path = fault_path;
   options.device = device;
+  options.stash = std::move(stash);
   return std::make_shared<PagedModel>(std::move(backend), std::move(arena), options);
 }
 
@@ -39,7 +41,7 @@ void bind_pytorch(py::module_& module) {
       .def(py::init(&make_model), py::kw_only(), py::arg("backend"), py::arg("arena"), py::arg("budget"),
            py::arg("face_dtype") = std::nullopt, py::arg("gradient_dtype") = std::nullopt,
            py::arg("gradient_bound") = 0, py::arg("poison_hosts") = false, py::arg("fault_path") = true,
-           py::arg("device") = at::Device(at::kCPU))
+           py::arg("device") = at::Device(at::kCPU), py::arg("stash") = nullptr)
       .def("add_block", &PagedModel::add_block, py::arg("name"), py::arg("parameters"))
       .def("close", &PagedModel::close)
       .def_property_readonly("gate", &PagedModel::gate)

@@ -101,6 +101,28 @@ std::optional<IntervalIndex::RoomStep> IntervalIndex::next_for_room(Bytes bytes,
   return std::nullopt;
 }
 
+TicketPtr IntervalIndex::next_to_leave() const {
+  const Lock lock(*this);
+  for (const auto& [number, known] : held_) {
+    const StashedIntervalPtr interval = lock.look_at(known);
+    if (TicketPtr leaving = interval ? interval->leaving(lock) : nullptr) {
+      return leaving;
+    }
+  }
+  return nullptr;
+}
+
+std::optional<IntervalIndex::RoomStep> IntervalIndex::next_to_give_up() {
+  const Lock lock(*this);
+  for (const auto& [number, known] : held_) {
+    const StashedIntervalPtr interval = lock.look_at(known);
+    if (std::optional<RoomStep> step = interval ? interval->give_up(lock) : std::nullopt) {
+      return step;
+    }
+  }
+  return std::nullopt;
+}
+
 StashedIntervalPtr IntervalIndex::next_to_return(std::int64_t number) const {
   const Lock lock(*this);
   for (auto at = saved_.lower_bound(number); at != saved_.begin();) {

@@ -127,12 +127,17 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   /// One step that makes room: memory that was freed, or an action that has to come first.
   struct RoomStep {
     c10::Storage freed;
-    TicketPtr leaving;             // wait for it
+    TicketPtr awaited;             // wait for it
     StashedIntervalPtr departing;  // encode or send it
   };
   /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Null
   /// if there is room for `bytes` more, or no interval can make any.
   std::optional<RoomStep> next_for_room(Bytes bytes, bool in_backward);
+  /// The transfer of the oldest interval that is leaving; null if none is.
+  TicketPtr next_to_leave() const;
+  /// Returns a step by which the oldest interval that can gives up its device memory, whatever the room. Null if none
+  /// can.
+  std::optional<RoomStep> next_to_give_up();
   /// Returns the interval that was saved last before `number` and is on the host alone. Null if there is none, or it
   /// may not come ahead of its use.
   StashedIntervalPtr next_to_return(std::int64_t number) const;

@@ -172,18 +172,43 @@ void Stash::send(const StashedIntervalPtr& interval, StashedInterval::Departure 
 
 void Stash::make_room(Bytes bytes, bool in_backward) {
   while (const std::optional<IntervalIndex::RoomStep> step = index_->next_for_room(bytes, in_backward)) {
-    if (step->leaving) {
-      const Clock::time_point start = Clock::now();
-      {
-        const ReleaseGilIfHeld released;
-        step->leaving->wait_quietly();
-      }
-      const Lock lock(*index_);
-      index_->figures(lock).statistics.wait_seconds += seconds_since(start);
+    if (step->awaited) {
+      wait_for_room(*step->awaited);
     } else if (step->departing && !encode(step->departing)) {
       begin_leaving(step->departing);
     }
   }
+}
+
+void Stash::wait_for_room(Ticket& ticket) {
+  const Clock::time_point start = Clock::now();
+  {
+    const ReleaseGilIfHeld released;
+    ticket.wait_quietly();
+  }
+  const Lock lock(*index_);
+  index_->figures(lock).statistics.wait_seconds += seconds_since(start);
+}
+
+bool Stash::await_leaving() {
+  const TicketPtr leaving = index_->next_to_leave();
+  if (leaving) {
+    wait_for_room(*leaving);
+  }
+  return leaving != nullptr;
+}
+
+bool Stash::give_one_up() {
+  const std::optional<IntervalIndex::RoomStep> step = index_->next_to_give_up();
+  if (!step) {
+    return false;
+  }
+  if (step->awaited) {
+    wait_for_room(*step->awaited);
+  } else if (step->departing) {
+    begin_leaving(step->departing);
+  }
+  return true;
 }
 
 // ---- life -----------------------------------------------------------------------------------------------------------

@@ -57,6 +57,13 @@ class Stash final {
 
   SavedTensorPtr pack(const at::Tensor& tensor);
   at::Tensor unpack(SavedTensor& saved);
+  // Ways to make room for an allocation on the device, from inside it: no call allocates device memory. Both return
+  // whether something has changed, so that the allocation is worth another attempt.
+  /// Waits for the oldest interval that is leaving: costs no traffic.
+  bool await_leaving();
+  /// Frees the oldest interval that the host has too, or sends one that could have stayed.
+  bool give_one_up();
+
   /// Never moves tensors in the storages of these.
   void protect(const std::vector<at::Tensor>& tensors);
   /// Stops keeping host memory for a next pass.
@@ -81,6 +88,7 @@ class Stash final {
   void send(const StashedIntervalPtr& interval, StashedInterval::Departure departure);
   /// Frees memory of intervals until `bytes` more fit, or no interval can make room.
   void make_room(Bytes bytes, bool in_backward);
+  void wait_for_room(Ticket& ticket);
   /// Returns device memory with the saved tensor's interval, and where it begins there. Compute that is enqueued from
   /// now on may read it.
   std::pair<c10::Storage, Bytes> fetched(SavedTensor& saved);

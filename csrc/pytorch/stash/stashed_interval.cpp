@@ -282,10 +282,10 @@ std::optional<IntervalIndex::RoomStep> StashedInterval::make_room(const Lock& lo
     return std::nullopt;
   }
   if (is_copied()) {
-    return IntervalIndex::RoomStep{.freed = free_copy(lock), .leaving = nullptr, .departing = nullptr};
+    return IntervalIndex::RoomStep{.freed = free_copy(lock), .awaited = nullptr, .departing = nullptr};
   }
   if (state_ != kLeaving) {
-    return IntervalIndex::RoomStep{.freed = {}, .leaving = nullptr, .departing = shared_from_this()};
+    return IntervalIndex::RoomStep{.freed = {}, .awaited = nullptr, .departing = shared_from_this()};
   }
   if (!leaving_) {  // another thread is about to submit it
     return std::nullopt;
@@ -295,7 +295,27 @@ std::optional<IntervalIndex::RoomStep> StashedInterval::make_room(const Lock& lo
     ++index_->figures(lock).statistics.stayed;
     return std::nullopt;
   }
-  return IntervalIndex::RoomStep{.freed = {}, .leaving = leaving_, .departing = nullptr};
+  return IntervalIndex::RoomStep{.freed = {}, .awaited = leaving_, .departing = nullptr};
+}
+
+TicketPtr StashedInterval::leaving(const Lock& /*lock*/) const {
+  return state_ == kLeaving && leaving_ && !leaving_->finished() ? leaving_ : nullptr;
+}
+
+std::optional<IntervalIndex::RoomStep> StashedInterval::give_up(const Lock& lock) {
+  if (readers_.have_come) {
+    return std::nullopt;
+  }
+  if (state_ == kReturning && arriving_ && !arriving_->finished()) {  // its memory is not free before
+    return IntervalIndex::RoomStep{.freed = {}, .awaited = arriving_, .departing = nullptr};
+  }
+  if (is_copied()) {
+    return IntervalIndex::RoomStep{.freed = free_copy(lock), .awaited = nullptr, .departing = nullptr};
+  }
+  if (state_ == kOnDevice && (form_.coder || !wishes_.encodable)) {
+    return IntervalIndex::RoomStep{.freed = {}, .awaited = nullptr, .departing = shared_from_this()};
+  }
+  return std::nullopt;
 }
 
 // ---- coming back ----------------------------------------------------------------------------------------------------

@@ -154,6 +154,11 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   bool is_on_host_alone(const Lock& /*lock*/) const noexcept;
   /// Returns null if it cannot make room.
   std::optional<IntervalIndex::RoomStep> make_room(const Lock& lock, bool in_backward);
+  /// The transfer by which it leaves now; null if there is none.
+  TicketPtr leaving(const Lock& lock) const;
+  /// A step by which it gives up its device memory, without any allocation. Returns null if there is none. What is to
+  /// be encoded leaves only as a stream: otherwise the numbers would depend on the room.
+  std::optional<IntervalIndex::RoomStep> give_up(const Lock& lock);
   /// kLeaving -> kCopied, and on to kAway if room is short. Returns the freed memory.
   c10::Storage note_left(const Lock& lock, ArenaRegionPtr host);
 

@@ -1,0 +1,89 @@
+"""What the stash has on the device makes room for other allocations: feasibility grows with the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hydra_ext
+from hydra_ext import Checks, SimulatedDevice
+from support.stash.stashed import assert_empty, assert_same
+
+LAYERS, WIDTH, ROWS = 24, 64, 512
+SAVED = 4 * ROWS * WIDTH  # of one layer, for one microbatch
+MICROBATCHES, STEPS = 4, 3
+# What a step cannot do without: a layer's weights and their gradients, one layer on its way, and the values that are
+# alive in a backward. The stash would like to hold an eighth of a pass of up to LAYERS * MICROBATCHES * SAVED bytes.
+LEAST = 5 * SAVED + 60 * 1024
+BUDGETS = [LEAST + step * SAVED for step in range(8)]
+
+Loss = Callable[[Tensor], Tensor]
+
+
+def make() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)])
+    return model, list(torch.randn(MICROBATCHES, ROWS, WIDTH))
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Tensor], fn: Loss) -> None:
+    for x in data:
+        (fn(x) / len(data)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain() -> list[Tensor]:
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        loop(model, optimizer, data, lambda x: model(x).square().mean())
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def trained(
+    budget: int, activations: hydra_ext.Offload | hydra_ext.Compress, device: SimulatedDevice, *, rounds: bool
+) -> tuple[list[Tensor], hydra_ext.Report]:
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fn(x: Tensor) -> Tensor:
+        found: Tensor = model(x).square().mean()
+        return found
+
+    with hydra_ext.offload(
+        model, optimizer, budget=budget, device=device, activations=activations, checks=Checks(poison_hosts=True)
+    ) as run:
+        for _ in range(STEPS):
+            if rounds:
+                run.step(data, fn)
+            else:
+                loop(model, optimizer, data, fn)
+        return [parameter.detach() for parameter in model.parameters()], run.report()
+
+
+@pytest.mark.parametrize("rounds", [False, True], ids=["loop", "rounds"])
+@pytest.mark.parametrize("seed", [None, 1, 2], ids=["synchronous", "late-1", "late-2"])
+def test_every_budget_from_the_least_on_is_enough(seed: int | None, rounds: bool) -> None:
+    expected = plain()
+    device = SimulatedDevice() if seed is None else SimulatedDevice(asynchronous=True, seed=seed)
+    for budget in BUDGETS:
+        found, report = trained(budget, hydra_ext.Offload(), device, rounds=rounds)
+        assert_same(found, expected)
+        assert report.activations is not None
+        assert report.activations.to_device_bytes > 0
+        assert report.evictions > 0 or budget > LEAST
+        assert_empty(report.activations)
+
+
+def test_what_is_compressed_does_not_depend_on_the_room() -> None:
+    policy = hydra_ext.Compress(error=1e-3)
+    (roomy, _), (tight, report) = (
+        trained(budget, policy, SimulatedDevice(), rounds=False) for budget in (64 * SAVED, 8 * SAVED)
+    )
+    assert_same(tight, roomy)
+    assert report.activations is not None
+    assert report.activations.compressed > 0
