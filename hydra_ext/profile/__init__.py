@@ -1,0 +1,6 @@
+"""What one microbatch costs, module by module, and where a model can be cut into segments."""
+
+from hydra_ext.profile.cuts import cuts_of
+from hydra_ext.profile.figures import Amount, ModuleFigures, Profile
+
+__all__ = ["Amount", "ModuleFigures", "Profile", "cuts_of"]

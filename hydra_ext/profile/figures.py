@@ -1,0 +1,97 @@
+"""The figures of one microbatch, module by module. Plain values: a dry run and a real step fill the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """Bytes of storages.
+
+    Attributes:
+        fresh: Of storages that no earlier module has saved in this microbatch.
+        all: Of these and of storages that an earlier module has saved, too.
+    """
+
+    fresh: int = 0
+    all: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFigures:
+    """A module's share of one microbatch, with the modules inside it. A storage counts once.
+
+    Attributes:
+        name: Its name in the model; empty for the model itself.
+        order: Number of its first call among all calls of modules.
+        calls: Number of its calls; 0 if it was not called as a module.
+        forward_seconds: Time of its forward, without waits.
+        saved: What its forward saves for backward.
+        inputs: Its arguments, without parameters and buffers: what a second call needs.
+        parked_bytes: Activations that are alive when it begins, without those that are saved.
+        forward_bytes: The most activations in use at once in its forward, if each saved one leaves at once.
+        backward_bytes: Likewise in its backward, if each saved one comes when it is read.
+        is_repeatable: Whether a second call would do the same: it has one call, no inputs that it writes to, and no
+            hooks of the user.
+    """
+
+    name: str
+    order: int = 0
+    calls: int = 0
+    forward_seconds: float = 0.0
+    saved: Amount = field(default_factory=Amount)
+    inputs: Amount = field(default_factory=Amount)
+    parked_bytes: int = 0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    is_repeatable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFigures:
+    """Weights that move together.
+
+    Attributes:
+        name: The name of the module that uses them first; a prefix of the names of modules inside it.
+        weight_bytes: On the device.
+        gradient_bytes: Of the parameters that need gradients.
+    """
+
+    name: str
+    weight_bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """The figures of one microbatch.
+
+    Attributes:
+        modules: By name, a module before those inside it.
+        blocks: The model's weights, in the order of the model.
+        backward_ratio: Seconds of a backward for each second of its forward.
+        largest_saved_bytes: Of one storage.
+        buffer_bytes: Of the model's buffers, which stay on the device.
+    """
+
+    modules: Mapping[str, ModuleFigures]
+    blocks: tuple[BlockFigures, ...] = ()
+    backward_ratio: float = 2.0
+    largest_saved_bytes: int = 0
+    buffer_bytes: int = 0
+
+    def children(self, name: str) -> list[ModuleFigures]:
+        """The modules directly inside one, in the model's order."""
+        prefix = f"{name}." if name else ""
+        return [
+            figures
+            for other, figures in self.modules.items()
+            if other and other.startswith(prefix) and "." not in other[len(prefix) :]
+        ]
+
+    def blocks_of(self, name: str) -> list[int]:
+        """Numbers of the blocks whose weights a module uses first, inner modules included."""
+        prefix = f"{name}."
+        return [i for i, block in enumerate(self.blocks) if block.name == name or block.name.startswith(prefix)]
