@@ -162,6 +162,10 @@ class PlanDoesNotFit(PlanError):
         self.limit_bytes = limit_bytes
 
 
+class NotOnFakeTensors(HydraError, RuntimeError):
+    """A function cannot run on fake tensors, which have no numbers. Nothing was changed; the message says why."""
+
+
 class TraceFileError(HydraError, OSError):
     """The file of a trace or picture cannot be opened or written."""
 

@@ -24,15 +24,18 @@ class ModuleFigures:
     """A module's share of one microbatch, with the modules inside it. A storage counts once.
 
     Attributes:
-        name: Its name in the model; empty for the model itself.
+        name: Its name in the model; empty for the model itself, whose figures are those of the whole microbatch.
         order: Number of its first call among all calls of modules.
         calls: Number of its calls; 0 if it was not called as a module.
         forward_seconds: Time of its forward, without waits.
         saved: What its forward saves for backward.
-        inputs: Its arguments, without parameters and buffers: what a second call needs.
-        parked_bytes: Activations that are alive when it begins, without those that are saved.
+        inputs: Its arguments, without parameters and buffers: what a second call needs. Tensors below 1 KiB do not
+            count, here and in ``saved``.
+        parked_bytes: Activations that are alive when it begins, if each saved one leaves at once. One that is saved
+            and still in use counts.
         forward_bytes: The most activations in use at once in its forward, if each saved one leaves at once.
-        backward_bytes: Likewise in its backward, if each saved one comes when it is read.
+        backward_bytes: Likewise in its backward, if each saved one comes when it is read. Gradients of parameters do
+            not count.
         is_repeatable: Whether a second call would do the same: it has one call, no inputs that it writes to, and no
             hooks of the user.
     """
@@ -57,11 +60,13 @@ class BlockFigures:
         name: The name of the module that uses them first; a prefix of the names of modules inside it.
         weight_bytes: On the device.
         gradient_bytes: Of the parameters that need gradients.
+        users: Names of all modules that use them; empty if only the first does.
     """
 
     name: str
     weight_bytes: int
     gradient_bytes: int
+    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,5 +98,19 @@ class Profile:
 
     def blocks_of(self, name: str) -> list[int]:
         """Numbers of the blocks whose weights a module uses first, inner modules included."""
-        prefix = f"{name}."
+        prefix = f"{name}." if name else ""
         return [i for i, block in enumerate(self.blocks) if block.name == name or block.name.startswith(prefix)]
+
+    def least_bytes(self) -> int:
+        """The smallest budget for a step: what is alive, the block in use and its gradients, beside the buffers.
+
+        All that is saved is on the host until it is read.
+        """
+        whole = self.modules[""]
+        needs = [whole.forward_bytes, whole.backward_bytes]
+        for block in self.blocks:
+            for user in block.users or (block.name,):
+                figures = self.modules[user]
+                forward, backward = figures.forward_bytes, figures.backward_bytes + block.gradient_bytes
+                needs.append(block.weight_bytes + max(forward, backward))
+        return self.buffer_bytes + max(needs)

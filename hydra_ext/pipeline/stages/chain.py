@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hydra_ext.errors import StateError, UnsupportedModel
-from hydra_ext.runtime.rounds.microbatch import split
+from hydra_ext.outputs import split
 from hydra_ext.split.stage_program import Crossing, StagePass, event_seed, reseed
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.memory import LastingMemory

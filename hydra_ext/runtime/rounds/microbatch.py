@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext.errors import StateError
+from hydra_ext.outputs import check_loss, split
 
 Microbatch = TypeVar("Microbatch")
 
@@ -22,25 +23,6 @@ class Outcome:
     root: Tensor | None
     loss: Tensor
     metrics: Any
-
-
-def split(output: Any) -> tuple[Tensor, Any]:
-    """Splits the output of ``fn``, a tensor, a pair, or a mapping with the key "loss", into loss and metrics.
-
-    Raises:
-        TypeError: the output has no loss.
-    """
-    loss, metrics = output, None
-    if isinstance(output, Mapping) and "loss" in output:
-        loss = output["loss"]
-        metrics = {key: value for key, value in output.items() if key != "loss"}
-    elif isinstance(output, tuple) and len(output) == 2:
-        loss, metrics = output
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"fn returned a {type(output).__name__}: return the loss, (loss, metrics), or a mapping with the key 'loss'"
-        )
-    return loss, metrics
 
 
 class Work(Generic[Microbatch]):
@@ -56,12 +38,7 @@ class Work(Generic[Microbatch]):
 
     def __call__(self) -> Outcome:
         loss, metrics = split(self._fn(self._microbatch))
-        if not loss.requires_grad or loss.numel() != 1:
-            raise ValueError(
-                f"fn returned a loss of shape {tuple(loss.shape)}"
-                + ("" if loss.requires_grad else " that depends on no trainable parameter")
-                + ": return a scalar to run backward from"
-            )
+        check_loss(loss)
         root = loss / self._divisor if self._divisor != 1 else loss
         if self._scaler is not None:
             root = self._scaler.scale(root)

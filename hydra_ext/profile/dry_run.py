@@ -1,0 +1,238 @@
+"""A dry run: one microbatch on fake tensors, which have shapes and no numbers.
+
+It takes no memory and makes no step. Every tensor that is saved for backward leaves at once and comes back when it is
+read, so what is alive is what a model needs at least.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+
+from hydra_ext import _C
+from hydra_ext.blocks import discover
+from hydra_ext.errors import InvalidDevice, NotOnFakeTensors, UnsupportedModel
+from hydra_ext.outputs import check_loss, split
+from hydra_ext.profile.cards import Speed, speed_of_this_machine
+from hydra_ext.profile.fakes import Fakes, on_fakes
+from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
+from hydra_ext.profile.operators import seconds_of
+from hydra_ext.profile.watch import Call, Watch, amount
+from hydra_ext.state.randomness import RandomState
+
+Example = TypeVar("Example")
+
+_BLOCKS_PER_MODEL = 16  # as offload cuts it, where the budget does not ask for smaller ones
+_OF_FAKES = re.compile(r"fake ?tensor|tensor subclasses|data pointer|invalid python storage|meta tensor", re.IGNORECASE)
+
+
+def dry_run(
+    model: nn.Module,
+    example: Example,
+    fn: Callable[[Example], Any],
+    *,
+    device: torch.device | str | None = None,
+    param_dtype: torch.dtype | None = None,
+    speed: Speed | None = None,
+) -> Profile:
+    """What one microbatch costs, from its forward and backward on fake tensors.
+
+    The model, its gradients and the random state stay as they are, also if ``fn`` raises. What ``fn`` does elsewhere is
+    done once.
+
+    Args:
+        model: Any module, also one on meta.
+        example: One microbatch: tensors in any containers. Their numbers are not read.
+        fn: As in ``run.step``: returns the loss of ``example``, alone or with metrics.
+        device: Where the tensors pretend to be; None for the model's device, or the CPU for a model on meta.
+        param_dtype: Dtype in which floating parameters compute; by default their own.
+        speed: Of the device; None measures this machine.
+
+    Raises:
+        NotOnFakeTensors: ``fn`` needs numbers, which fake tensors do not have.
+        InvalidDevice: This build of torch has no such device.
+        UnsupportedModel: The model has parameters without shapes.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports a second's worth of modules
+
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
+    place = _device_of(model, device)
+    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    speed = speed or speed_of_this_machine(place, dtype)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = Fakes(mode, place, param_dtype)
+    watch = Watch(model, lambda *operator: seconds_of(operator, speed), fakes.tensor_on)
+    with _random_state_kept(place), on_fakes(model, fakes), _reasons_given():
+        tensors = [*model.parameters(), *model.buffers()]
+        watch.exempt(tensors)
+        handles = [
+            p.register_post_accumulate_grad_hook(watch.take_gradient) for p in model.parameters() if p.requires_grad
+        ]
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mode, watch:
+            given = [Fakes(mode, place, None).of_value(example)]
+            _run(watch, given, fn, [p for p in model.parameters() if p.requires_grad])
+        watch.end()
+        for handle in handles:
+            handle.remove()
+    return _profile(model, watch, param_dtype)
+
+
+def _run(watch: Watch, given: list[Any], fn: Callable[[Any], Any], trained: list[Tensor]) -> None:
+    """Makes the microbatch. ``given`` has the example, and is emptied, so that nothing here keeps it alive."""
+    watch.born(given)
+    with saved_tensors_hooks(watch.pack, watch.unpack):
+        with watch.watched_calls():
+            loss, metrics = split(fn(given.pop()))
+        check_loss(loss)
+        metrics = tree_map_only(Tensor, Tensor.detach, metrics)
+        kept, root = loss.detach(), [loss]
+        del loss
+        watch.begin_backward()
+        torch.autograd.backward(root.pop(), inputs=trained)
+    del kept, metrics  # alive during backward, as in a step
+
+
+def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is None:
+        first = next(itertools.chain(model.parameters(), model.buffers()), None)
+        place = torch.device("cpu") if first is None or first.is_meta else first.device
+    else:
+        place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidDevice(f"device={str(place)!r}: this torch sees no CUDA device; give 'cpu', whose shapes are alike")
+    return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    state = RandomState(device)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+@contextmanager
+def _reasons_given() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    except Exception as error:
+        if not _is_of_fakes(error):
+            raise
+        raise NotOnFakeTensors(
+            f"fn cannot run on fake tensors, which have no numbers{_place_of(error)}: {_first_line(error)}. Leave out "
+            "of fn what reads numbers, such as .item(), print, numpy, or a choice by a tensor's values, or profile a "
+            "real step"
+        ) from error
+
+
+def _is_of_fakes(error: BaseException) -> bool:
+    return type(error).__module__ == "torch._subclasses.fake_tensor" or _OF_FAKES.search(str(error)) is not None
+
+
+def _place_of(error: BaseException) -> str:
+    """The last line outside torch and this package."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename and "/hydra_ext/" not in frame.filename
+    ]
+    return f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+# ---- the form -------------------------------------------------------------------------------------------------------
+def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) -> Profile:
+    calls = watch.calls
+    modules = list(model.named_modules())
+    of_module: list[list[int]] = [[] for _ in modules]
+    for number, call in enumerate(calls):
+        of_module[call.module].append(number)
+    alive = watch.timeline.most(without=watch.gradients)
+    parked = watch.timeline.at_begin(without=watch.gradients)
+    most = [[0, 0] for _ in calls]
+    for part, size in alive.items():
+        most[part.call][part.is_backward] = size
+    for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
+        above = calls[number].parent
+        for way in (0, 1):
+            most[above][way] = max(most[above][way], most[number][way])
+            calls[above].seconds[way] += calls[number].seconds[way]
+    figures = {}
+    for (name, module), numbers in zip(modules, of_module, strict=True):
+        whole = numbers if name else [0]
+        own = [calls[number] for number in whole]
+        called = len(numbers) - (not name)
+        figures[name] = ModuleFigures(
+            name=name,
+            order=numbers[-called] if called else 0,
+            calls=called,
+            forward_seconds=sum(call.seconds[0] for call in own),
+            saved=amount((call.fresh for call in own), (call.saved for call in own)),
+            inputs=amount(
+                (calls[number].fresh_inputs for number in numbers), (calls[number].inputs for number in numbers)
+            ),
+            parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
+            forward_bytes=max((most[number][0] for number in whole), default=0),
+            backward_bytes=max((most[number][1] for number in whole), default=0),
+            is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
+        )
+    forward, backward = calls[0].seconds
+    return Profile(
+        modules=figures,
+        blocks=_blocks(model, param_dtype),
+        backward_ratio=backward / forward if forward else 2.0,
+        largest_saved_bytes=watch.largest_saved,
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers() if buffer.layout is torch.strided),
+    )
+
+
+def _is_repeatable(module: nn.Module, calls: list[Call]) -> bool:
+    return not any(call.writes for call in calls) and not any(_has_hooks(inner) for inner in module.modules())
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.") for hook in hooks)
+
+
+def _blocks(model: nn.Module, param_dtype: torch.dtype | None) -> tuple[BlockFigures, ...]:
+    def size(parameter: Tensor) -> int:
+        itemsize = param_dtype.itemsize if param_dtype and parameter.is_floating_point() else parameter.itemsize
+        return parameter.numel() * itemsize
+
+    total = sum(map(size, model.parameters()))
+    page = _C.PAGE_ALIGNMENT
+    layout = discover(model, largest_bytes=total // _BLOCKS_PER_MODEL)
+    users: list[list[str]] = [[] for _ in layout.blocks]
+    for site in layout.sites:
+        for block in site.blocks:
+            users[block].append(site.name)
+    return tuple(
+        BlockFigures(
+            name="" if block.name == "(root)" else block.name,
+            weight_bytes=sum(-(-size(parameter) // page) * page for _, parameter in block.parameters),
+            gradient_bytes=sum(size(parameter) for _, parameter in block.parameters if parameter.requires_grad),
+            users=tuple(names),
+        )
+        for block, names in zip(layout.blocks, users, strict=True)
+    )
