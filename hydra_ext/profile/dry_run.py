@@ -76,17 +76,14 @@ def dry_run(
     fakes = Fakes(mode, place, param_dtype)
     watch = Watch(model, lambda *operator: seconds_of(operator, speed), fakes.tensor_on)
     with _random_state_kept(place), on_fakes(model, fakes), _reasons_given():
-        tensors = [*model.parameters(), *model.buffers()]
-        watch.exempt(tensors)
-        handles = [
-            p.register_post_accumulate_grad_hook(watch.take_gradient) for p in model.parameters() if p.requires_grad
-        ]
+        watch.exempt([*model.parameters(), *model.buffers()])
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(watch.take_gradient)  # type: ignore[no-untyped-call]
         with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mode, watch:
             given = [Fakes(mode, place, None).of_value(example)]
-            _run(watch, given, fn, [p for p in model.parameters() if p.requires_grad])
+            _run(watch, given, fn, trained)
         watch.end()
-        for handle in handles:
-            handle.remove()
     return _profile(model, watch, param_dtype)
 
 
@@ -112,7 +109,9 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
     else:
         place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidDevice(f"device={str(place)!r}: this torch sees no CUDA device; give 'cpu', whose shapes are alike")
+        raise InvalidDevice(
+            f"device={str(place)!r}: torch sees no CUDA device here: give 'cpu', where shapes are the same"
+        )
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 

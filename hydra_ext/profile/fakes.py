@@ -113,7 +113,8 @@ def _held(module: nn.Module) -> tuple[_Content, list[_Content]]:
 
 
 def _replace(module: nn.Module, fakes: Fakes) -> None:
-    for held in (module._parameters, module._buffers, module.__dict__):
+    holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+    for held in holders:
         for name, value in held.items():
             if isinstance(value, Tensor):
                 held[name] = fakes.of(value)

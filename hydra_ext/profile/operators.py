@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import flop_counter
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hydra_ext.profile.cards import Speed
 
@@ -30,15 +30,15 @@ def seconds_of(operator: tuple[Any, tuple[Any, ...], dict[str, Any], Any], speed
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     packet = getattr(func, "_overloadpacket", None)
-    counted = flop_registry.get(packet)
+    counted = flop_counter.flop_registry.get(packet)
     if counted is not None:
         return int(counted(*args, **kwargs, out_val=out))
     if packet is _ATTENTION_ON_CPU:
         query, key, value = (tensor.shape for tensor in args[:3])
-        return int(sdpa_flop_count(query, key, value))
+        return int(flop_counter.sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
     if packet is _ATTENTION_BACKWARD_ON_CPU:
         gradient, query, key, value = (tensor.shape for tensor in args[:4])
-        return int(sdpa_backward_flop_count(gradient, query, key, value))
+        return int(flop_counter.sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
     return 0
 
 

@@ -24,6 +24,8 @@ from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
 from hydra_ext.tracing import not_traced
 
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 SMALLEST = 1024  # bytes of a tensor that is counted among those saved, or among inputs
 
 Saved = tuple[int, int]  # number of a storage, and the version of its numbers
@@ -85,7 +87,7 @@ class Storages:
         return number
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one microbatch, on the thread that enters it.
 
     Args:
@@ -95,7 +97,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, seconds: OperatorSeconds, tensor_on: TensorOn) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tensor_on = tensor_on
         self._modules = list(model.modules())
         self._seconds = seconds
@@ -105,7 +107,7 @@ class Watch(TorchDispatchMode):
         self._known: set[Saved] = set()
         self._back: dict[int, weakref.ref[Any]] = {}  # by the number of the storage that was saved
         self._sleeps = False
-        self.calls = [Call(module=0, parent=-1, first_node=torch.autograd._get_sequence_nr())]
+        self.calls = [Call(module=0, parent=-1, first_node=_next_node())]
         self._open = [0]
         self._part = Part(0)
         self.gradients: set[int] = set()
@@ -169,7 +171,7 @@ class Watch(TorchDispatchMode):
                 each.remove()
 
     def begin_call(self, module: int, arguments: Any) -> tuple[int, list[tuple[Tensor, int]]]:
-        call = Call(module=module, parent=self._open[-1], first_node=torch.autograd._get_sequence_nr())
+        call = Call(module=module, parent=self._open[-1], first_node=_next_node())
         number = len(self.calls)
         self.calls.append(call)
         self.timeline.begin(number)
@@ -188,7 +190,7 @@ class Watch(TorchDispatchMode):
 
     def end_call(self, number: int, versions: list[tuple[Tensor, int]]) -> None:
         call = self.calls[number]
-        call.next_node = torch.autograd._get_sequence_nr()
+        call.next_node = _next_node()
         call.writes = any(version_of(tensor) != version for tensor, version in versions)
         self._open.pop()
         self._part = Part(self._open[-1])
@@ -198,7 +200,7 @@ class Watch(TorchDispatchMode):
         return self._part.is_backward
 
     def begin_backward(self) -> None:
-        self.calls[0].next_node = torch.autograd._get_sequence_nr()
+        self.calls[0].next_node = _next_node()
         self._first_nodes = [call.first_node for call in self.calls]
         self._part = Part(0, is_backward=True)
 

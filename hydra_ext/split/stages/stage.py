@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.errors import SplitError, StateError
-from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.outputs import split
+from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.split.attempt import undone_on_another_way
 from hydra_ext.split.blocks import blocks_call, find_blocks
 from hydra_ext.split.kinds import KnownRehearsals
