@@ -27,7 +27,7 @@ from hydra_ext.outputs import check_loss, split
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
 from hydra_ext.profile.fakes import Fakes, on_fakes
 from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
-from hydra_ext.profile.operators import seconds_of
+from hydra_ext.profile.operators import run_on_fakes, seconds_of
 from hydra_ext.profile.watch import Call, Watch, amount
 from hydra_ext.state.randomness import RandomState
 
@@ -74,7 +74,7 @@ def dry_run(
     speed = speed or speed_of_this_machine(place, dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
-    watch = Watch(model, lambda *operator: seconds_of(operator, speed), fakes.tensor_on)
+    watch = Watch(model, lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
     with _random_state_kept(place), on_fakes(model, fakes), _reasons_given():
         watch.exempt([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -31,6 +31,7 @@ SMALLEST = 1024  # bytes of a tensor that is counted among those saved, or among
 Saved = tuple[int, int]  # number of a storage, and the version of its numbers
 Place = tuple[int, torch.Size, tuple[int, ...]]  # offset, size and strides
 TensorOn = Callable[[Any, torch.dtype, Place], Tensor]
+RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 
@@ -93,11 +94,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: The model.
         seconds: The time of an operator, from its function, its arguments and its result.
+        run: Runs an operator.
         tensor_on: Makes a tensor on a storage, from its dtype and its place.
     """
 
-    def __init__(self, model: nn.Module, seconds: OperatorSeconds, tensor_on: TensorOn) -> None:
+    def __init__(self, model: nn.Module, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
         self._tensor_on = tensor_on
         self._modules = list(model.modules())
         self._seconds = seconds
@@ -134,7 +137,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- operators --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if not self._sleeps:
             self._follow_backward()
             self.born(out)

@@ -12,18 +12,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hydra_ext.profile import dry_run
-from support.models.zoo import FAMILIES, Family
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import BatchEncoding
+
+from hydra_ext.errors import InvalidDevice, NotOnFakeTensors, UnsupportedModel
+from hydra_ext.profile import Speed, dry_run
+from hydra_ext.state.arguments import tensors_in
+from support.models.zoo import FAMILIES
 from support.models.zoo_more import MORE_FAMILIES
 from support.profile.real_run import peaks, saved_by_modules
 
 ALL = {**FAMILIES, **MORE_FAMILIES}
+STATIC = [name for name in ALL if name not in ("dynamic", "experts")]  # whose paths do not depend on numbers
 
 
-@pytest.mark.parametrize("name", ALL)
+def made(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    family = ALL[name]
+    model = family.make(0)
+    for module in model.modules():
+        if hasattr(module, "layerdrop"):
+            module.layerdrop = 0.0  # a real microbatch may leave out a layer
+    return model, family.batches(1, 1)[0]
+
+
+@pytest.mark.parametrize("name", STATIC)
 def test_saved_and_input_bytes_are_those_of_a_real_forward(name: str) -> None:
     family = ALL[name]
-    model, batch = family.make(0), family.batches(1, 1)[0]
+    model, batch = made(name)
     profile = dry_run(model, batch, lambda mb: family.loss(model, mb))
     counted = saved_by_modules(model, batch, lambda mb: family.loss(model, mb))
     for module, figures in profile.modules.items():
@@ -35,12 +50,284 @@ def test_saved_and_input_bytes_are_those_of_a_real_forward(name: str) -> None:
         assert figures.inputs.all == sum(real.inputs.values()), module
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", STATIC)
 def test_peaks_are_those_of_a_real_microbatch(name: str) -> None:
     family = ALL[name]
-    model, batch = family.make(0), family.batches(1, 1)[0]
+    model, batch = made(name)
     profile = dry_run(model, batch, lambda mb: family.loss(model, mb))
-    real = peaks(model, [batch], lambda mb: family.loss(model, mb))
-    assert profile.modules[""].backward_bytes == pytest.approx(real.pop("backward"), rel=0.03)
+    # A real kernel may keep more than its output: a mean squared error keeps the room for all squares.
+    given = [batch]
+    del batch
+    real = peaks(model, given, lambda mb: family.loss(model, mb))
+    assert profile.modules[""].backward_bytes == pytest.approx(real.pop("backward"), rel=0.04)
     for module, most in real.items():
-        assert profile.modules[module].forward_bytes == pytest.approx(most, rel=0.03), module
+        assert profile.modules[module].forward_bytes == pytest.approx(most, rel=0.04), module
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+ROWS, WIDTH = 256, 64
+MAP = 4 * ROWS * WIDTH  # bytes of an activation
+MATRIX = 4 * WIDTH * WIDTH
+
+
+def test_a_perceptron_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU(), nn.Linear(WIDTH, WIDTH, bias=False))
+    x = torch.randn(ROWS, WIDTH)
+    profile = dry_run(model, x, lambda mb: model(mb).sum(), speed=Speed(flops_per_second=1e9, bytes_per_second=1e12))
+    first, relu, last = (profile.modules[name] for name in "012")
+    assert [each.saved.fresh for each in (first, relu, last)] == [MAP, MAP, 0]
+    assert [each.saved.all for each in (first, relu, last)] == [MAP, MAP, MAP]
+    assert [each.inputs.fresh for each in (first, relu, last)] == [MAP, MAP, 0]
+    assert [each.parked_bytes for each in (first, relu, last)] == [MAP, 2 * MAP, 2 * MAP]  # fn keeps x
+    assert [each.order for each in (first, relu, last)] == [2, 3, 4]
+    assert all(each.is_repeatable for each in (first, relu, last))
+    # The loss's gradient is an expanded number; the last layer reads its input and gives one gradient.
+    assert last.backward_bytes == pytest.approx(2 * MAP, abs=64)
+    assert relu.backward_bytes == pytest.approx(3 * MAP, abs=64)
+    assert first.backward_bytes == pytest.approx(2 * MAP, abs=64)  # no gradient of x
+    assert first.forward_seconds == pytest.approx(2 * ROWS * WIDTH * WIDTH / 1e9)
+    assert relu.forward_seconds == pytest.approx(2 * MAP / 1e12)
+    assert [(block.name, block.weight_bytes, block.gradient_bytes) for block in profile.blocks] == [
+        ("0", MATRIX, MATRIX),
+        ("2", MATRIX, MATRIX),
+    ]
+    assert profile.least_bytes() == pytest.approx(3 * MAP + MATRIX, abs=MATRIX)
+
+
+def test_weights_may_compute_in_another_dtype() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
+    profile = dry_run(model, x, lambda mb: model(mb).float().mean(), param_dtype=torch.bfloat16)
+    assert profile.modules["1"].saved.fresh == MAP // 2
+    assert profile.blocks[0].gradient_bytes == 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def test_autocast_counts() -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().mean()
+
+    x = torch.randn(ROWS, WIDTH)
+    counted = saved_by_modules(model, x, fn)
+    assert dry_run(model, x, fn).modules[""].saved.fresh == sum(counted[""].saved.values()) > 0
+
+
+def test_a_frozen_base_has_no_gradients_and_saves_less() -> None:
+    base, adapter = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, 4, bias=False)
+    model = nn.ModuleDict({"base": base, "adapter": adapter, "back": nn.Linear(4, WIDTH, bias=False)})
+
+    def fn(x: Tensor) -> Tensor:
+        loss: Tensor = (base(x) + model["back"](adapter(x))).square().mean()
+        return loss
+
+    x = torch.randn(ROWS, WIDTH)
+    profile = dry_run(model, x, fn)
+    assert profile.modules["base"].saved.all == 0
+    assert {block.name: block.gradient_bytes for block in profile.blocks}["base"] == 0
+    assert profile.modules["adapter"].saved.fresh == MAP
+
+
+# ---- modules --------------------------------------------------------------------------------------------------------
+def test_what_cannot_be_called_again() -> None:
+    hooked = nn.Linear(8, 8)
+    hooked.register_forward_hook(lambda *_: None)
+    twice = nn.Linear(8, 8)
+    model = nn.ModuleDict({"writes": nn.ReLU(inplace=True), "hooked": nn.Sequential(hooked), "twice": twice})
+
+    def fn(x: Tensor) -> Tensor:
+        return twice(twice(model["hooked"](model["writes"](x + 0)))).sum()  # type: ignore[no-any-return]
+
+    profile = dry_run(model, torch.randn(4, 8), fn)
+    assert not any(profile.modules[name].is_repeatable for name in ("writes", "hooked", "hooked.0", "twice"))
+    assert profile.modules["twice"].calls == 2
+    assert profile.modules[""].calls == 0  # fn calls its parts
+
+
+def test_tied_weights_are_one_block_with_two_users() -> None:
+    model = nn.Sequential(nn.Embedding(512, 16), nn.Linear(16, 16), nn.Linear(16, 512, bias=False))
+    model[2].weight = model[0].weight
+    tokens = torch.randint(0, 512, (4, 32))
+    profile = dry_run(model, tokens, lambda mb: F.cross_entropy(model(mb).flatten(0, 1), mb.flatten()))
+    assert [block.users for block in profile.blocks] == [("0", "2"), ("1",)]
+    assert profile.modules["2"].saved.all == 4 * 32 * 16 * 4  # its input, and not the weight
+
+
+def test_layers_that_are_checkpointed_are_called_once() -> None:
+    family = ALL["gpt2"]
+    model, batch = family.make(0), family.batches(1, 1)[0]
+    plain = dry_run(model, batch, lambda mb: family.loss(model, mb))
+    family.set_checkpointing(model, reentrant=False)
+    profile = dry_run(model, batch, lambda mb: family.loss(model, mb))
+    assert profile.modules[""].saved.fresh < plain.modules[""].saved.fresh
+    assert {figures.calls for figures in profile.modules.values()} <= {0, 1}
+
+
+def test_models_on_meta_are_as_real_ones() -> None:
+    family = ALL["llama"]
+    model, batch = family.make(0), family.batches(1, 1)[0]
+    speed = Speed(flops_per_second=1e12, bytes_per_second=1e11)
+    real = dry_run(model, batch, lambda mb: family.loss(model, mb), speed=speed)
+    with torch.device("meta"):
+        absent = family.make(0)
+    meta = dry_run(absent, batch, lambda mb: family.loss(absent, mb), speed=speed)
+    assert meta == real
+    assert all(parameter.is_meta for parameter in absent.parameters())
+
+
+def test_examples_of_any_form() -> None:
+    model = nn.Linear(8, 8)
+    x = torch.randn(64, 8)
+    expected = dry_run(model, x, lambda mb: model(mb).sum()).modules[""].saved
+    for example, fn in (
+        ({"a": [x, 3]}, lambda mb: model(mb["a"][0]).sum()),
+        (BatchEncoding({"x": x}), lambda mb: model(mb["x"]).sum()),
+        ((x, None), lambda mb: (model(mb[0]).sum(), {"rows": 64})),
+        ([x], lambda mb: {"loss": model(mb[0]).sum(), "other": 1}),
+    ):
+        assert dry_run(model, example, fn).modules[""].saved == expected
+        assert not any(isinstance(tensor, FakeTensor) for tensor in tensors_in(example))
+
+
+# ---- nothing is changed ---------------------------------------------------------------------------------------------
+class Stateful(nn.Module):
+    """Changes everything that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.drop = nn.Dropout()
+        self.register_buffer("steps", torch.zeros(()))
+        self.seen: list[Any] = []
+        self.table = torch.ones(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.last = self.norm(self.first(x)) * self.table
+        self.seen.append(self.last)
+        self.register_buffer("made", x.mean())
+        self.table = self.table + 1
+        random.random(), np.random.rand(), torch.rand(3)
+        found: Tensor = self.drop(self.last).sum()
+        return found
+
+
+def _state(model: nn.Module) -> list[Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    hooks = [(list(module._forward_hooks), list(module.__dict__), module.training) for module in model.modules()]
+    gradients = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()]
+    return [
+        [(name, id(tensor), tensor._version, tensor.detach().clone()) for name, tensor in tensors],
+        [(id(module), *hook) for module, hook in zip(model.modules(), hooks, strict=True)],
+        gradients,
+        [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()],
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_changed(fails: bool) -> None:
+    model = Stateful()
+    model(torch.randn(4, 8)).backward()  # gradients that are there already
+    table = model.table
+    before = _state(model)
+    seen = list(model.seen)
+
+    def fn(x: Tensor) -> Tensor:
+        loss: Tensor = model(x)
+        if fails:
+            raise KeyError("of the user")
+        return loss
+
+    if fails:
+        with pytest.raises(KeyError, match="of the user"):
+            dry_run(model, torch.randn(4, 8), fn)
+    else:
+        dry_run(model, torch.randn(4, 8), fn)
+    torch.manual_seed(0)
+    assert model.table is table
+    assert [id(each) for each in model.seen] == [id(each) for each in seen]
+    assert "made" in model._buffers and not isinstance(model.made, FakeTensor)
+    assert _same(before[:3], _state(model)[:3])
+
+
+def test_random_states_are_kept() -> None:
+    model = Stateful()
+    before = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    example = torch.ones(4, 8)
+    dry_run(model, example, lambda x: model(x))
+    assert _same(before, [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()])
+
+
+def test_the_same_loss_after_a_dry_run() -> None:
+    family = ALL["t5"]
+    batch = family.batches(1, 1)[0]
+    losses = []
+    for is_dry in (False, True):
+        model = family.make(0)
+        if is_dry:
+            dry_run(model, batch, lambda mb, model=model: family.loss(model, mb))
+        torch.manual_seed(3)
+        losses.append(family.loss(model, batch).item())
+    assert losses[0] == losses[1]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda loss: loss.item(),
+        lambda loss: float(loss),
+        lambda loss: bool(loss > 0),
+        lambda loss: loss.detach().numpy(),
+        lambda loss: loss.tolist(),
+        lambda loss: loss.expand(3).nonzero(),
+    ],
+)
+def test_a_function_that_reads_numbers_is_refused_with_its_line(read: Callable[[Tensor], Any]) -> None:
+    model = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> tuple[Tensor, Any]:
+        loss = model(x).sum()
+        return loss, read(loss)
+
+    with pytest.raises(NotOnFakeTensors, match=r"(?s)no numbers.*test_dry_run\.py.*real step"):
+        dry_run(model, torch.randn(2, 4), fn)
+    assert not isinstance(model.weight, FakeTensor)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "experts"])
+def test_models_whose_path_depends_on_numbers_are_refused(name: str) -> None:
+    family = ALL[name]
+    model, batch = family.make(0), family.batches(1, 1)[0]
+    with pytest.raises(NotOnFakeTensors, match="zoo_more.py"):
+        dry_run(model, batch, lambda mb: family.loss(model, mb))
+
+
+def test_other_errors_are_the_users() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="same reduction dim") as caught:
+        dry_run(model, torch.randn(2, 5), lambda x: model(x).sum())
+    assert not isinstance(caught.value, NotOnFakeTensors)
+    with pytest.raises(TypeError, match="return the loss"):
+        dry_run(model, torch.randn(2, 4), lambda x: None)
+    with pytest.raises(ValueError, match="scalar"):
+        dry_run(model, torch.randn(2, 4), lambda x: model(x))
+    with pytest.raises(UnsupportedModel, match="shape"):
+        dry_run(nn.LazyLinear(3), torch.randn(2, 4), lambda x: x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(InvalidDevice, match="'cpu'"):
+        dry_run(model, torch.randn(2, 4), lambda x: model(x).sum(), device="cuda")
