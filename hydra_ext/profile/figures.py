@@ -54,7 +54,7 @@ class BlockFigures:
     """Weights that move together.
 
     Attributes:
-        name: The name of the module that uses them first; a prefix of the names of modules inside it.
+        name: The name of the module that uses them first.
         weight_bytes: On the device.
         gradient_bytes: Of the parameters that need gradients.
     """
@@ -71,6 +71,7 @@ class Profile:
     Attributes:
         modules: By name, a module before those inside it.
         blocks: The model's weights, in the order of the model.
+        sites: Numbers of the blocks that a module uses itself, by the module's name.
         backward_ratio: Seconds of a backward for each second of its forward.
         largest_saved_bytes: Of one storage.
         buffer_bytes: Of the model's buffers, which stay on the device.
@@ -78,6 +79,7 @@ class Profile:
 
     modules: Mapping[str, ModuleFigures]
     blocks: tuple[BlockFigures, ...] = ()
+    sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     backward_ratio: float = 2.0
     largest_saved_bytes: int = 0
     buffer_bytes: int = 0
@@ -92,6 +94,7 @@ class Profile:
         ]
 
     def blocks_of(self, name: str) -> list[int]:
-        """Numbers of the blocks whose weights a module uses first, inner modules included."""
-        prefix = f"{name}."
-        return [i for i, block in enumerate(self.blocks) if block.name == name or block.name.startswith(prefix)]
+        """Numbers of the blocks that a module uses, with the modules inside it."""
+        prefix = f"{name}." if name else ""
+        used = [blocks for site, blocks in self.sites.items() if site == name or site.startswith(prefix)]
+        return sorted({block for blocks in used for block in blocks})
