@@ -42,13 +42,19 @@ class StandIn:
         inner: Callable[..., Any] = self.replaced or self.module._call_impl
         return inner
 
-    def install(self) -> None:
+    def install(self, *, innermost: bool = False) -> None:
+        """Replaces the call; ``innermost``, below all stand-ins that there are."""
         with _lock:
             standing = self.module.__dict__.get(_SLOT)
-            if not any(call is self for call in _chain(standing)):
+            if any(call is self for call in _chain(standing)):
+                return
+            lowest = _lowest(standing) if innermost else None
+            if lowest is None:
                 self.replaced = standing
                 self.module.__dict__[_SLOT] = self  # a module may have a __setattr__ of its own
-                _count(1)
+            else:
+                self.replaced, lowest.replaced = lowest.replaced, self
+            _count(1)
 
     def remove(self) -> None:
         """Undoes :meth:`install`. Below a call of another kind that was installed since, it stays without effect."""
@@ -95,11 +101,17 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     before = self.__dict__.get(_SLOT)
     _plain_compile(self, *args, **kwargs)
     with _lock:
-        lowest = None
-        for call in _chain(before):
-            lowest = call if isinstance(call, StandIn) else lowest
+        lowest = _lowest(before)
         if lowest is not None:
             lowest.replaced, self.__dict__[_SLOT] = self.__dict__.get(_SLOT), before
+
+
+def _lowest(call: Any) -> StandIn | None:
+    """The innermost stand-in of a chain; None if there is none."""
+    lowest = None
+    for each in _chain(call):
+        lowest = each if isinstance(each, StandIn) else lowest
+    return lowest
 
 
 def _chain(call: Any) -> Iterator[Any]:

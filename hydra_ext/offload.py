@@ -19,7 +19,7 @@ from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
-from hydra_ext.policy import Checks, Keep, SimulatedDevice, parse_bytes
+from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
 from hydra_ext.runtime import engine, root
 from hydra_ext.runtime.placement import devices
 from hydra_ext.runtime.placement.faces import can_dress
@@ -100,7 +100,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         spill_dir: str | os.PathLike[str] | None = None,
         param_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
-        activations: Choice | None = None,
+        activations: Choice | Literal["auto"] | None = "auto",
         process_group: dist.ProcessGroup | Literal[False] | None = None,
         checks: Checks | None = None,
     ) -> None:
@@ -126,7 +126,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         check_group(process_group)
         self._process_group = process_group
         self._activations = activations
-        if activations is not None:
+        if activations is not None and activations != "auto":
             default_policy(activations)  # raises InvalidArgument for an invalid policy
             policies_of(activations, model)
         self._checks = checks or Checks()
@@ -194,6 +194,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             replicas=replicas,
             casts=self._casts(),
             saving=None if stash is None else self._make_saving(stash),
+            fitted=self._activations == "auto",
             spilling=spilling,
         )
         try:
@@ -227,7 +228,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            self._activations or Keep(),
+            Offload() if self._activations in (None, "auto") else self._activations,
             self._model,
             whole,
             optimizer=self._optimizer,

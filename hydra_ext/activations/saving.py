@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hydra_ext.activations.choice import Choice, Policy, default_policy, policie
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
+from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
@@ -73,6 +74,9 @@ class Saving:
             module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
         }
         self._again = Count()
+        self._whole = whole
+        self._chosen: dict[nn.Module, RecomputedModule] = {}  # by a plan, now or before
+        self._profiler: Profiler | None = None
         self._stand_ins: list[StandIn] = [  # the innermost first
             *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(self._parts)),
             *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
@@ -96,20 +100,44 @@ class Saving:
             call.install()
 
     def unhook(self) -> None:
-        for call in reversed(self._stand_ins):
+        for call in (*self._chosen.values(), *reversed(self._stand_ins)):
             call.remove()
 
     @contextmanager
     @nothing_traced
     def inside(self) -> Iterator[None]:
         """Tensors that the calling thread saves inside go to the stash."""
-        with saved_tensors_hooks(self._core.pack, self._core.unpack):
+        with ExitStack() as stack:
+            pack = self._core.pack
+            if self._profiler is not None:
+                profiler, self._profiler = self._profiler, None
+                pack = _watched(pack, profiler)
+                stack.enter_context(profiler.forward())
+            stack.enter_context(saved_tensors_hooks(pack, self._core.unpack))
             treatment = self._default if self._dynamic is None else self._dynamic.treatment()
             self._core.begin_scope(0, treatment=treatment)
             try:
                 yield
             finally:
                 self._core.end_scope(0)
+
+    def measure(self, profiler: Profiler) -> None:
+        """The next forward is measured."""
+        self._profiler = profiler
+
+    def set_room(self, room: int | None) -> None:
+        """Sets the device bytes of saved tensors that may stay from now on; None for as few as transfers need."""
+        self._core.set_budget(room)
+
+    def recompute(self, modules: Collection[nn.Module]) -> None:
+        """From now on these modules are recomputed, beside those with the policy. Called between forwards."""
+        for module, call in self._chosen.items():
+            if module not in modules:
+                call.remove()
+        for module in modules:
+            if module not in self._chosen:
+                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self._again)
+            self._chosen[module].install(innermost=True)
 
     def report(self) -> StashReport:
         """Waits for the transfers under way, and returns the figures."""
@@ -136,6 +164,15 @@ class Saving:
         if policy == Offload("conv"):
             return _C.Treatment.move_convolution_inputs()
         return _C.Treatment.keep() if isinstance(policy, Keep) else _C.Treatment.move()
+
+
+def _watched(pack: Callable[[torch.Tensor], Any], profiler: Profiler) -> Callable[[torch.Tensor], Any]:
+    @not_traced
+    def watched(tensor: torch.Tensor) -> Any:
+        profiler.saves(tensor)
+        return pack(tensor)
+
+    return watched
 
 
 def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:

@@ -21,14 +21,15 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext import _C
-from hydra_ext.blocks import discover
+from hydra_ext.blocks import Layout, discover
 from hydra_ext.errors import InvalidDevice, NotOnFakeTensors, UnsupportedModel
 from hydra_ext.outputs import check_loss, split
+from hydra_ext.profile.call_log import Call, amount
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
 from hydra_ext.profile.fakes import Fakes, on_fakes
 from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
 from hydra_ext.profile.operators import run_on_fakes, seconds_of
-from hydra_ext.profile.watch import Call, Watch, amount
+from hydra_ext.profile.watch import Watch
 from hydra_ext.state.randomness import RandomState
 
 Example = TypeVar("Example")
@@ -74,7 +75,7 @@ def dry_run(
     speed = speed or speed_of_this_machine(place, dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
-    watch = Watch(model, lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
+    watch = Watch(lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
     with _random_state_kept(place), on_fakes(model, fakes), _reasons_given():
         watch.exempt([*model.parameters(), *model.buffers()])
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -82,16 +83,15 @@ def dry_run(
             parameter.register_post_accumulate_grad_hook(watch.take_gradient)  # type: ignore[no-untyped-call]
         with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mode, watch:
             given = [Fakes(mode, place, None).of_value(example)]
-            _run(watch, given, fn, trained)
-        watch.end()
+            _run(watch, model, given, fn, trained)
     return _profile(model, watch, param_dtype)
 
 
-def _run(watch: Watch, given: list[Any], fn: Callable[[Any], Any], trained: list[Tensor]) -> None:
+def _run(watch: Watch, model: nn.Module, given: list[Any], fn: Callable[[Any], Any], trained: Sequence[Tensor]) -> None:
     """Makes the microbatch. ``given`` has the example, and is emptied, so that nothing here keeps it alive."""
     watch.born(given)
     with saved_tensors_hooks(watch.pack, watch.unpack):
-        with watch.watched_calls():
+        with watch.watched_calls(model):
             loss, metrics = split(fn(given.pop()))
         check_loss(loss)
         metrics = tree_map_only(Tensor, Tensor.detach, metrics)
@@ -161,7 +161,7 @@ def _first_line(error: BaseException) -> str:
 
 # ---- the form -------------------------------------------------------------------------------------------------------
 def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) -> Profile:
-    calls = watch.calls
+    calls = watch.log.calls
     modules = list(model.named_modules())
     of_module: list[list[int]] = [[] for _ in modules]
     for number, call in enumerate(calls):
@@ -196,9 +196,12 @@ def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) ->
             is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
         )
     forward, backward = calls[0].seconds
+    weights = sum(_bytes(parameter, param_dtype) for parameter in model.parameters())
+    layout = discover(model, largest_bytes=weights // _BLOCKS_PER_MODEL)
     return Profile(
         modules=figures,
-        blocks=_blocks(model, param_dtype),
+        blocks=_blocks(layout, param_dtype),
+        sites={site.name: site.blocks for site in layout.sites},
         backward_ratio=backward / forward if forward else 2.0,
         largest_saved_bytes=watch.largest_saved,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers() if buffer.layout is torch.strided),
@@ -214,24 +217,18 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.") for hook in hooks)
 
 
-def _blocks(model: nn.Module, param_dtype: torch.dtype | None) -> tuple[BlockFigures, ...]:
-    def size(parameter: Tensor) -> int:
-        itemsize = param_dtype.itemsize if param_dtype and parameter.is_floating_point() else parameter.itemsize
-        return parameter.numel() * itemsize
-
-    total = sum(map(size, model.parameters()))
+def _blocks(layout: Layout, param_dtype: torch.dtype | None) -> tuple[BlockFigures, ...]:
     page = _C.PAGE_ALIGNMENT
-    layout = discover(model, largest_bytes=total // _BLOCKS_PER_MODEL)
-    users: list[list[str]] = [[] for _ in layout.blocks]
-    for site in layout.sites:
-        for block in site.blocks:
-            users[block].append(site.name)
     return tuple(
         BlockFigures(
-            name="" if block.name == "(root)" else block.name,
-            weight_bytes=sum(-(-size(parameter) // page) * page for _, parameter in block.parameters),
-            gradient_bytes=sum(size(parameter) for _, parameter in block.parameters if parameter.requires_grad),
-            users=tuple(names),
+            name=block.name,
+            weight_bytes=sum(-(-_bytes(p, param_dtype) // page) * page for _, p in block.parameters),
+            gradient_bytes=sum(_bytes(p, param_dtype) for _, p in block.parameters if p.requires_grad),
         )
-        for block, names in zip(layout.blocks, users, strict=True)
+        for block in layout.blocks
     )
+
+
+def _bytes(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
+    itemsize = param_dtype.itemsize if param_dtype and parameter.is_floating_point() else parameter.itemsize
+    return parameter.numel() * itemsize

@@ -57,16 +57,14 @@ class BlockFigures:
     """Weights that move together.
 
     Attributes:
-        name: The name of the module that uses them first; a prefix of the names of modules inside it.
+        name: The name of the module that uses them first.
         weight_bytes: On the device.
         gradient_bytes: Of the parameters that need gradients.
-        users: Names of all modules that use them; empty if only the first does.
     """
 
     name: str
     weight_bytes: int
     gradient_bytes: int
-    users: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +74,7 @@ class Profile:
     Attributes:
         modules: By name, a module before those inside it.
         blocks: The model's weights, in the order of the model.
+        sites: Numbers of the blocks that a module uses itself, by the module's name.
         backward_ratio: Seconds of a backward for each second of its forward.
         largest_saved_bytes: Of one storage.
         buffer_bytes: Of the model's buffers, which stay on the device.
@@ -83,6 +82,7 @@ class Profile:
 
     modules: Mapping[str, ModuleFigures]
     blocks: tuple[BlockFigures, ...] = ()
+    sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     backward_ratio: float = 2.0
     largest_saved_bytes: int = 0
     buffer_bytes: int = 0
@@ -97,20 +97,20 @@ class Profile:
         ]
 
     def blocks_of(self, name: str) -> list[int]:
-        """Numbers of the blocks whose weights a module uses first, inner modules included."""
+        """Numbers of the blocks that a module uses, with the modules inside it."""
         prefix = f"{name}." if name else ""
-        return [i for i, block in enumerate(self.blocks) if block.name == name or block.name.startswith(prefix)]
+        used = [blocks for site, blocks in self.sites.items() if site == name or site.startswith(prefix)]
+        return sorted({block for blocks in used for block in blocks})
 
     def least_bytes(self) -> int:
-        """The smallest budget for a step: what is alive, the block in use and its gradients, beside the buffers.
+        """The smallest budget for a step: what is alive, the blocks in use and their gradients, beside the buffers.
 
         All that is saved is on the host until it is read.
         """
         whole = self.modules[""]
         needs = [whole.forward_bytes, whole.backward_bytes]
-        for block in self.blocks:
-            for user in block.users or (block.name,):
-                figures = self.modules[user]
-                forward, backward = figures.forward_bytes, figures.backward_bytes + block.gradient_bytes
-                needs.append(block.weight_bytes + max(forward, backward))
+        for name, numbers in self.sites.items():
+            figures, used = self.modules[name], [self.blocks[number] for number in numbers]
+            backward_bytes = figures.backward_bytes + sum(block.gradient_bytes for block in used)
+            needs.append(sum(block.weight_bytes for block in used) + max(figures.forward_bytes, backward_bytes))
         return self.buffer_bytes + max(needs)

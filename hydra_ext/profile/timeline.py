@@ -29,8 +29,10 @@ class Timeline:
         """A storage is made or freed; a change of 0 notes that the part runs now."""
         self._moments.append((part, change, storage))
 
-    def begin(self, call: int) -> None:
-        self._begins[call] = len(self._moments)
+    def begin(self, part: Part) -> None:
+        """A call begins."""
+        self._begins[part.call] = len(self._moments)
+        self.add(part, 0, 0)
 
     def most(self, *, without: Collection[int]) -> dict[Part, int]:
         """The most bytes that are alive at once in each part, without some storages."""

@@ -1,16 +1,10 @@
-"""What happens in one microbatch: calls of modules, what they save and take, and every operator with its bytes.
-
-Forward is followed by the calls of modules. Backward is followed by the sequence numbers of autograd's nodes: a node
-belongs to the innermost call in which it was made.
-"""
+"""What happens in one microbatch: which storages live, what modules save and take, and how long operators take."""
 
 from __future__ import annotations
 
-import bisect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,73 +12,54 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_ext.calls import StandIn
-from hydra_ext.profile.figures import Amount
-from hydra_ext.profile.timeline import Part, Timeline
+from hydra_ext.profile.call_log import CallLog, Storage
+from hydra_ext.profile.timeline import Timeline
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
 from hydra_ext.tracing import not_traced
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
 SMALLEST = 1024  # bytes of a tensor that is counted among those saved, or among inputs
 
-Saved = tuple[int, int]  # number of a storage, and the version of its numbers
 Place = tuple[int, torch.Size, tuple[int, ...]]  # offset, size and strides
 TensorOn = Callable[[Any, torch.dtype, Place], Tensor]
 RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 
-@dataclass
-class Call:
-    """One call of a module.
-
-    Attributes:
-        module: Its number in the model; 0 for the microbatch as a whole.
-        parent: Number of the call around it.
-        first_node: Sequence number of the first node of autograd that it may have made.
-        next_node: Sequence number of the first node after it.
-        writes: Whether it writes to one of its inputs.
-        saved: Bytes by storage and version.
-        fresh: Those that no call before it has saved.
-        inputs: As saved.
-        seconds: Of its operators, forward and backward, with the calls inside.
-    """
-
-    module: int
-    parent: int
-    first_node: int
-    next_node: int = -1
-    writes: bool = False
-    saved: dict[Saved, int] = field(default_factory=dict)
-    fresh: dict[Saved, int] = field(default_factory=dict)
-    inputs: dict[Saved, int] = field(default_factory=dict)
-    fresh_inputs: dict[Saved, int] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-
-
 class Storages:
-    """Numbers storages that are alive. A storage that dies is told to the timeline."""
+    """Numbers of storages that are alive.
+
+    Args:
+        died: Called with the number and the bytes of a storage that has died.
+    """
 
     def __init__(self, died: Callable[[int, int], None]) -> None:
         self._died = died
-        self._numbers: dict[int, int] = {}
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._outside: set[int] = set()
         self._count = 0
 
+    def exempt(self, tensors: Iterable[Tensor]) -> None:
+        """Their storages get no numbers. The tensors have to stay alive."""
+        self._outside.update(tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor))
+
+    def is_exempt(self, storage: Any) -> bool:
+        return storage._cdata in self._outside
+
     def number_of(self, storage: Any) -> int | None:
-        return self._numbers.get(storage._cdata)
+        found = self._alive.get(storage._cdata)
+        return None if found is None else found[0]
 
     def add(self, storage: Any) -> int:
         key, size = storage._cdata, storage.nbytes()
         self._count += 1
-        number = self._numbers[key] = self._count
+        number = self._count
 
         def gone(_: Any) -> None:
-            del self._numbers[key], self._watched[key]
+            del self._alive[key]
             self._died(number, size)
 
-        self._watched[key] = weakref.ref(storage, gone)
+        self._alive[key] = number, weakref.ref(storage, gone)
         return number
 
 
@@ -92,79 +67,76 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one microbatch, on the thread that enters it.
 
     Args:
-        model: The model.
         seconds: The time of an operator, from its function, its arguments and its result.
         run: Runs an operator.
         tensor_on: Makes a tensor on a storage, from its dtype and its place.
+
+    Attributes:
+        log: Calls of modules, with what they save and take.
+        timeline: Storages that live, without parameters and buffers.
+        gradients: Numbers of the storages that were gradients of parameters in the end.
+        largest_saved: Bytes of the largest storage that was saved.
     """
 
-    def __init__(self, model: nn.Module, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn) -> None:
+    def __init__(self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._seconds = seconds
         self._run = run
         self._tensor_on = tensor_on
-        self._modules = list(model.modules())
-        self._seconds = seconds
+        self.log = CallLog()
         self.timeline = Timeline()
-        self._storages = Storages(lambda number, size: self.timeline.add(self._part, number, -size))
-        self._outside: set[int] = set()
-        self._known: set[Saved] = set()
-        self._back: dict[int, weakref.ref[Any]] = {}  # by the number of the storage that was saved
-        self._sleeps = False
-        self.calls = [Call(module=0, parent=-1, first_node=_next_node())]
-        self._open = [0]
-        self._part = Part(0)
         self.gradients: set[int] = set()
         self.largest_saved = 0
+        self._storages = Storages(lambda number, size: self.timeline.add(self.log.part, number, -size))
+        self._known: set[Storage] = set()
+        self._back: dict[int, weakref.ref[Any]] = {}  # by the number of the storage that was saved
+        self._sleeps = False
 
     # ---- storages ---------------------------------------------------------------------------------------------------
     def exempt(self, tensors: Iterable[Tensor]) -> None:
         """Parameters and buffers are counted neither as activations nor as saved."""
-        self._outside.update(tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor))
+        self._storages.exempt(tensors)
 
     def born(self, value: Any) -> None:
         """Storages in a value are alive from now on, if they were not before."""
         for tensor in tensors_in(value):
-            if _has_storage(tensor) and tensor.untyped_storage()._cdata not in self._outside:
+            if _has_storage(tensor) and not self._storages.is_exempt(tensor.untyped_storage()):
                 self._number(tensor.untyped_storage())
 
     def _number(self, storage: Any) -> int:
         number = self._storages.number_of(storage)
         if number is None:
             number = self._storages.add(storage)
-            self.timeline.add(self._part, number, storage.nbytes())
+            self.timeline.add(self.log.part, number, storage.nbytes())
         return number
+
+    def _key(self, tensor: Tensor) -> Storage | None:
+        """None if the tensor does not count."""
+        if not _has_storage(tensor) or tensor.nbytes < SMALLEST:
+            return None
+        storage = tensor.untyped_storage()
+        return None if self._storages.is_exempt(storage) else (self._number(storage), version_of(tensor))
 
     # ---- operators --------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
         if not self._sleeps:
-            self._follow_backward()
+            self.log.follow_backward()
+            part = self.log.part
             self.born(out)
-            self.timeline.add(self._part, 0, 0)
-            seconds = self._seconds(func, args, kwargs, out)
-            self.calls[self._part.call].seconds[self._part.is_backward] += seconds
+            self.timeline.add(part, 0, 0)
+            self.log.calls[part.call].seconds[part.is_backward] += self._seconds(func, args, kwargs, out)
         return out
 
-    def _follow_backward(self) -> None:
-        if not self._part.is_backward:
-            return
-        node = torch._C._current_autograd_node()
-        if node is None or node._sequence_nr() >= self.calls[0].next_node:  # sums of gradients, and their last places
-            return
-        self._part = Part(self._call_of(node._sequence_nr()), is_backward=True)
+    def begin_backward(self) -> None:
+        self.log.begin_backward()
 
-    def _call_of(self, node: int) -> int:
-        call = bisect.bisect_right(self._first_nodes, node) - 1
-        while call > 0 and self.calls[call].next_node <= node:
-            call = self.calls[call].parent
-        return max(call, 0)
-
-    # ---- calls ------------------------------------------------------------------------------------------------------
+    # ---- calls of modules -------------------------------------------------------------------------------------------
     @contextmanager
-    def watched_calls(self) -> Iterator[None]:
+    def watched_calls(self, model: nn.Module) -> Iterator[None]:
         """Calls of the model's modules are noted."""
-        stand_ins = [_WatchedCall(module, self, number) for number, module in enumerate(self._modules)]
+        stand_ins = [_WatchedCall(self, module, number) for number, module in enumerate(model.modules())]
         try:
             for each in stand_ins:
                 each.install()
@@ -173,55 +145,37 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in reversed(stand_ins):
                 each.remove()
 
-    def begin_call(self, module: int, arguments: Any) -> tuple[int, list[tuple[Tensor, int]]]:
-        call = Call(module=module, parent=self._open[-1], first_node=_next_node())
-        number = len(self.calls)
-        self.calls.append(call)
-        self.timeline.begin(number)
-        tensors = list(tensors_in(arguments))
-        for tensor in tensors:
+    def call(self, number: int, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a module's call."""
+        if self.log.part.is_backward:  # a checkpoint makes it again
+            return inner(*args, **kwargs)
+        call = self.log.begin(number)
+        self.timeline.begin(self.log.part)
+        versions = [(tensor, version_of(tensor)) for tensor in tensors_in((args, kwargs))]
+        for tensor, _ in versions:
             key = self._key(tensor)
             if key is not None:
-                size = tensor.untyped_storage().nbytes()
-                call.inputs[key] = size
+                call.inputs[key] = tensor.untyped_storage().nbytes()
                 if key not in self._known:
-                    call.fresh_inputs[key] = size
-        self._open.append(number)
-        self._part = Part(number)
-        self.timeline.add(self._part, 0, 0)
-        return number, [(tensor, version_of(tensor)) for tensor in tensors]
-
-    def end_call(self, number: int, versions: list[tuple[Tensor, int]]) -> None:
-        call = self.calls[number]
-        call.next_node = _next_node()
-        call.writes = any(version_of(tensor) != version for tensor, version in versions)
-        self._open.pop()
-        self._part = Part(self._open[-1])
-
-    @property
-    def is_backward(self) -> bool:
-        return self._part.is_backward
-
-    def begin_backward(self) -> None:
-        self.calls[0].next_node = _next_node()
-        self._first_nodes = [call.first_node for call in self.calls]
-        self._part = Part(0, is_backward=True)
-
-    def end(self) -> None:
-        self._sleeps = True
+                    call.fresh_inputs[key] = call.inputs[key]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            call.writes = any(version_of(tensor) != version for tensor, version in versions)
+            self.log.end(call)
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------
     def pack(self, tensor: Tensor) -> Any:
         """Notes a tensor that is saved for backward, and lets go of its storage."""
-        key = self._key(tensor)
-        if key is None or self.is_backward:
+        key = None if self.log.part.is_backward else self._key(tensor)
+        if key is None:
             return self._asleep(tensor.detach)
         size = tensor.untyped_storage().nbytes()
         self.largest_saved = max(self.largest_saved, size)
-        for number in self._open:
-            self.calls[number].saved[key] = size
+        for call in self.log.open_calls:
+            call.saved[key] = size
             if key not in self._known:
-                self.calls[number].fresh[key] = size
+                call.fresh[key] = size
         self._known.add(key)
         return _SavedTensor(key[0], size, tensor)
 
@@ -229,7 +183,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A saved tensor comes back. Its storage is one with those that came back before and are still alive."""
         if isinstance(saved, Tensor):
             return saved
-        self._follow_backward()
+        self.log.follow_backward()
         there = self._back.get(saved.storage)
         storage = None if there is None else there()
         if storage is None:
@@ -238,13 +192,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._back[saved.storage] = weakref.ref(storage)
             self.born(made)
         return self._asleep(lambda: self._tensor_on(storage, saved.dtype, saved.place))
-
-    def _asleep(self, made: Callable[[], Tensor]) -> Tensor:
-        was, self._sleeps = self._sleeps, True
-        try:
-            return made()
-        finally:
-            self._sleeps = was
 
     def take_gradient(self, parameter: Tensor) -> None:
         """A gradient leaves when it is whole."""
@@ -255,13 +202,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.gradients.add(number)
         parameter.grad = None
 
-    def _key(self, tensor: Tensor) -> Saved | None:
-        if not _has_storage(tensor) or tensor.nbytes < SMALLEST:
-            return None
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._outside:
-            return None
-        return self._number(storage), version_of(tensor)
+    def _asleep(self, made: Callable[[], Tensor]) -> Tensor:
+        """What a hook does itself is not part of the microbatch."""
+        was, self._sleeps = self._sleeps, True
+        try:
+            return made()
+        finally:
+            self._sleeps = was
 
 
 class _SavedTensor:
@@ -276,33 +223,15 @@ class _SavedTensor:
 
 
 class _WatchedCall(StandIn):
-    def __init__(self, module: nn.Module, watch: Watch, number: int) -> None:
+    def __init__(self, watch: Watch, module: nn.Module, number: int) -> None:
         super().__init__(module)
         self._watch = watch
         self._number = number
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._watch.is_backward:  # a checkpoint calls it again
-            return self.inner(*args, **kwargs)
-        number, versions = self._watch.begin_call(self._number, (args, kwargs))
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self._watch.end_call(number, versions)
+        return self._watch.call(self._number, self.inner, args, kwargs)
 
 
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def amount(fresh: Iterable[dict[Saved, int]], every: Iterable[dict[Saved, int]]) -> Amount:
-    """Bytes of the storages of several calls, each counted once."""
-    return Amount(fresh=_sum(fresh), all=_sum(every))
-
-
-def _sum(parts: Iterable[dict[Saved, int]]) -> int:
-    together: dict[Saved, int] = {}
-    for part in parts:
-        together.update(part)
-    return sum(together.values())

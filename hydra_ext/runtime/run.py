@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.runtime import compiled, engine, root, sites
 from hydra_ext.runtime.arguments import Arguments
 from hydra_ext.runtime.averaging import IN_BACKWARD, IN_STEP, Averaging
+from hydra_ext.runtime.fit import Fit
 from hydra_ext.runtime.placement.devices import Place
 from hydra_ext.runtime.placement.faces import dress
 from hydra_ext.runtime.placement.homes import Homes
@@ -51,6 +53,7 @@ class Run:
         device: Device on which the forward's tensors live.
         layout: Blocks of the model, and the modules that use them.
         replicas: Ranks that train copies of the model together; None without other ranks.
+        fit: What chooses the treatment of activations; None where the user has.
         version: Number of the weight version that modules show, where there are several; see
             :class:`hydra_ext.blocks.Site`.
     """
@@ -74,6 +77,7 @@ class Run:
         replicas: Replicas | None = None,
         casts: str = "",
         saving: Saving | None = None,
+        fitted: bool = False,
         spilling: Spilling | None = None,
     ):
         self.budget = budget
@@ -96,7 +100,8 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self._stepper = Stepper(self, layout.sites, Choice(budget, largest))
+        self.fit = Fit(weakref.proxy(self), saving, budget) if fitted and saving is not None else None
+        self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False
 
@@ -490,6 +495,8 @@ class Run:
         """Makes the root's call inside a window."""
         if torch.is_grad_enabled():
             self._checkpoint.step_begins()
+            if self.fit is not None and not self.meter.inside:
+                self.fit.forward_begins()
         window, token = self.core.window, _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True
@@ -516,6 +523,8 @@ class Run:
     def backward_ended(self, *, accumulated: bool) -> None:
         """Averages gradients over the ranks, unless the backward ``accumulated`` none or is nested in another one."""
         self._place.backward_ended()
+        if self.fit is not None and not self.meter.inside:
+            self.fit.backward_ended()
         if accumulated:
             self._checkpoint.gradients_used = False
         if self.replicas is not None and self._averages and accumulated and not self.core.gate.in_backward:

@@ -18,6 +18,8 @@ void bind_tensors(py::module_& module) {
              "Those of the models that the graph behind the roots belongs to.");
   module.def("reached_leaves", &reached_leaves, py::arg("roots"), py::arg("leaves"),
              "Which of the leaves the graph behind the roots reaches.");
+  module.def("other_leaves", &other_leaves, py::arg("roots"),
+             "The leaves that the graph behind the roots reaches, without device parameters.");
   module.def(
       "is_face", [](const at::Tensor& tensor) { return page_of(tensor) != nullptr; }, py::arg("tensor"),
       "Whether the tensor is a device parameter or a view of one.");

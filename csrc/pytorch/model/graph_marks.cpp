@@ -150,4 +150,16 @@ std::vector<bool> reached_leaves(const std::vector<at::Tensor>& roots, const std
   return reached;
 }
 
+std::vector<at::Tensor> other_leaves(const std::vector<at::Tensor>& roots) {
+  std::vector<at::Tensor> found;
+  walk(roots, [&](autograd::Node* node) {
+    const auto* leaf = dynamic_cast<autograd::AccumulateGrad*>(node);
+    if (leaf != nullptr && page_of(leaf->variable) == nullptr) {
+      found.push_back(leaf->variable);
+    }
+    return true;
+  });
+  return found;
+}
+
 }  // namespace hydra

@@ -59,4 +59,7 @@ std::vector<std::shared_ptr<PagedModel>> reached_models(const std::vector<at::Te
 /// Returns, for each of these leaves, whether the graph of `roots` reaches it.
 std::vector<bool> reached_leaves(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& leaves);
 
+/// Returns the leaves that the graph of `roots` reaches, without device parameters.
+std::vector<at::Tensor> other_leaves(const std::vector<at::Tensor>& roots);
+
 }  // namespace hydra

@@ -12,14 +12,41 @@ mode in which one microbatch does not fit is not used again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The size and mode of the next round."""
+    """The size and mode of the next round.
+
+    Attributes:
+        size: Number of its microbatches.
+        recompute: Whether all blocks are recomputed.
+        alone: Whether they run one after the other, each with its backward, and so in no round.
+    """
 
     size: int
     recompute: bool
+    alone: bool = False
+
+
+class Chooser(Protocol):
+    """Chooses rounds. ``size`` and ``recompute`` are the user's arguments."""
+
+    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
+        """A step of ``count`` microbatches begins."""
+
+    def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
+        """The round to run when ``left`` microbatches remain."""
+
+    def fail(self, decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
+        """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
+
+    def learn(self, decision: Decision, *, held: int, peak: int) -> None:
+        """Notes the activations of a round: ``held`` bytes after its forward, ``peak`` at most."""
+
+    def step_ended(self) -> None:
+        """A step has ended well."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +70,13 @@ class Choice:
         self._measured: dict[bool, Measured] = {}
         self._largest: dict[bool, int] = {}  # by recompute: largest round allowed, once one has run out of memory
 
+    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
+        pass
+
+    def step_ended(self) -> None:
+        pass
+
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
-        """The round to run when ``left`` microbatches remain; ``size`` and ``recompute`` are the user's arguments."""
         wanted = min(size or left, left)
         if size is not None and recompute is not None:
             return Decision(wanted, recompute)
@@ -63,13 +95,18 @@ class Choice:
     def _most(self, mode: bool, wanted: int) -> int:
         return max(1, self._largest.get(mode, wanted))
 
-    def fail(self, decision: Decision, *, recompute: bool | None) -> bool:
-        """Notes that a round has run out of memory. Returns whether another one may be tried for its microbatches."""
+    def fail(self, decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
+        if size is not None:
+            return f"round_size={size} was given, and so nothing else was tried."
+        if looped:
+            return "The microbatches were run one at a time."
         self._largest[decision.recompute] = decision.size // 2
         if self._modes(recompute):
-            return True
+            return ""
         self._largest.clear()  # other microbatches may be smaller
-        return False
+        kinds = {None: ", keeping activations and making them again", False: ", keeping activations"}
+        tried = kinds.get(recompute, ", making activations again")
+        return f"run.step tried rounds down to one microbatch{tried}."
 
     def _modes(self, recompute: bool | None) -> tuple[bool, ...]:
         """The modes in which one microbatch may fit, the faster one first."""
@@ -77,7 +114,6 @@ class Choice:
         return tuple(mode for mode in asked if self._largest.get(mode) != 0)
 
     def learn(self, decision: Decision, *, held: int, peak: int) -> None:
-        """Notes the activations of a round: ``held`` bytes after its forward, ``peak`` at most."""
         each = -(-held // decision.size)
         known = self._measured.get(decision.recompute, Measured(0, 0))
         passing = max(0, peak - held)

@@ -80,6 +80,12 @@ class RoundGraphs(Generic[Result]):
             self._owner.core.gradients.run_hooks()
 
 
+def other_leaves(owner: engine.BackwardParticipant, root: Tensor) -> list[Tensor]:
+    """The leaves behind a root that are not device parameters, and all parameters of other models that it reaches."""
+    others = [known for known in engine.reached_by([root]) if known is not owner]
+    return _C.other_leaves([root]) + [parameter for other in others for parameter in other.model.parameters()]
+
+
 def nested_sums(fibers: Sequence[Fiber[Result]], stays: Sequence[Stay[Result]]) -> str:
     """Why nested backwards would sum gradients in another order than a loop; empty if they would not.
 

@@ -16,8 +16,9 @@ from hydra_ext.activations.repeatable import Deviation
 from hydra_ext.blocks import Site
 from hydra_ext.errors import StateError, UnsupportedModel
 from hydra_ext.runtime.averaging import Averaging, StepAgain
-from hydra_ext.runtime.rounds.choice import Choice, Decision
+from hydra_ext.runtime.rounds.choice import Chooser, Decision
 from hydra_ext.runtime.rounds.executor import Known, OutOfOrder, Refused, Round, RoundOwner, SharesGraph
+from hydra_ext.runtime.rounds.graphs import other_leaves
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.runtime.rounds.microbatch import Outcome, Work, take_root
 from hydra_ext.runtime.rounds.notices import tell_again, tell_alone, tell_deviation
@@ -104,7 +105,7 @@ class Stepper:
             watch or blocks not to recompute.
     """
 
-    def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Choice) -> None:
+    def __init__(self, owner: StepOwner, sites: Sequence[Site], choice: Chooser) -> None:
         self._owner_reference = weakref.ref(owner)  # a reference would be a cycle: the owner refers to this object
         self._choice = choice
         self._recomputation = Recomputation(sites, owner.device)
@@ -144,8 +145,10 @@ class Stepper:
         updates = self._owner.updates if scaler is None else None  # a scaler writes to gradients after their arrival
         last = LastGradients(updates if max_norm is not None else None, averaging)
         self._undo.step_begins(self._owner)
+        self._choice.step_begins(len(works), size=1 if self._alone or self._looped else round_size, recompute=recompute)
         try:
             outcomes = self._all(works, seeds, round_size, recompute, last)
+            self._choice.step_ended()
             norm, skipped = self._update(optimizer, max_norm, scaler)
         finally:
             self._undo.step_ended()
@@ -216,14 +219,9 @@ class Stepper:
 
         If gradients have moved, the other ranks have then been told to make the step again.
         """
-        if size is not None:
-            return f"round_size={size} was given, and so nothing else was tried."
-        if self._looped:
-            return "The microbatches were run one at a time."
-        if not self._choice.fail(decision, recompute=recompute):
-            kinds = {None: ", keeping activations and making them again", False: ", keeping activations"}
-            tried = kinds.get(recompute, ", making activations again")
-            return f"run.step tried rounds down to one microbatch{tried}."
+        tried = self._choice.fail(decision, size=size, recompute=recompute, looped=self._looped)
+        if tried:
+            return tried
         obstacle = self._why_not_undone(averaging)
         return f"Nothing else was tried, because the step cannot be undone: {obstacle}." if obstacle else ""
 
@@ -269,21 +267,28 @@ class Stepper:
     ) -> list[Outcome]:
         """Runs a round. Returns no outcomes if it was refused and its microbatches are to have rounds of their own."""
         self._undo.round_begins(self._owner)
-        if self._looped:
-            return self._one_at_a_time(works, seeds, last)
+        if self._looped or decision.alone:
+            outcomes = self._one_at_a_time(works, seeds, last)
+            self._choice.learn(decision, held=0, peak=0)
+            self.rounds += 0 if self._looped else len(works)
+            self.fallbacks += len(works) if self._looped else 0
+            return outcomes
         try:
-            outcomes = self._round(works, seeds, decision, last)
-            while outcomes is None:
+            found = self._round(works, seeds, decision, last)
+            while found is None:
                 self._undo_round("the forward has to be run again")
                 self._tell_again(len(works), "Its forward showed state to watch, or blocks that cannot be recomputed")
-                outcomes = self._round(works, seeds, decision, last)
-            return outcomes
+                found = self._round(works, seeds, decision, last)
+            return found
         except Refused as refused:
             if isinstance(refused, SharesGraph) and self._undo.join_rounds(self._owner):
                 raise SharedWithEarlier(str(refused)) from refused  # the earlier round's graphs are spent
             self._refuse(refused)
             self._undo_round(refused)
-        return self._one_at_a_time(works, seeds, last) if self._looped else []
+        if not self._looped:
+            return []
+        self.fallbacks += len(works)
+        return self._one_at_a_time(works, seeds, last)
 
     def _undo_round(self, why: object) -> None:
         obstacle = self._undo.obstacle(whole=False)
@@ -376,12 +381,16 @@ class Stepper:
                 outcomes.append(work())
                 if len(outcomes) == len(works):
                     last.begin()
-                take_root(outcomes[-1]).backward()  # type: ignore[no-untyped-call]
-                self.fallbacks += 1
+                self._backward(take_root(outcomes[-1]))
         finally:
             torch.set_autocast_cache_enabled(cached)
             caller.restore()
         return outcomes
+
+    def _backward(self, root: Tensor) -> None:
+        """Runs the backward of a microbatch that is in no round."""
+        self._undo.note_leaves(other_leaves(self._owner, root))
+        root.backward()  # type: ignore[no-untyped-call]
 
     def _update(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, scaler: torch.amp.GradScaler | None

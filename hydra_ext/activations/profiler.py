@@ -1,0 +1,295 @@
+"""Measures one microbatch, module by module, while it runs under a stash that keeps nothing on the device."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hydra_ext import _C
+from hydra_ext.blocks import Layout
+from hydra_ext.calls import StandIn
+from hydra_ext.profile import Amount, ModuleFigures, Profile
+from hydra_ext.profile.figures import BlockFigures
+from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.numbers import version_of
+from hydra_ext.tracing import not_traced
+
+_LEAST_BYTES = 1024  # a stash leaves smaller tensors where they are
+
+
+@dataclass
+class _Measured:
+    """A module's figures while they are counted."""
+
+    order: int = 0
+    calls: int = 0
+    seconds: float = 0.0
+    saved: list[int] = field(default_factory=lambda: [0, 0])  # fresh, all
+    inputs: list[int] = field(default_factory=lambda: [0, 0])
+    parked: int = 0
+    writes: bool = False
+    seen: set[tuple[int, int]] = field(default_factory=set)  # what it has saved
+
+
+class Profiler:
+    """Watches the modules' calls, and the tensors that they save, of one thread in one forward.
+
+    Args:
+        model: Model whose modules are measured.
+        layout: Its blocks, and the modules that use them.
+        core: Its pages.
+        activation_bytes: Gives the bytes of activations on the device now.
+        device: Device on which it computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        core: _C.PagedModel,
+        activation_bytes: Callable[[], int],
+        device: torch.device,
+    ) -> None:
+        self._layout = layout
+        self._core = core
+        self._activation_bytes = activation_bytes
+        self._clock = _Clock(device)
+        self._thread: int | None = None
+        self._names = {module: name for name, module in model.named_modules()}
+        self._buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        self._own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        self._measured = {name: _Measured() for name in self._names.values()}
+        self._marks: list[tuple[_Measured, Any, Any]] = []
+        self._known: dict[tuple[int, int], StorageWeakRef] = {}
+        self._running: list[_Measured] = []
+        self._calls = itertools.count(1)
+        self._largest = 0
+        self._forward: list[tuple[int, int]] = []
+        self._end: Any = None  # of the forward
+        self._stand_ins = [
+            _MeasuredCall(self, module)
+            for module in self._names
+            if module is not model and not isinstance(module, torch.jit.ScriptModule)
+        ]
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a whole forward was measured."""
+        return self._end is not None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A context for the model's forward, in which calls and saved tensors are counted."""
+        self._thread = threading.get_ident()
+        model = self._measured[""]
+        model.calls, model.order = 1, next(self._calls)
+        self._running.append(model)
+        for call in self._stand_ins:
+            call.install()
+        begin = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._running.clear()
+            for call in self._stand_ins:
+                call.remove()
+        self._end = self._clock.mark()
+        self._marks.append((model, begin, self._end))
+        self._forward = self._core.pager.recorded(_C.PassKind.FORWARD)
+
+    @not_traced
+    def saves(self, tensor: Tensor) -> None:
+        """Counts a tensor that is saved for backward, before the stash takes it."""
+        if threading.get_ident() != self._thread or not self._running or not self._counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        key = storage._cdata, tensor._version
+        known = self._known.get(key)
+        fresh = known is None or known.expired()
+        if fresh:
+            self._known[key] = StorageWeakRef(storage)
+            self._largest = max(self._largest, size)
+        for module in self._running:
+            if fresh or key not in module.seen:
+                module.seen.add(key)
+                module.saved[0] += size if fresh else 0
+                module.saved[1] += size
+
+    def _counts(self, tensor: Tensor) -> bool:
+        if tensor.layout is not torch.strided or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
+            return False
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if (base.is_leaf and base.requires_grad) or _C.is_face(base):
+            return False
+        return tensor.untyped_storage()._cdata not in self._own
+
+    # ---- calls of modules -------------------------------------------------------------------------------------------
+
+    def call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a module's call, and counts it."""
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        measured = self._measured[self._names[module]]
+        measured.calls += 1
+        measured.order = measured.order or next(self._calls)
+        given = self._count_inputs(measured, tensors_in((args, kwargs)))
+        measured.parked = max(measured.parked, self._activation_bytes())
+        self._running.append(measured)
+        begin = self._clock.mark()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._marks.append((measured, begin, self._clock.mark()))
+            self._running.pop()
+            measured.writes |= any(version_of(tensor) != version for tensor, version in given)
+
+    def _count_inputs(self, measured: _Measured, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+        given = {id(tensor): tensor for tensor in tensors if self._counts(tensor)}
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}
+        for tensor in storages.values():
+            storage = tensor.untyped_storage()
+            known = self._known.get((storage._cdata, tensor._version))
+            measured.inputs[0] += storage.nbytes() if known is None or known.expired() else 0
+            measured.inputs[1] += storage.nbytes()
+        return [(tensor, version_of(tensor)) for tensor in given.values()]
+
+    # ---- the result -------------------------------------------------------------------------------------------------
+
+    def profile(self) -> Profile:
+        """The figures. Called when the microbatch's backward has ended."""
+        end = self._clock.mark()
+        self._clock.settle()
+        for measured, begin, mark in self._marks:
+            measured.seconds += self._clock.seconds(begin, mark)
+        forward = self._measured[""].seconds
+        backward = self._clock.seconds(self._end, end)
+        peaks = _Peaks(self._layout, self._forward, self._core.pager.recorded(_C.PassKind.BACKWARD))
+        order = sorted((measured.order, name) for name, measured in self._measured.items() if measured.calls)
+        of_modules = peaks.of_modules([name for _, name in order])
+        return Profile(
+            modules={name: self._figures(name, module, of_modules) for module, name in self._names.items()},
+            blocks=tuple(
+                BlockFigures(
+                    name=block.name,
+                    weight_bytes=block.nbytes,
+                    gradient_bytes=sum(p.nbytes for _, p in block.parameters if p.requires_grad),
+                )
+                for block in self._layout.blocks
+            ),
+            sites={site.name: site.blocks for site in self._layout.sites},
+            backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
+            largest_saved_bytes=self._largest,
+            buffer_bytes=self._buffer_bytes,
+        )
+
+    def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
+        measured = self._measured[name]
+        forward_bytes, backward_bytes = peaks.get(name, (0, 0))
+        return ModuleFigures(
+            name=name,
+            order=measured.order,
+            calls=measured.calls,
+            forward_seconds=measured.seconds,
+            saved=Amount(fresh=measured.saved[0], all=measured.saved[1]),
+            inputs=Amount(fresh=measured.inputs[0], all=measured.inputs[1]),
+            parked_bytes=measured.parked,
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+            is_repeatable=measured.calls == 1 and not measured.writes and not _has_hooks(module),
+        )
+
+
+class _Peaks:
+    """The most activations in use in each module, from those in use at each block.
+
+    What runs before a block is announced counts for the block before it, and in backward for the block after it.
+    """
+
+    def __init__(self, layout: Layout, forward: list[tuple[int, int]], backward: list[tuple[int, int]]) -> None:
+        self._sites = {site.name: site.blocks for site in layout.sites}
+        self._forward = _largest(forward)
+        self._backward = _largest(backward)
+
+    def of_modules(self, called: list[str]) -> dict[str, tuple[int, int]]:
+        """By module; ``called``: their names in the order of their first calls."""
+        found: dict[str, list[int]] = {}
+        last = max(self._forward.values(), default=0)
+        for name in called:
+            own = self._own(name, self._forward)
+            found[name] = [last if own is None else own, 0]
+            last = found[name][0] if name in self._sites else last
+        last = max(self._backward.values(), default=0)
+        for name in reversed(called):
+            own = self._own(name, self._backward)
+            found[name][1] = last if own is None else own
+            last = found[name][1] if name in self._sites else last
+        return {name: (forward, backward) for name, (forward, backward) in found.items()}
+
+    def _own(self, name: str, peaks: dict[int, int]) -> int | None:
+        prefix = f"{name}." if name else ""
+        used = {b for site, blocks in self._sites.items() if site == name or site.startswith(prefix) for b in blocks}
+        return max((peaks[block] for block in used if block in peaks), default=None)
+
+
+def _largest(recorded: list[tuple[int, int]]) -> dict[int, int]:
+    largest: dict[int, int] = {}
+    for block, size in recorded:
+        largest[block] = max(size, largest.get(block, 0))
+    return largest
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(
+        inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks
+        for inner in module.modules()
+    )
+
+
+class _MeasuredCall(StandIn):
+    """Stands in for a module's call while it is measured."""
+
+    def __init__(self, profiler: Profiler, module: nn.Module) -> None:
+        super().__init__(module)
+        self._profiler = profiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        return self._measured(args, kwargs)
+
+    @not_traced
+    def _measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._profiler.call(self.module, self.inner, args, kwargs)
+
+
+class _Clock:
+    """Time that a device computes: of the thread on the CPU, which waits take none of, or of the stream on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._device = device
+
+    def mark(self) -> Any:
+        if not self._on_gpu:
+            return time.thread_time()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Waits until the marks have their times."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000 if self._on_gpu else float(end - begin)

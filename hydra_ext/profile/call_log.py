@@ -1,0 +1,109 @@
+"""Calls of modules in one microbatch, and which of them runs now.
+
+Forward is followed by the calls themselves. Backward is followed by the sequence numbers of autograd's nodes: a node
+belongs to the innermost call in which it was made.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable
+
+import torch
+
+from hydra_ext.profile.figures import Amount
+from hydra_ext.profile.timeline import Part
+
+Storage = tuple[int, int]  # the number of a storage, and the version of its numbers
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class Call:
+    """One call of a module.
+
+    Attributes:
+        module: Its number in the model; 0 for the microbatch as a whole.
+        parent: Number of the call around it.
+        first_node: Sequence number of the first node of autograd that it may have made.
+        next_node: Sequence number of the first node after it.
+        writes: Whether it writes to one of its inputs.
+        saved: Bytes by storage.
+        fresh: Those that no call before it has saved.
+        inputs: As saved.
+        fresh_inputs: As fresh.
+        seconds: Of its operators in forward and in backward.
+    """
+
+    def __init__(self, module: int, parent: int) -> None:
+        self.module = module
+        self.parent = parent
+        self.first_node = _next_node()
+        self.next_node = -1
+        self.writes = False
+        self.saved: dict[Storage, int] = {}
+        self.fresh: dict[Storage, int] = {}
+        self.inputs: dict[Storage, int] = {}
+        self.fresh_inputs: dict[Storage, int] = {}
+        self.seconds = [0.0, 0.0]
+
+
+class CallLog:
+    """The calls of one microbatch.
+
+    Attributes:
+        calls: The first is the microbatch as a whole. Calls inside a call come later.
+        part: What runs now.
+    """
+
+    def __init__(self) -> None:
+        self.calls = [Call(module=0, parent=-1)]
+        self.part = Part(0)
+        self._open = [0]
+        self._first_nodes: list[int] = []
+
+    @property
+    def open_calls(self) -> list[Call]:
+        return [self.calls[number] for number in self._open]
+
+    def begin(self, module: int) -> Call:
+        self._open.append(len(self.calls))
+        call = Call(module, parent=self.part.call)
+        self.calls.append(call)
+        self.part = Part(self._open[-1])
+        return call
+
+    def end(self, call: Call) -> None:
+        call.next_node = _next_node()
+        self._open.pop()
+        self.part = Part(self._open[-1])
+
+    def begin_backward(self) -> None:
+        self.calls[0].next_node = _next_node()
+        self._first_nodes = [call.first_node for call in self.calls]
+        self.part = Part(0, is_backward=True)
+
+    def follow_backward(self) -> None:
+        """Finds out whose backward runs now. A sum of gradients belongs to no node, and so to the last one."""
+        node = torch._C._current_autograd_node() if self.part.is_backward else None
+        if node is None or node._sequence_nr() >= self.calls[0].next_node:
+            return
+        self.part = Part(self._call_of(node._sequence_nr()), is_backward=True)
+
+    def _call_of(self, node: int) -> int:
+        call = bisect.bisect_right(self._first_nodes, node) - 1
+        while call > 0 and self.calls[call].next_node <= node:
+            call = self.calls[call].parent
+        return max(call, 0)
+
+
+def amount(fresh: Iterable[dict[Storage, int]], every: Iterable[dict[Storage, int]]) -> Amount:
+    """Bytes of the storages of several calls, each counted once."""
+    return Amount(fresh=_sum(fresh), all=_sum(every))
+
+
+def _sum(parts: Iterable[dict[Storage, int]]) -> int:
+    together: dict[Storage, int] = {}
+    for part in parts:
+        together.update(part)
+    return sum(together.values())

@@ -1,0 +1,295 @@
+"""Fits a run's activations into its budget: measures one microbatch, plans the step, and falls back if it fails.
+
+The first microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured. The planner
+(:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
+bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
+time and rarely a retry. Where memory does run out, the microbatch is measured anew and planned with less memory; the
+next failure in the same step falls back to the frugal way.
+
+Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hydra_ext import _C
+from hydra_ext.activations.profiler import Profiler
+from hydra_ext.activations.saving import Saving
+from hydra_ext.blocks import Layout
+from hydra_ext.errors import PlanError
+from hydra_ext.plan.segments import segments_of
+from hydra_ext.profile import Profile, cuts_of
+from hydra_ext.runtime.rounds.choice import Decision
+
+logger = logging.getLogger(__name__)
+
+_STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
+_SHARE = 0.97  # of the budget that a plan may take
+_TIGHTER = 0.9  # of that share, after a failure
+_OFF = 0.3  # a step that differs by more from its forecast is planned again
+_REPLANS = 3  # for this reason, without new measurements
+_LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
+
+
+class Rung(Enum):
+    """How the next microbatches run."""
+
+    MEASURED = "one, to be measured, the frugal way"
+    PLANNED = "as planned"
+    FRUGAL = "one at a time, with nothing on the device that could leave"
+
+
+class FitOwner(Protocol):
+    """The run whose activations are fitted."""
+
+    model: nn.Module
+    layout: Layout
+    core: _C.PagedModel
+    device: torch.device
+
+    def activation_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """What the planner has chosen for a step.
+
+    Attributes:
+        names: The segments.
+        options: What becomes of what each segment saves.
+        round_size: Microbatches that run together; 1 for one after the other.
+        room: Device bytes of saved tensors that may stay.
+        seconds: Of a step, as foreseen.
+        peak_bytes: Of the device, as foreseen.
+    """
+
+    names: tuple[str, ...]
+    options: tuple[_C.ActivationOption, ...]
+    round_size: int
+    room: int
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def recomputed(self) -> list[str]:
+        again = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
+        return [name for name, option in zip(self.names, self.options, strict=True) if option in again]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan depends on, beside what was measured."""
+
+    microbatches: int
+    size: int | None
+    recompute: bool
+
+
+class Fit:
+    """The activations of one run. Its methods are called by the thread that makes the steps.
+
+    Args:
+        owner: The run.
+        saving: Its stash.
+        budget: Device bytes.
+
+    Attributes:
+        profile: What one microbatch cost; None before it was measured.
+        planned: The step as it runs now; None before.
+        plans: Number of plans that were made.
+    """
+
+    def __init__(self, owner: FitOwner, saving: Saving, budget: int) -> None:
+        self._owner = owner
+        self._saving = saving
+        self._budget = budget
+        self._rung = Rung.MEASURED
+        self._share = _SHARE
+        self._slowness = 1.0  # measured seconds of compute over those of the measured microbatch
+        self._replans = 0
+        self._failures = 0
+        self._profiler: Profiler | None = None
+        self._asked: _Asked | None = None
+        self._began: float | None = None
+        self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
+        self.profile: Profile | None = None
+        self.planned: PlannedStep | None = None
+        self.plans = 0
+
+    # ---- run.step ---------------------------------------------------------------------------------------------------
+
+    def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
+        """A step of ``count`` microbatches begins; ``size`` and ``recompute`` are the user's arguments."""
+        self._failures = 0
+        if self._rung is Rung.FRUGAL:
+            self._rung = Rung.MEASURED
+        asked = _Asked(count, size, recompute is not False)
+        if asked != self._asked:
+            self._asked, self.planned = asked, None
+        self._began = time.perf_counter() if self._rung is Rung.PLANNED else None
+
+    def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
+        """The round to run when ``left`` microbatches remain."""
+        wanted = min(size or left, left)
+        if self._rung is Rung.PLANNED:
+            planned = self.planned or self._plan()
+            if planned is not None:
+                self._apply(planned)
+                together = min(size or planned.round_size, left)
+                return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
+            self._rung = Rung.FRUGAL
+        self._saving.recompute(())
+        self._saving.set_room(_STRICT)
+        if self._rung is Rung.MEASURED:
+            self._measure()
+            return Decision(1, recompute=False, alone=True)
+        return Decision(wanted, recompute=False, alone=size is None or size == 1)
+
+    def learn(self, _decision: Decision, *, held: int = 0, peak: int = 0) -> None:
+        """A round has ended."""
+        self._settle()
+
+    def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
+        """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
+        self._profiler = None
+        self._failures += 1
+        failed, self._rung = self._rung, Rung.FRUGAL
+        self._began = None
+        if failed is Rung.PLANNED:
+            self._share *= _TIGHTER
+            if self._failures == 1:
+                self._rung, self.profile = Rung.MEASURED, None
+            self.planned = None
+        if failed is Rung.PLANNED:
+            return ""
+        together = "one at a time" if size is None or size == 1 else f"in rounds of {size}"
+        return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
+
+    def step_ended(self) -> None:
+        """A step has ended well. A plan whose forecast was far off is made again."""
+        if self._began is None or self.planned is None or self._replans >= _REPLANS:
+            return
+        seconds = time.perf_counter() - self._began
+        ratio = seconds / self.planned.seconds if self.planned.seconds > 0 else 1.0
+        if abs(math.log(ratio)) > math.log(1 + _OFF):
+            self._replans += 1
+            self._slowness *= ratio
+            self.planned = None
+
+    # ---- a loop of the user -----------------------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A forward outside ``run.step`` begins, whose backward may follow."""
+        if self._rung is Rung.MEASURED and self._profiler is None:
+            self._saving.set_room(_STRICT)
+            self._measure()
+        elif self._rung is Rung.PLANNED and self._asked is None:
+            self._asked = _Asked(1, 1, recompute=False)
+            planned = self._plan()
+            self._saving.set_room(_STRICT if planned is None else planned.room)
+
+    def backward_ended(self) -> None:
+        """A backward outside ``run.step`` has ended."""
+        self._settle()
+
+    # ---- measuring --------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        owner = self._owner
+        self._profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
+        self._saving.measure(self._profiler)
+        backend = owner.core.memory.backend
+        self._lanes = (
+            _LaneSpeed(lambda: backend.to_device_statistics),
+            _LaneSpeed(lambda: backend.to_host_statistics),
+        )
+
+    def _settle(self) -> None:
+        if self._profiler is None or not self._profiler.has_run:
+            return
+        profiler, self._profiler = self._profiler, None
+        self.profile = profiler.profile()
+        self._rung = Rung.PLANNED
+        self.planned = None
+
+    # ---- planning ---------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> PlannedStep | None:
+        profile, asked = self.profile, self._asked
+        if profile is None or asked is None:
+            return None
+        cuts = cuts_of(profile)
+        budget = int(self._budget * self._share) - profile.buffer_bytes
+        if not cuts or budget <= 0:
+            return None
+        problem = [segments_of(profile, names, recompute=asked.recompute, slowness=self._slowness) for names in cuts]
+        to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
+        try:
+            plan = _C.plan_activations(
+                problem,
+                microbatches=asked.microbatches,
+                budget=budget,
+                to_device=to_device,
+                to_host=to_host,
+                round_sizes=[] if asked.size is None else [min(asked.size, asked.microbatches)],
+            )
+        except PlanError as error:
+            logger.info("no plan for the step's activations: %s", error)
+            return None
+        self.plans += 1
+        self.planned = PlannedStep(
+            names=cuts[plan.cut],
+            options=tuple(plan.options),
+            round_size=plan.round_size,
+            room=_room(plan, cuts[plan.cut], profile, self._budget),
+            seconds=plan.seconds,
+            peak_bytes=plan.peak_bytes + profile.buffer_bytes,
+        )
+        logger.info("activations: %s", self.planned)
+        return self.planned
+
+    def _apply(self, planned: PlannedStep) -> None:
+        modules = dict(self._owner.model.named_modules())
+        self._saving.recompute([modules[name] for name in planned.recomputed])
+        self._saving.set_room(planned.room)
+
+
+class _LaneSpeed:
+    """The speed of a lane, from what it moves between two moments."""
+
+    def __init__(self, statistics: Callable[[], _C.LaneStatistics] | None = None) -> None:
+        self._statistics = statistics
+        self._before = None if statistics is None else statistics()
+
+    def bytes_per_second(self) -> float:
+        """Infinite if too little has moved."""
+        if self._statistics is None or self._before is None:
+            return math.inf
+        now = self._statistics()
+        moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
+        return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
+
+
+def _room(plan: _C.ActivationPlan, names: tuple[str, ...], profile: Profile, budget: int) -> int:
+    """Device bytes that the plan gives to saved tensors: those that it keeps, and those on their way.
+
+    The stash keeps the newest ones, whatever the plan has kept: they are read first.
+    """
+    if all(option == _C.ActivationOption.KEEP for option in plan.options):
+        return budget
+    kept = 0
+    for name, option in zip(names, plan.options, strict=True):
+        figures = profile.modules[name]
+        kept += figures.saved.all if option == _C.ActivationOption.KEEP else 0
+        kept += figures.inputs.all if option == _C.ActivationOption.RECOMPUTE else 0
+    return max(_STRICT, plan.stash_bytes + plan.round_size * min(kept, profile.modules[""].saved.fresh))
