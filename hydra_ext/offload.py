@@ -233,6 +233,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             whole,
             optimizer=self._optimizer,
             face_of=self._face_of,
+            yields=self._activations == "auto",
         )
 
     def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:

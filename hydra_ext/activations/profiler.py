@@ -49,6 +49,9 @@ class Profiler:
         core: Its pages.
         activation_bytes: Gives the bytes of activations on the device now.
         device: Device on which it computes.
+
+    Attributes:
+        failed: Whether the last forward has raised.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class Profiler:
         self._clock = _Clock(device)
         self._thread: int | None = None
         self._names = {module: name for name, module in model.named_modules()}
-        self._buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-        self._own = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+        own = [*model.parameters(), *model.buffers()]
+        self._own = {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
         self._measured = {name: _Measured() for name in self._names.values()}
         self._marks: list[tuple[_Measured, Any, Any]] = []
         self._known: dict[tuple[int, int], StorageWeakRef] = {}
@@ -75,6 +78,7 @@ class Profiler:
         self._largest = 0
         self._forward: list[tuple[int, int]] = []
         self._end: Any = None  # of the forward
+        self.failed = False
         self._stand_ins = [
             _MeasuredCall(self, module)
             for module in self._names
@@ -86,25 +90,33 @@ class Profiler:
         """Whether a whole forward was measured."""
         return self._end is not None
 
+    @property
+    def runs(self) -> bool:
+        """Whether a forward is under way."""
+        return bool(self._running)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A context for the model's forward, in which calls and saved tensors are counted."""
+        """A context for a forward of the model, in which calls and saved tensors are counted. There may be several."""
         self._thread = threading.get_ident()
         model = self._measured[""]
-        model.calls, model.order = 1, next(self._calls)
+        model.calls += 1
+        model.order = model.order or next(self._calls)
         self._running.append(model)
         for call in self._stand_ins:
             call.install()
         begin = self._clock.mark()
+        self.failed = True
         try:
             yield
+            self.failed = False
         finally:
             self._running.clear()
             for call in self._stand_ins:
                 call.remove()
         self._end = self._clock.mark()
         self._marks.append((model, begin, self._end))
-        self._forward = self._core.pager.recorded(_C.PassKind.FORWARD)
+        self._forward += self._core.pager.recorded(_C.PassKind.FORWARD)
 
     @not_traced
     def saves(self, tensor: Tensor) -> None:
@@ -189,7 +201,6 @@ class Profiler:
             sites={site.name: site.blocks for site in self._layout.sites},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
             largest_saved_bytes=self._largest,
-            buffer_bytes=self._buffer_bytes,
         )
 
     def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:

@@ -38,6 +38,10 @@ class Saving:
         optimizer: Optimizer whose momentum is the scale for errors of compressed tensors.
         face_of: Gives the tensor that forwards use in place of a parameter.
         budget: Device bytes for saved tensors; required by ``Offload("dynamic")``.
+        yields: Whether hooks on saved tensors that are active around a forward take precedence.
+
+    Attributes:
+        leaves_all_on_device: Whether tensors that are saved now are none of the stash's business.
 
     Raises:
         InvalidArgument: A choice is not a policy, or a pattern matches no module.
@@ -54,8 +58,10 @@ class Saving:
         optimizer: torch.optim.Optimizer | None,
         face_of: FaceOf = lambda _: None,
         budget: int | None = None,
+        yields: bool = False,
     ) -> None:
         self._core = core
+        self._yields = yields
         self._model = model
         self._parts = [] if model is None else parts_of(model)
         default, policies = default_policy(choice), policies_of(choice, model)
@@ -77,6 +83,7 @@ class Saving:
         self._whole = whole
         self._chosen: dict[nn.Module, RecomputedModule] = {}  # by a plan, now or before
         self._profiler: Profiler | None = None
+        self.leaves_all_on_device = False
         self._stand_ins: list[StandIn] = [  # the innermost first
             *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(self._parts)),
             *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
@@ -107,10 +114,13 @@ class Saving:
     @nothing_traced
     def inside(self) -> Iterator[None]:
         """Tensors that the calling thread saves inside go to the stash."""
+        if self.leaves_all_on_device or (self._yields and _saved_tensors_hooked(True) is not None):
+            yield
+            return
         with ExitStack() as stack:
-            pack = self._core.pack
-            if self._profiler is not None:
-                profiler, self._profiler = self._profiler, None
+            pack: Callable[[torch.Tensor], Any] = self._core.pack
+            profiler = self._profiler
+            if profiler is not None and torch.is_grad_enabled() and not profiler.runs:
                 pack = _watched(pack, profiler)
                 stack.enter_context(profiler.forward())
             stack.enter_context(saved_tensors_hooks(pack, self._core.unpack))
@@ -121,8 +131,8 @@ class Saving:
             finally:
                 self._core.end_scope(0)
 
-    def measure(self, profiler: Profiler) -> None:
-        """The next forward is measured."""
+    def measure(self, profiler: Profiler | None) -> None:
+        """Forwards are measured from now on; None for no more."""
         self._profiler = profiler
 
     def set_room(self, room: int | None) -> None:
@@ -185,6 +195,7 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
+_saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 _keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
 
 

@@ -16,7 +16,7 @@ def cuts_of(profile: Profile) -> list[tuple[str, ...]]:
     """Up to four cuts, each the names of its segments in the order of their calls.
 
     They are the balanced one, whose inputs together with its largest segment are the fewest bytes, one coarser, one
-    finer, and the finest.
+    finer, and the finest. A model without such modules is one segment.
     """
     limits = {figures.saved.fresh for figures in profile.modules.values() if figures.calls == 1}
     found: dict[tuple[str, ...], int] = {}
@@ -27,7 +27,7 @@ def cuts_of(profile: Profile) -> list[tuple[str, ...]]:
         found.setdefault(names, sum(segment.inputs.fresh for segment in segments) + largest)
     ordered = [names for names in found if names]
     if not ordered:
-        return []
+        return [("",)]
     best = min(range(len(ordered)), key=lambda at: found[ordered[at]])
     finest = len(ordered) - 1
     chosen = dict.fromkeys((best, max(0, best - 1), min(finest, best + 1), finest))

@@ -77,7 +77,6 @@ class Profile:
         sites: Numbers of the blocks that a module uses itself, by the module's name.
         backward_ratio: Seconds of a backward for each second of its forward.
         largest_saved_bytes: Of one storage.
-        buffer_bytes: Of the model's buffers, which stay on the device.
     """
 
     modules: Mapping[str, ModuleFigures]
@@ -85,7 +84,6 @@ class Profile:
     sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     backward_ratio: float = 2.0
     largest_saved_bytes: int = 0
-    buffer_bytes: int = 0
 
     def children(self, name: str) -> list[ModuleFigures]:
         """The modules directly inside one, in the model's order."""
