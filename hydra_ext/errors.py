@@ -9,6 +9,7 @@ as in plain PyTorch, with our explanation appended.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,38 @@ class InvalidDevice(HydraError, ValueError):
 
 
 class BudgetTooSmall(HydraError, ValueError, RuntimeError):
-    """The budget cannot hold the largest block. ``offload(...)`` raises it before anything is changed.
+    """The budget cannot hold the largest block, or what a step needs at its neediest moment.
+
+    ``offload(...)`` raises it before anything is changed, and ``plan.fit(...)`` before anything runs.
 
     Attributes:
-        block: Name of the largest block.
+        block: Name of the largest block, or of the module that needs the most.
         block_bytes: Device bytes that the block takes.
-        needed: Smallest budget, in bytes, that can be entered at all. Activations come on top.
+        needed: Smallest budget, in bytes, that can be entered at all. From ``offload``, activations come on top.
         smallest_budget: The same.
+        moment: When it is needed, such as ``backward of layers.3``; None from ``offload``.
+        terms: Bytes of each part of ``needed``; empty from ``offload``.
+        ideal: Budget, in bytes, with which nothing has to move; None if it is unknown.
     """
 
-    def __init__(self, message: str, *, block: str, block_bytes: int, needed: int) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        block: str,
+        block_bytes: int,
+        needed: int,
+        moment: str | None = None,
+        terms: Mapping[str, int] | None = None,
+        ideal: int | None = None,
+    ) -> None:
         super().__init__(f"the device would run out of memory. {message}")
         self.block = block
         self.block_bytes = block_bytes
         self.needed = needed
+        self.moment = moment
+        self.terms = dict(terms or {})
+        self.ideal = ideal
 
     @property
     def smallest_budget(self) -> int:

@@ -171,6 +171,7 @@ def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) ->
     most = [[0, 0] for _ in calls]
     for part, size in alive.items():
         most[part.call][part.is_backward] = size
+    own_most = [tuple(each) for each in most]
     for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
         above = calls[number].parent
         for way in (0, 1):
@@ -193,6 +194,8 @@ def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) ->
             parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
             forward_bytes=max((most[number][0] for number in whole), default=0),
             backward_bytes=max((most[number][1] for number in whole), default=0),
+            own_forward_bytes=max((own_most[number][0] for number in numbers), default=0),
+            own_backward_bytes=max((own_most[number][1] for number in numbers), default=0),
             is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
         )
     forward, backward = calls[0].seconds
@@ -204,7 +207,6 @@ def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) ->
         sites={site.name: site.blocks for site in layout.sites},
         backward_ratio=backward / forward if forward else 2.0,
         largest_saved_bytes=watch.largest_saved,
-        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers() if buffer.layout is torch.strided),
     )
 
 

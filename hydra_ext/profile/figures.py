@@ -36,6 +36,8 @@ class ModuleFigures:
         forward_bytes: The most activations in use at once in its forward, if each saved one leaves at once.
         backward_bytes: Likewise in its backward, if each saved one comes when it is read. Gradients of parameters do
             not count.
+        own_forward_bytes: As ``forward_bytes``, outside of the calls inside.
+        own_backward_bytes: As ``backward_bytes``, outside of the calls inside.
         is_repeatable: Whether a second call would do the same: it has one call, no inputs that it writes to, and no
             hooks of the user.
     """
@@ -49,6 +51,8 @@ class ModuleFigures:
     parked_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
+    own_forward_bytes: int = 0
+    own_backward_bytes: int = 0
     is_repeatable: bool = False
 
 
@@ -101,7 +105,7 @@ class Profile:
         return sorted({block for blocks in used for block in blocks})
 
     def least_bytes(self) -> int:
-        """The smallest budget for a step: what is alive, the blocks in use and their gradients, beside the buffers.
+        """The smallest budget for a step beside the buffers: what is alive, the blocks in use, and their gradients.
 
         All that is saved is on the host until it is read.
         """
@@ -111,4 +115,4 @@ class Profile:
             figures, used = self.modules[name], [self.blocks[number] for number in numbers]
             backward_bytes = figures.backward_bytes + sum(block.gradient_bytes for block in used)
             needs.append(sum(block.weight_bytes for block in used) + max(figures.forward_bytes, backward_bytes))
-        return self.buffer_bytes + max(needs)
+        return max(needs)
