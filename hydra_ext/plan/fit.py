@@ -153,15 +153,16 @@ class _Problem:
 
     def too_small(self, budget: int) -> BudgetTooSmall:
         moment, name, terms = self._neediest()
-        if self.setting.buffer_bytes:
-            terms["buffers"] = self.setting.buffer_bytes
+        terms["buffers"] = self.setting.buffer_bytes
+        terms["between segments"] = self.least_bytes - sum(terms.values())
+        terms = {what: size for what, size in terms.items() if size}
         listed = ", ".join(f"{what} {_C.human_bytes(size)}" for what, size in terms.items())
         return BudgetTooSmall(
-            f"budget={budget} is less than a step of this model takes: the {moment} needs {_C.human_bytes(self.least_bytes)} "
-            f"({listed}); give at least {self.least_bytes} bytes, or a smaller microbatch. With {self.ideal_bytes} "
+            f"budget={budget} is less than a step of this model takes: the {moment} needs "
+            f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller microbatch. With {self.ideal_bytes} "
             "bytes nothing has to move",
             block=name,
-            block_bytes=terms["weights"],
+            block_bytes=terms.get("weights", 0),
             needed=self.least_bytes,
             moment=moment,
             terms=terms,

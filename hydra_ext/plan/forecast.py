@@ -110,16 +110,11 @@ class Plan:
             for each in self.segments
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return [
-            "  ".join(
-                [
-                    row[0].ljust(widths[0]),
-                    *(cell.rjust(width) for cell, width in zip(row[1:5], widths[1:], strict=True)),
-                ]
-            )
-            + f"  {row[5]}"
-            for row in rows
-        ]
+        lines = []
+        for name, *numbers, choice in rows:
+            cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *cells, choice]))
+        return lines
 
     def _curve_lines(self) -> list[str]:
         slowest = max((seconds for _, seconds in self.curve), default=0.0) or 1.0
