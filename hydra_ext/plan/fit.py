@@ -159,8 +159,8 @@ class _Problem:
         listed = ", ".join(f"{what} {_C.human_bytes(size)}" for what, size in terms.items())
         return BudgetTooSmall(
             f"budget={budget} is less than a step of this model takes: the {moment} needs "
-            f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller microbatch. With {self.ideal_bytes} "
-            "bytes nothing has to move",
+            f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller "
+            f"microbatch. With {self.ideal_bytes} bytes nothing has to move",
             block=name,
             block_bytes=terms.get("weights", 0),
             needed=self.least_bytes,
