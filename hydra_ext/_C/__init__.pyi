@@ -97,6 +97,7 @@ __all__: list[str] = [
     "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
+    "split_unequally",
     "sums_of_squares",
     "supported_instruction_sets",
     "suspend_charging",
@@ -1498,6 +1499,31 @@ def rounding_seed(
 def scale_gradient(gradient: torch.Tensor, factor: typing.SupportsFloat | typing.SupportsIndex) -> None:
     """
     In place, wherever the gradient's home is.
+    """
+
+def split_unequally(
+    layers: collections.abc.Sequence[
+        tuple[
+            typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(3)"],
+            typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(3)"],
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    edges: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    *,
+    memory: typing.SupportsFloat | typing.SupportsIndex,
+    bandwidth: typing.SupportsFloat | typing.SupportsIndex,
+    devices: typing.SupportsInt | typing.SupportsIndex,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[list[tuple[int, list[int], list[int]]], float, float | None]:
+    """
+    Layers are (kept, recomputed, parameter bytes), each way (time, bytes a microbatch, fixed bytes); edges (from, to, bytes). Returns stages (replicas, layers, recomputed layers), time and bound.
     """
 
 def sums_of_squares(

@@ -18,6 +18,7 @@ from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields
 from hydra_ext.plan.layer_graph import SplitProblem, Way, find, read
 from hydra_ext.plan.solution import Solution
+from hydra_ext.plan.width_depth import factors
 
 COUNTED = "ParallelTransformerLayer"
 
@@ -41,12 +42,13 @@ def solve(problem: Mapping[str, object]) -> Solution:
     """
     given = Fields(problem, "problem")
     terms = read(given)
+    counts = sorted(replicas for replicas, _ in factors(terms.microbatches))
     best: tuple[float, _Stages, int, bool] | None = None
     for division in _divisions(terms, _order(given, terms)):
         stages = _sums(terms, division)
-        for replicas in range(1, terms.most_replicas // len(division) + 1):
-            if terms.microbatches % replicas:
-                continue
+        for replicas in counts:
+            if replicas * len(division) > terms.most_replicas:
+                break
             for recompute in (False, True):
                 time = _time(terms, stages, replicas, recompute)
                 if time is not None and (best is None or time < best[0]):
@@ -71,10 +73,9 @@ def _order(given: Fields, terms: SplitProblem) -> list[int]:
 def _divisions(terms: SplitProblem, order: Sequence[int]) -> Iterator[_Stages]:
     """All divisions that keep every layer behind its inputs."""
     counted = [i for i in order if terms.layers[i].name == COUNTED]
+    found: Iterator[_Stages] = _around(terms, counted, *_ends(terms, order, counted))
     if not counted:
         found = (_shared_out(order, stages) for stages in range(1, min(len(order), terms.most_replicas) + 1))
-    else:
-        found = _around(terms, counted, *_ends(terms, order, counted))
     for division in found:
         place = {layer: number for number, layers in enumerate(division) for layer in layers}
         if all(place[edge.source] <= place[edge.target] for edge in terms.edges):

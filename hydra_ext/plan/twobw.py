@@ -38,16 +38,26 @@ class _Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Links:
+    """Bytes per second inside a server of so many devices, and between servers."""
+
+    server: int
+    fast: float
+    slow: float
+
+    def between(self, devices: int) -> float:
+        return self.fast if devices <= self.server else self.slow
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Problem:
     blocks: int
     devices: int
-    server: int  # devices of one
     batch: int
     microbatches: tuple[_Microbatch, ...]
     weight_bytes: float
     optimizer_bytes: float
-    fast: float  # bytes per second inside a server
-    slow: float
+    links: _Links
     memory: float
 
     def plans(self) -> Iterator[_Plan]:
@@ -74,14 +84,11 @@ class _Problem:
         compute = (_RECOMPUTED if plan.recompute else 1.0) * plan.microbatch.seconds / plan.depth
         crossing = sums = 0.0
         if plan.depth > 1:
-            crossing = 2 * plan.microbatch.boundary_bytes / self._link(self.devices)
+            crossing = 2 * plan.microbatch.boundary_bytes / self.links.between(self.devices)
         if plan.width > 1:
             share = 2 * (plan.width - 1) / plan.width
-            sums = share * self.weight_bytes / plan.depth / self._link(plan.width)
+            sums = share * self.weight_bytes / plan.depth / self.links.between(plan.width)
         return max(compute + crossing, sums / (self.batch // (plan.width * plan.microbatch.samples)))
-
-    def _link(self, devices: int) -> float:
-        return self.fast if devices <= self.server else self.slow
 
 
 def solve(problem: Mapping[str, object]) -> Solution:
@@ -120,7 +127,6 @@ def _read(given: Fields) -> _Problem:
     return _Problem(
         blocks=blocks,
         devices=given.count("devices"),
-        server=given.count("gpus_per_server"),
         batch=given.count("global_batch"),
         microbatches=tuple(
             _Microbatch(
@@ -133,8 +139,9 @@ def _read(given: Fields) -> _Problem:
         ),
         weight_bytes=blocks * given.amount("block_weight_bytes"),
         optimizer_bytes=blocks * given.amount("block_optimizer_bytes"),
-        fast=given.positive("bw_high"),
-        slow=given.positive("bw_low"),
+        links=_Links(
+            server=given.count("gpus_per_server"), fast=given.positive("bw_high"), slow=given.positive("bw_low")
+        ),
         memory=given.amount("device_memory_bytes"),
     )
 

@@ -90,7 +90,7 @@ def test_no_other_type_is_taken_anywhere(kind: str, path: Path) -> None:
             solve(kind, replaced(PROBLEMS[kind], path, value))
 
 
-@pytest.mark.parametrize(("kind", "path"), CASES)
+@pytest.mark.parametrize(("kind", "path"), [case for case in CASES if case[1][-1] != "id"])
 def test_no_number_is_negative_or_endless(kind: str, path: Path) -> None:
     for value in (-1, -0.5, math.inf, math.nan, 10**400):
         with pytest.raises(PlanError, match=": give"):
