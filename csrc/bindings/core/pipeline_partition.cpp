@@ -17,7 +17,7 @@ namespace hydra {
 
 namespace {
 
-using LayerValues = std::tuple<double, double, double>;
+using ProfiledLayerValues = std::tuple<double, double, double>;
 using LevelValues = std::tuple<int, double>;
 
 py::list stage_values(const std::vector<PipelineStage>& stages) {
@@ -28,7 +28,7 @@ py::list stage_values(const std::vector<PipelineStage>& stages) {
   return found;
 }
 
-PipelinePartition partitioned(const std::vector<LayerValues>& layers, const std::vector<ProfileGraph::Edge>& edges,
+PipelinePartition partitioned(const std::vector<ProfiledLayerValues>& layers, const std::vector<ProfileGraph::Edge>& edges,
                               const std::vector<LevelValues>& levels, PipelineTerms terms) {
   std::vector<ProfileNode> nodes;
   for (const auto& [compute, activations, parameters] : layers) {
@@ -45,7 +45,7 @@ PipelinePartition partitioned(const std::vector<LayerValues>& layers, const std:
 void bind_pipeline_partition(py::module_& module) {
   module.def(
       "partition_pipeline",
-      [](const std::vector<LayerValues>& layers, const std::vector<ProfileGraph::Edge>& edges,
+      [](const std::vector<ProfiledLayerValues>& layers, const std::vector<ProfileGraph::Edge>& edges,
          const std::vector<LevelValues>& levels, std::optional<double> memory_cap, bool straight, bool fewer,
          bool transfers) -> py::object {
         PipelinePartition found;
