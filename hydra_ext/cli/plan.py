@@ -1,4 +1,4 @@
-"""`plan`: solves a planning problem that a file describes."""
+"""`plan`: says whether a model fits a card and how fast it trains, or solves a planning problem of a file."""
 
 from __future__ import annotations
 
@@ -7,25 +7,69 @@ import json
 import sys
 from pathlib import Path
 
-from hydra_ext.errors import PlanError
+from hydra_ext.errors import HydraError, PlanError
 from hydra_ext.plan import Solution, solve
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kind", required=True, help="kind of the problem, such as unequal_split")
-    parser.add_argument("--problem", required=True, metavar="FILE", help="the problem as JSON; - reads standard input")
-    parser.add_argument("--json", action="store_true", help="print objective, plan, bound and gap as JSON")
+    model = parser.add_argument_group("a model")
+    model.add_argument("--model", metavar="MODEL", help="folder with a config.json, or a class as package.module:Class")
+    model.add_argument("--batch", default="1x2048", help="shape of a microbatch, such as 4x2048 for rows and tokens")
+    model.add_argument("--gpu", metavar="CARD", help="a known card, such as rtx4090-24; by default this machine")
+    model.add_argument("--budget", help="device memory for training, such as 20GiB; by default most of the card's")
+    model.add_argument("--link", help="bytes a second between host and device, such as 25GB; by default the card's")
+    model.add_argument("--microbatches", type=int, default=4, help="microbatches of a step (default: %(default)s)")
+    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of weights (default: %(default)s)")
+    problem = parser.add_argument_group("a problem of a file")
+    problem.add_argument("--kind", help="kind of the problem, such as unequal_split")
+    problem.add_argument("--problem", metavar="FILE", help="the problem as JSON; - reads standard input")
+    problem.add_argument("--json", action="store_true", help="print objective, plan, bound and gap as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Returns 0, also where nothing fits, and 2 for a problem that makes no sense."""
     try:
+        if options.model is not None:
+            print(_fitted(options))
+            return 0
+        if options.kind is None or options.problem is None:
+            raise PlanError("nothing to plan: give --model and --batch, or --kind and --problem")
         solution = solve(options.kind, _read(options.problem))
-    except PlanError as error:
+    except HydraError as error:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(_values(solution), allow_nan=False) if options.json else _text(solution))
     return 0
+
+
+def _fitted(options: argparse.Namespace) -> str:
+    import torch
+
+    from hydra_ext.errors import BudgetTooSmall
+    from hydra_ext.integrations.shapes import model_and_microbatch
+    from hydra_ext.plan import fit
+
+    try:
+        shape = [int(size) for size in options.batch.split("x")]
+    except ValueError as error:
+        raise PlanError(f"--batch {options.batch} is no shape: give numbers with x between, such as 4x2048") from error
+    model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype))
+    try:
+        return str(
+            fit(
+                model,
+                batch,
+                fn,
+                microbatches=options.microbatches,
+                budget=options.budget,
+                device=options.gpu,
+                link=options.link,
+            )
+        )
+    except BudgetTooSmall as error:
+        return str(error)
 
 
 def _read(file: str) -> dict[str, object]:

@@ -1,7 +1,55 @@
-"""Planners, which decide before a run where a model is cut. They see numbers only: no tensors, no torch."""
+"""Planners, which decide before a run: where a model is cut, and what a step keeps, moves and computes again.
 
-from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
-from hydra_ext.plan.kinds import solve
-from hydra_ext.plan.solution import Solution
+All but :func:`fit` see numbers only: no tensors, no torch.
+"""
 
-__all__ = ["Boundary", "Event", "Partition", "SharedParameters", "Solution", "Stage", "partition_chain", "solve"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
+    from hydra_ext.plan.fitting import fit
+    from hydra_ext.plan.forecast import Advice, Plan, PlannedSegment
+    from hydra_ext.plan.kinds import solve
+    from hydra_ext.plan.solution import Solution
+    from hydra_ext.profile.cards import CARDS, Card
+
+__all__ = [
+    "CARDS",
+    "Advice",
+    "Boundary",
+    "Card",
+    "Event",
+    "Partition",
+    "Plan",
+    "PlannedSegment",
+    "SharedParameters",
+    "Solution",
+    "Stage",
+    "fit",
+    "partition_chain",
+    "solve",
+]
+
+_ON_FIRST_USE = {  # a run imports one planner
+    "Advice": "hydra_ext.plan.forecast",
+    "Boundary": "hydra_ext.plan.chain",
+    "CARDS": "hydra_ext.profile.cards",
+    "Card": "hydra_ext.profile.cards",
+    "Event": "hydra_ext.plan.chain",
+    "Partition": "hydra_ext.plan.chain",
+    "Plan": "hydra_ext.plan.forecast",
+    "PlannedSegment": "hydra_ext.plan.forecast",
+    "SharedParameters": "hydra_ext.plan.chain",
+    "Solution": "hydra_ext.plan.solution",
+    "Stage": "hydra_ext.plan.chain",
+    "fit": "hydra_ext.plan.fitting",
+    "partition_chain": "hydra_ext.plan.chain",
+    "solve": "hydra_ext.plan.kinds",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'hydra_ext.plan' has no attribute '{name}'")
+    return getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
