@@ -41,10 +41,10 @@ def model_and_microbatch(
         kind = getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError) as error:
         raise InvalidArgument(f"--model {source} cannot be imported: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise InvalidArgument(f"--model {source} is no torch.nn.Module: give a class of one")
     with torch.device("meta"):
         model = kind().to(dtype)
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"--model {source} makes a {type(model).__name__}: give a torch.nn.Module")
     return model, {"input": torch.empty(*shape, dtype=dtype, device="meta")}, lambda batch: _mean(model(batch["input"]))
 
 

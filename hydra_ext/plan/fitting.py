@@ -56,7 +56,7 @@ def fit(
         example: One microbatch. The numbers in it are not read.
         fn: As in ``run.step``: returns the loss of ``example``, alone or with metrics.
         microbatches: Of a step.
-        budget: Device bytes. None takes the card's memory, or without a card as much as it takes for nothing to move.
+        budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         param_dtype: Dtype in which weights compute; by default the model's own.
@@ -68,22 +68,21 @@ def fit(
         InvalidArgument: The card is unknown, or a number is not positive.
     """
     card = card_named(device) if isinstance(device, str) else device
-    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=None if card is None else card.speed(dtype))
     setting = _Setting(
         microbatches=_checked_count(microbatches),
         link=_link_of(link, card),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         update_seconds=update_seconds,
     )
+    asked = None if budget is None else parse_bytes(budget)
+    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=None if card is None else card.speed(dtype))
     problem = _Problem(profile, setting)
-    if budget is None:
-        bytes_given = problem.ideal_bytes if card is None else int(card.memory_bytes * _USABLE)
-    else:
-        bytes_given = parse_bytes(budget)
-    if bytes_given < problem.least_bytes:
-        raise problem.too_small(bytes_given)
-    return _plan(problem, bytes_given)
+    if asked is None:
+        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * _USABLE)
+    if asked < problem.least_bytes:
+        raise problem.too_small(asked)
+    return _plan(problem, asked)
 
 
 def _checked_count(microbatches: int) -> int:
@@ -160,7 +159,7 @@ class _Problem:
         return BudgetTooSmall(
             f"budget={budget} is less than a step of this model takes: the {moment} needs "
             f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller "
-            f"microbatch. With {self.ideal_bytes} bytes nothing has to move",
+            f"microbatch. With {self.ideal_bytes} bytes all activations stay",
             block=name,
             block_bytes=terms.get("weights", 0),
             needed=self.least_bytes,

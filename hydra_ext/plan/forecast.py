@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-from hydra_ext import _C
 
 _BAR = 24  # characters of the longest bar
 
@@ -48,7 +47,7 @@ class Plan:
     Attributes:
         budget: Device bytes.
         least_bytes: The smallest budget that any plan fits.
-        ideal_bytes: The budget with which nothing has to move.
+        ideal_bytes: The budget with which all activations of a step stay, and all weights.
         peak_bytes: The most bytes in use, without weights that stay only because there is room.
         host_bytes: Of weights, gradients and activations on the host, without the optimizer's state.
         microbatches: Of a step.
@@ -84,32 +83,19 @@ class Plan:
         return "\n".join([*self._head(), "", *self._table(), "", *self._curve_lines()])
 
     def _head(self) -> list[str]:
-        human = _C.human_bytes
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())
         advice = [f"{each.change}: {each.seconds:.3g} s" for each in self.advice]
         return [
-            f"budget {human(self.budget)}; least {human(self.least_bytes)}, ideal {human(self.ideal_bytes)}",
+            f"budget {_size(self.budget)}; least {_size(self.least_bytes)}, ideal {_size(self.ideal_bytes)}",
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "
-            f"peak {human(self.peak_bytes)}, stash {human(self.stash_bytes)}, host {human(self.host_bytes)}",
+            f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}",
             f"busy: {lanes}; {self.binding} binds",
             "what would help: " + ("; ".join(advice) if advice else "nothing that was tried"),
         ]
 
     def _table(self) -> list[str]:
-        human = _C.human_bytes
-        rows = [("segment", "saves", "keeps", "moves", "ms a step", "choice")]
-        rows += [
-            (
-                each.name,
-                human(each.saved_bytes),
-                human(each.kept_bytes),
-                human(each.moved_bytes),
-                f"{1000 * each.seconds:.3g}",
-                f"{each.choice} ({each.why})",
-            )
-            for each in self.segments
-        ]
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        rows = [("segment", "times", "saves", "keeps", "moves", "ms a step", "choice"), *_rows(self.segments)]
+        widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = []
         for name, *numbers, choice in rows:
             cells = [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
@@ -119,6 +105,33 @@ class Plan:
     def _curve_lines(self) -> list[str]:
         slowest = max((seconds for _, seconds in self.curve), default=0.0) or 1.0
         return [
-            f"{_C.human_bytes(budget):>12}  {seconds:8.3g} s  " + "#" * max(1, round(_BAR * seconds / slowest))
+            f"{_size(budget):>12}  {seconds:8.3g} s  " + "#" * max(1, round(_BAR * seconds / slowest))
             for budget, seconds in self.curve
         ]
+
+
+def _rows(segments: Iterable[PlannedSegment]) -> list[tuple[str, ...]]:
+    """One row for all segments that differ in their number only, such as the same part of several layers."""
+    alike: dict[tuple[object, ...], list[PlannedSegment]] = {}
+    for each in segments:
+        name = re.sub(r"\d+", "*", each.name)
+        alike.setdefault((name, each.choice, each.saved_bytes, each.kept_bytes, each.moved_bytes), []).append(each)
+    return [
+        (
+            same[0].name if len(same) == 1 else str(key[0]),
+            str(len(same)),
+            _size(same[0].saved_bytes),
+            _size(same[0].kept_bytes),
+            _size(same[0].moved_bytes),
+            f"{1000 * sum(each.seconds for each in same):.3g}",
+            f"{same[0].choice}: {same[0].why}" if same[0].saved_bytes else "-",
+        )
+        for key, same in alike.items()
+    ]
+
+
+def _size(size: int) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.2f} {unit}"
+    return f"{size} B"

@@ -123,24 +123,21 @@ def speed_of_this_machine(device: torch.device, dtype: torch.dtype) -> Speed:
         source = torch.ones(_COPIED // dtype.itemsize, dtype=dtype, device=device)
         target = torch.empty_like(source)
         result = torch.empty_like(matrix)
-        products, product_seconds = _repeated(lambda: torch.mm(matrix, matrix, out=result), device)
-        copies, copy_seconds = _repeated(lambda: target.copy_(source), device)
-    return Speed(
-        flops_per_second=products * 2 * _SIDE**3 / product_seconds,
-        bytes_per_second=copies * 2 * source.nbytes / copy_seconds,
-    )
+        product = _fastest(lambda: torch.mm(matrix, matrix, out=result), device)
+        copy = _fastest(lambda: target.copy_(source), device)
+    return Speed(flops_per_second=2 * _SIDE**3 / product, bytes_per_second=2 * source.nbytes / copy)
 
 
-def _repeated(work: Callable[[], object], device: torch.device) -> tuple[int, float]:
-    """How often work was done, and in how many seconds."""
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of several times that work was done: others may use the machine, too."""
     work()
     _wait_for(device)
-    begin, count = time.perf_counter(), 0
-    while (passed := time.perf_counter() - begin) < _MEASURED_SECONDS or not count:
+    end, fastest = time.perf_counter() + _MEASURED_SECONDS, float("inf")
+    while (begin := time.perf_counter()) < end or fastest == float("inf"):
         work()
         _wait_for(device)
-        count += 1
-    return count, passed
+        fastest = min(fastest, time.perf_counter() - begin)
+    return fastest
 
 
 def _wait_for(device: torch.device) -> None:

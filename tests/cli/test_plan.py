@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config
 
 from hydra_ext.cli import main
 
@@ -95,3 +96,52 @@ def test_a_missing_file_and_an_unknown_kind_are_refused(
     assert "none.json cannot be read" in capsys.readouterr().err
     assert plan(file, kind="width") == 2
     assert "kind='width' is not known: give one of chain" in capsys.readouterr().err
+
+
+# ---- a model --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=96, architectures=["GPT2LMHeadModel"]
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def fitted(model: Any, *more: str) -> int:
+    return main.run(["plan", "--model", str(model), "--batch", "2x32", "--gpu", "t4-16", *more])
+
+
+def test_a_folder_is_planned_without_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fitted(folder, "--dtype", "float16") == 0
+    shown = capsys.readouterr().out
+    assert "what would help" in shown
+    assert "transformer.h.*" in shown
+
+
+def test_a_class_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", "--model", "support.models.small:Small", "--batch", "16x8", "--budget", "1GiB"]) == 0
+    assert "budget 1.00 GiB" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_too_small_is_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fitted(folder, "--budget", "1KiB") == 0
+    assert "give at least" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "no_such_folder"], "config.json"),
+        (["--model", "no_such_module:Model"], "cannot be imported"),
+        (["--model", "json:loads"], "torch.nn.Module"),
+        (["--model", "support.models.small:Small", "--batch", "many"], "no shape"),
+        (["--model", "support.models.small:Small", "--gpu", "abacus"], "rtx4090-24"),
+        (["--model", "support.models.small:Small", "--batch", "16x8", "--link", "0GB"], "link"),
+        (["--kind", "width_depth"], "nothing to plan"),
+    ],
+)
+def test_questions_that_make_no_sense(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert text in shown.err
