@@ -71,7 +71,7 @@ class BudgetTooSmall(HydraError, ValueError, RuntimeError):
         self.block_bytes = block_bytes
         self.needed = needed
         self.moment = moment
-        self.terms = dict(terms or {})
+        self.terms = {} if terms is None else dict(terms)
         self.ideal = ideal
 
     @property

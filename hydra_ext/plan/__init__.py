@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
-    from hydra_ext.plan.fitting import fit
-    from hydra_ext.plan.forecast import Advice, Plan, PlannedSegment
     from hydra_ext.plan.kinds import solve
     from hydra_ext.plan.solution import Solution
+    from hydra_ext.plan.steps.fitting import fit
+    from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
     from hydra_ext.profile.cards import CARDS, Card
 
 __all__ = [
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {  # a run imports one planner
-    "Advice": "hydra_ext.plan.forecast",
+    "Advice": "hydra_ext.plan.steps.forecast",
     "Boundary": "hydra_ext.plan.chain",
     "CARDS": "hydra_ext.profile.cards",
     "Card": "hydra_ext.profile.cards",
     "Event": "hydra_ext.plan.chain",
     "Partition": "hydra_ext.plan.chain",
-    "Plan": "hydra_ext.plan.forecast",
-    "PlannedSegment": "hydra_ext.plan.forecast",
+    "Plan": "hydra_ext.plan.steps.forecast",
+    "PlannedSegment": "hydra_ext.plan.steps.forecast",
     "SharedParameters": "hydra_ext.plan.chain",
     "Solution": "hydra_ext.plan.solution",
     "Stage": "hydra_ext.plan.chain",
-    "fit": "hydra_ext.plan.fitting",
+    "fit": "hydra_ext.plan.steps.fitting",
     "partition_chain": "hydra_ext.plan.chain",
     "solve": "hydra_ext.plan.kinds",
 }

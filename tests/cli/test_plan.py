@@ -101,9 +101,9 @@ def test_a_missing_file_and_an_unknown_kind_are_refused(
 # ---- a model --------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=96, architectures=["GPT2LMHeadModel"]
-    ).save_pretrained(tmp_path)
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=96)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
     return tmp_path
 
 

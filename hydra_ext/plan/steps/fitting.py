@@ -7,19 +7,17 @@ move and compute again under a budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from hydra_ext import _C
-from hydra_ext.errors import BudgetTooSmall, InvalidArgument
-from hydra_ext.plan.forecast import Advice, Plan, PlannedSegment
-from hydra_ext.plan.segments import segments_of
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
+from hydra_ext.plan.steps.problem import REST, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile import Profile, cuts_of
 from hydra_ext.profile.cards import Card, card_named
 from hydra_ext.profile.dry_run import dry_run
 
@@ -31,7 +29,6 @@ _EFFORT_OF_POINT = 0.1
 _MORE_BUDGET = 1.25  # as advice
 _GAIN = 0.97  # of the seconds: advice that gains less is none
 _MOST_MICROBATCHES = 1023  # that the planner takes
-_REST = "(outside of the segments)"
 
 
 def fit(
@@ -68,7 +65,7 @@ def fit(
         InvalidArgument: The card is unknown, or a number is not positive.
     """
     card = card_named(device) if isinstance(device, str) else device
-    setting = _Setting(
+    setting = StepSetting(
         microbatches=_checked_count(microbatches),
         link=_link_of(link, card),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
@@ -77,7 +74,7 @@ def fit(
     asked = None if budget is None else parse_bytes(budget)
     dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=None if card is None else card.speed(dtype))
-    problem = _Problem(profile, setting)
+    problem = StepProblem(profile, setting)
     if asked is None:
         asked = problem.ideal_bytes if card is None else int(card.memory_bytes * _USABLE)
     if asked < problem.least_bytes:
@@ -100,126 +97,8 @@ def _link_of(link: float | str | None, card: Card | None) -> float:
     return speed
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Setting:
-    microbatches: int
-    link: float
-    buffer_bytes: int
-    update_seconds: float
-
-
-class _Problem:
-    """The planner's problem: a model's cuts as chains of segments."""
-
-    def __init__(self, profile: Profile, setting: _Setting) -> None:
-        self.profile = profile
-        self.setting = setting
-        self.names = [(*names, _REST) for names in cuts_of(profile)]
-        self.cuts = [[*segments_of(profile, names), _rest(profile, names)] for names in cuts_of(profile)]
-        least = max(_C.least_activation_budget(self.cuts), profile.least_bytes())
-        self.least_bytes = least + setting.buffer_bytes
-        self.ideal_bytes = max(self.least_bytes, self._ideal())
-
-    def _ideal(self) -> int:
-        """The budget with which all is kept, and all weights stay."""
-        weights = sum(block.weight_bytes for block in self.profile.blocks)
-        peaks = []
-        for cut in self.cuts:
-            *_, peak = _C.simulate_activations(
-                cut,
-                options=[_C.ActivationOption.KEEP] * len(cut),
-                round_size=self.setting.microbatches,
-                stash_bytes=0,
-                microbatches=self.setting.microbatches,
-                budget=1 << 49,
-            )
-            peaks.append(peak)
-        return min(peaks) + weights + self.setting.buffer_bytes
-
-    def solve(
-        self, budget: int, *, link: float | None = None, microbatches: int | None = None, effort: float = 1.0
-    ) -> _C.ActivationPlan:
-        link = self.setting.link if link is None else link
-        return _C.plan_activations(
-            self.cuts,
-            microbatches=microbatches or self.setting.microbatches,
-            budget=budget - self.setting.buffer_bytes,
-            to_device=link,
-            to_host=link,
-            update_seconds=self.setting.update_seconds,
-            effort=effort,
-        )
-
-    def too_small(self, budget: int) -> BudgetTooSmall:
-        moment, name, terms = self._neediest()
-        terms["buffers"] = self.setting.buffer_bytes
-        terms["between segments"] = self.least_bytes - sum(terms.values())
-        terms = {what: size for what, size in terms.items() if size}
-        listed = ", ".join(f"{what} {_C.human_bytes(size)}" for what, size in terms.items())
-        return BudgetTooSmall(
-            f"budget={budget} is less than a step of this model takes: the {moment} needs "
-            f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller "
-            f"microbatch. With {self.ideal_bytes} bytes all activations stay",
-            block=name,
-            block_bytes=terms.get("weights", 0),
-            needed=self.least_bytes,
-            moment=moment,
-            terms=terms,
-            ideal=self.ideal_bytes,
-        )
-
-    def _neediest(self) -> tuple[str, str, dict[str, int]]:
-        whole = self.profile.modules[""]
-        found = [
-            (whole.forward_bytes, "forward", "", {"activations": whole.forward_bytes, "weights": 0, "gradients": 0}),
-            (whole.backward_bytes, "backward", "", {"activations": whole.backward_bytes, "weights": 0, "gradients": 0}),
-        ]
-        for name, numbers in self.profile.sites.items():
-            figures, used = self.profile.modules[name], [self.profile.blocks[number] for number in numbers]
-            weights = sum(block.weight_bytes for block in used)
-            gradients = sum(block.gradient_bytes for block in used)
-            for way, activations, more in (
-                ("forward", figures.forward_bytes, 0),
-                ("backward", figures.backward_bytes, gradients),
-            ):
-                terms = {"activations": activations, "weights": weights, "gradients": more}
-                found.append((sum(terms.values()), way, name, terms))
-        _, way, name, terms = max(found, key=lambda each: each[0])
-        return f"{way} of {name or 'the model'}", name, terms
-
-
-def _rest(profile: Profile, names: Sequence[str]) -> _C.ActivationSegment:
-    """What runs outside of the segments, such as the loss, as one more segment behind them."""
-    whole = profile.modules[""]
-    inside = [profile.modules[name] for name in names]
-    outside = [figures for figures in profile.modules.values() if not _is_within(figures.name, names)]
-    forward_seconds = max(0.0, whole.forward_seconds - sum(figures.forward_seconds for figures in inside))
-    saved = max(0, whole.saved.fresh - sum(figures.saved.fresh for figures in inside))
-    used = {block for name in names for block in profile.blocks_of(name)}
-    blocks = [block for number, block in enumerate(profile.blocks) if number not in used]
-    weights = [block.weight_bytes for block in blocks]
-    return _C.ActivationSegment(
-        forward_seconds=forward_seconds,
-        backward_seconds=forward_seconds * profile.backward_ratio,
-        saved_fresh=saved,
-        saved_all=saved,
-        inputs_fresh=0,
-        inputs_all=0,
-        parked_bytes=0,
-        forward_bytes=max((figures.own_forward_bytes for figures in outside), default=0),
-        backward_bytes=max((figures.own_backward_bytes for figures in outside), default=0),
-        weight_bytes=sum(weights),
-        slot_bytes=max(weights, default=0),
-        gradient_bytes=sum(block.gradient_bytes for block in blocks),
-    )
-
-
-def _is_within(name: str, segments: Sequence[str]) -> bool:
-    return any(not segment or name == segment or name.startswith(f"{segment}.") for segment in segments)
-
-
 # ---- the answer -----------------------------------------------------------------------------------------------------
-def _plan(problem: _Problem, budget: int) -> Plan:
+def _plan(problem: StepProblem, budget: int) -> Plan:
     setting = problem.setting
     found = problem.solve(budget)
     weights = sum(block.weight_bytes for block in problem.profile.blocks)
@@ -246,11 +125,11 @@ def _plan(problem: _Problem, budget: int) -> Plan:
     )
 
 
-def _segments(problem: _Problem, found: _C.ActivationPlan) -> tuple[PlannedSegment, ...]:
+def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSegment, ...]:
     profile, setting = problem.profile, problem.setting
     planned = []
     for name, option in zip(problem.names[found.cut], found.options, strict=True):
-        if name == _REST:
+        if name == REST:
             continue
         figures = profile.modules[name]
         again = option in (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
@@ -290,7 +169,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def _curve(problem: _Problem, budget: int, seconds: float) -> tuple[tuple[int, float], ...]:
+def _curve(problem: StepProblem, budget: int, seconds: float) -> tuple[tuple[int, float], ...]:
     """Seconds at budgets from the least to the ideal one. What fits a budget also fits a larger one."""
     least, ideal = problem.least_bytes, problem.ideal_bytes
     budgets = [round(least * (ideal / least) ** (point / (_POINTS - 1))) for point in range(_POINTS)]
@@ -303,7 +182,7 @@ def _curve(problem: _Problem, budget: int, seconds: float) -> tuple[tuple[int, f
     return tuple(curve)
 
 
-def _advice(problem: _Problem, budget: int, seconds: float) -> tuple[Advice, ...]:
+def _advice(problem: StepProblem, budget: int, seconds: float) -> tuple[Advice, ...]:
     """What would make steps faster, the best first. Seconds are of as many microbatches as the step has."""
     more = problem.solve(int(budget * _MORE_BUDGET)).seconds
     tries = {f"{_MORE_BUDGET:g} times the budget": more}

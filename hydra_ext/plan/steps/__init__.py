@@ -1,0 +1,1 @@
+"""Plans of training steps on one device: what a step keeps, moves and computes again."""
