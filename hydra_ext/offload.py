@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
@@ -16,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from hydra_ext import _C
 from hydra_ext.activations.choice import Choice, default_policy, policies_of
 from hydra_ext.activations.saving import Saving
-from hydra_ext.blocks import Layout, discover
+from hydra_ext.blocks import Layout, Site, discover
 from hydra_ext.errors import AlreadyOffloaded, BudgetTooSmall, InvalidArgument, StateError, UnsupportedModel
 from hydra_ext.optim.host_optimizer import HostOptimizer
 from hydra_ext.policy import Checks, Offload, SimulatedDevice, parse_bytes
@@ -219,12 +221,21 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         )
 
     def _make_saving(self, stash: _C.Stash) -> Saving:
-        modules = {site.module for site in self._layout.sites}
-        around = {outer for outer in self._model.modules() if not modules.isdisjoint([*outer.modules()][1:])}
+        stays: dict[nn.Module, list[tuple[int, Site]]] = {}
 
-        def whole(module: nn.Module) -> bool:
-            """Whether a module runs without other microbatches in between; in a round these run before each site."""
-            return fibers.current() is None or module not in around
+        def whole(module: nn.Module) -> AbstractContextManager[object] | None:
+            """In a round other microbatches run before each site, so one around several sites has all blocks pinned."""
+            fiber = fibers.current()
+            if module not in stays:
+                stays[module] = self._stay_of(module)
+            stay = stays[module]
+            if fiber is None or not stay:
+                return nullcontext()
+            number, site = stay[0]
+            blocks = tuple({block for _, inner in stay for block in inner.blocks})
+            if sum(self._layout.blocks[block].nbytes for block in blocks) > self._budget:
+                return None
+            return fiber.inside(number, replace(site, blocks=blocks))
 
         return Saving(
             stash,
@@ -235,6 +246,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             face_of=self._face_of,
             yields=self._activations == "auto",
         )
+
+    def _stay_of(self, module: nn.Module) -> list[tuple[int, Site]]:
+        """The sites inside a module other than itself, with their numbers."""
+        inner = {*module.modules()} - {module}
+        return [(number, site) for number, site in enumerate(self._layout.sites) if site.module in inner]
 
     def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return None if self._run is None else self._run.face_of(parameter)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -74,7 +74,7 @@ class stash:  # noqa: N801 - a verb: it is used as a function
             core,
             policy,
             model,
-            whole=lambda _: fibers.current() is None,
+            whole=lambda _: nullcontext() if fibers.current() is None else None,
             optimizer=optimizer,
             budget=room,
         )

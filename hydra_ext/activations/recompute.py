@@ -13,22 +13,26 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
 from hydra_ext.activations.repeatable import Deviation, RepeatableCall
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import UnsupportedModel
+from hydra_ext.state.randomness import RandomState
 from hydra_ext.tracing import not_traced
 
 CALLS_IN_FULL = 3  # first calls of a module whose outputs are compared, too
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
-Whole = Callable[[nn.Module], bool]
+Whole = Callable[[nn.Module], AbstractContextManager[object] | None]
+"""Gives a context in which a call of a module would now run to its end before another one begins; None if none does."""
 
 
 class Count:
@@ -49,15 +53,20 @@ class RecomputedModule(StandIn):
     Args:
         core: Stash that keeps the call's arguments, and not the tensors saved inside.
         module: Any module.
-        whole: Tells whether a call of the module would now run to its end before another one begins.
+        whole: See :data:`Whole`. If there is no such context, the module is not recomputed.
         again: Counter of second calls.
+        tried_on: Device on which the first call is repeated at once, to see whether it can be; the stash takes what it
+            saves. None takes it for granted.
 
     Attributes:
         deviated: Whether a second call differed from the first. From then on the module is not recomputed.
     """
 
-    def __init__(self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count) -> None:
+    def __init__(
+        self, core: _C.Stash, module: nn.Module, whole: Whole, again: Count, *, tried_on: torch.device | None = None
+    ) -> None:
         super().__init__(module)
+        self._tried_on = tried_on
         self.core = core
         self.again = again
         self.deviated = False
@@ -67,8 +76,36 @@ class RecomputedModule(StandIn):
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recomputed = torch.is_grad_enabled() and self._saves_to_the_stash() and not self.deviated
-        if not (recomputed and self._whole(self.module)):
+        whole = self._whole(self.module) if recomputed else None
+        if whole is None:
             return self.call(args, kwargs)
+        with whole:
+            if self._tried_on is not None:
+                device, self._tried_on = self._tried_on, None
+                return self._tried(device, args, kwargs)
+            return self._recomputed(args, kwargs)
+
+    def _tried(self, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Makes a call, and a second one that leaves nothing behind. If they differ, the module is not recomputed."""
+        call = _CheckedCall(self, args, kwargs, in_full=True)
+        tensors, versions = call.tensors, [*_versions(call.tensors), *call.parameters]
+        before = RandomState(device, host=False)
+        output = call(*tensors)
+        after = RandomState(device, host=False)
+        if any(_version(tensor) != version for tensor, version in versions):
+            self.deviated = True
+            return output
+        before.restore()
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(_dropped, _dropped):
+                call.again(tensors)
+        except (Deviation, torch.OutOfMemoryError):
+            self.deviated = True
+        finally:
+            after.restore()
+        return output
+
+    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         in_full = self._calls < CALLS_IN_FULL
         self._calls += 1
         call = _CheckedCall(self, args, kwargs, in_full=in_full)
@@ -132,6 +169,10 @@ class _CheckedCall(RepeatableCall):
             "time: its forward reads or changes state that is neither a buffer nor an attribute of its modules nor an "
             "argument. Choose hydra_ext.Offload() or hydra_ext.Keep() for it"
         )
+
+
+def _dropped(_tensor: Any) -> Any:
+    """Drops a saved tensor, as such a call has no backward."""
 
 
 def _held(core: _C.Stash, tensor: Tensor) -> Callable[[], Tensor]:

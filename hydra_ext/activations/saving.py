@@ -33,8 +33,7 @@ class Saving:
         core: The stash.
         choice: Policy, or policies by module.
         model: Model whose parameters and buffers are never moved; required for policies by module.
-        whole: Tells whether a call of a module would now run to its end before another one begins. If not, the module
-            is not recomputed.
+        whole: Gives contexts for the calls of modules that are recomputed.
         optimizer: Optimizer whose momentum is the scale for errors of compressed tensors.
         face_of: Gives the tensor that forwards use in place of a parameter.
         budget: Device bytes for saved tensors; required by ``Offload("dynamic")``.
@@ -139,14 +138,14 @@ class Saving:
         """Sets the device bytes of saved tensors that may stay from now on; None for as few as transfers need."""
         self._core.set_budget(room)
 
-    def recompute(self, modules: Collection[nn.Module]) -> None:
-        """From now on these modules are recomputed, beside those with the policy. Called between forwards."""
+    def recompute(self, modules: Collection[nn.Module], device: torch.device) -> None:
+        """From now on these modules are recomputed if a second call repeats the first. Called between forwards."""
         for module, call in self._chosen.items():
             if module not in modules:
                 call.remove()
         for module in modules:
             if module not in self._chosen:
-                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self._again)
+                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self._again, tried_on=device)
             self._chosen[module].install(innermost=True)
 
     def report(self) -> StashReport:

@@ -60,6 +60,4 @@ def _scope(profile: Profile, figures: ModuleFigures) -> _C.RecomputeScope:
         or saved <= _LEAST_GAIN * figures.inputs.fresh
     ):
         return _C.RecomputeScope.NEVER
-    # In a round other microbatches run before each site, so a segment around several sites has no call in one piece.
-    around = any(site.startswith(f"{figures.name}.") for site in profile.sites)
-    return _C.RecomputeScope.ALONE if around else _C.RecomputeScope.IN_ROUNDS
+    return _C.RecomputeScope.IN_ROUNDS

@@ -171,7 +171,7 @@ class Fit:
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
             self._rung = Rung.FRUGAL
         self._saving.leaves_all_on_device = False
-        self._saving.recompute(())
+        self._saving.recompute((), self._owner.device)
         self._saving.set_room(_STRICT)
         if self._rung is not Rung.FRUGAL:
             self._rung = Rung.MEASURED
@@ -234,9 +234,11 @@ class Fit:
             self._saving.set_room(_STRICT)
             self._measure()
         elif self._rung is Rung.PLANNED and self._asked is None:
-            self._asked = _Asked(1, 1, recompute=False)
-            planned = self.planned = next(iter(self._plans()), None)
-            self._saving.set_room(_STRICT if planned is None else planned.room)
+            self._asked = _Asked(1, 1, recompute=True)
+            self.planned = next(iter(self._plans()), None)
+            if self.planned is not None:
+                self._apply(self.planned)
+                self._saving.leaves_all_on_device = False  # nothing can be undone: what is kept can still leave
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
@@ -322,7 +324,7 @@ class Fit:
 
     def _apply(self, planned: PlannedStep) -> None:
         modules = dict(self._owner.model.named_modules())
-        self._saving.recompute([modules[name] for name in planned.recomputed])
+        self._saving.recompute([modules[name] for name in planned.recomputed], self._owner.device)
         self._saving.set_room(planned.room)
         self._saving.leaves_all_on_device = planned.keeps_all
 
