@@ -11,7 +11,14 @@ import pytest
 from hydra_ext import errors
 from hydra_ext.errors import HydraError
 
-VALUES: dict[str, Any] = {"Mapping": {"one": 1}, "int": 7, "str": "a name", "Path": Path("a"), "tuple": ("one", "two"), "bool": True}
+VALUES: dict[str, Any] = {
+    "Mapping": {"one": 1},
+    "int": 7,
+    "str": "a name",
+    "Path": Path("a"),
+    "tuple": ("one", "two"),
+    "bool": True,
+}
 KINDS = [
     kind
     for kind in vars(errors).values()
