@@ -1,17 +1,19 @@
 """A dry run: one microbatch on fake tensors, which have shapes and no numbers.
 
 It takes no memory and makes no step. Every tensor that is saved for backward leaves at once and comes back when it is
-read, so what is alive is what a model needs at least.
+read, so what is alive is what a model needs at least. Memory that a library takes for itself is not seen, such as the
+workspaces of convolutions and the notes of recurrent layers; a real step finds it.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +24,8 @@ from torch.utils._pytree import tree_map_only
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
-from hydra_ext.errors import InvalidDevice, NotOnFakeTensors, UnsupportedModel
+from hydra_ext.calls import StandIn, standing_in
+from hydra_ext.errors import AlreadyOffloaded, InvalidDevice, NotOnFakeTensors, UnsupportedModel
 from hydra_ext.outputs import check_loss, split
 from hydra_ext.profile.call_log import Call, amount
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
@@ -64,9 +67,12 @@ def dry_run(
         NotOnFakeTensors: ``fn`` needs numbers, which fake tensors do not have.
         InvalidDevice: This build of torch has no such device.
         UnsupportedModel: The model has parameters without shapes.
+        AlreadyOffloaded: The model is inside an offload context.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports a second's worth of modules
 
+    if any(isinstance(call, StandIn) for module in model.modules() for call in standing_in(module)):
+        raise AlreadyOffloaded("the model is inside an offload context: make the dry run before entering it")
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
@@ -81,7 +87,7 @@ def dry_run(
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(watch.take_gradient)  # type: ignore[no-untyped-call]
-        with torch.compiler.set_stance("force_eager"), torch.enable_grad(), mode, watch:
+        with _nothing_compiled(), torch.enable_grad(), mode, watch:
             given = [Fakes(mode, place, None).of_value(example)]
             _run(watch, model, given, fn, trained)
     return _profile(model, watch, param_dtype)
@@ -115,6 +121,11 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """Compiled code runs as it was before. Where the compiler was not imported, there is none."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
     state = RandomState(device)
@@ -131,6 +142,10 @@ def _reasons_given() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     except Exception as error:
+        if "not linked with support for cuda" in str(error):
+            raise InvalidDevice(
+                f"fn names a CUDA device{_place_of(error)}, which torch does not see here: leave it out of fn"
+            ) from error
         if not _is_of_fakes(error):
             raise
         raise NotOnFakeTensors(
@@ -141,6 +156,8 @@ def _reasons_given() -> Iterator[None]:
 
 
 def _is_of_fakes(error: BaseException) -> bool:
+    if type(error).__name__ == "FakeTensorDeviceMismatchError":  # a real run would fail as well
+        return False
     return type(error).__module__ == "torch._subclasses.fake_tensor" or _OF_FAKES.search(str(error)) is not None
 
 
