@@ -12,10 +12,10 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
   hydra::bind_values(module);
+  hydra::bind_stash(module);
   hydra::bind_pytorch(module);
   hydra::bind_tensors(module);
   hydra::bind_rounds(module);
-  hydra::bind_stash(module);
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA
   hydra::bind_cuda(module);

@@ -15,8 +15,7 @@ namespace hydra {
 
 PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
                        const PagedModelOptions& options)
-    : stash_(options.stash),
-      memory_(std::move(backend), std::move(arena), options.budget, options.device.is_cpu()),
+    : memory_(std::move(backend), std::move(arena), options.budget, options.device.is_cpu()),
       blocks_(memory_.arena(), options.device, options.face_dtype),
       pager_(memory_.backend(), memory_.slots(), memory_.ledger(), pager_options(options)),
       homes_(memory_.backend(), pager_, memory_.optimizer_state(), memory_.arena(), blocks_, gate_),
@@ -43,10 +42,12 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
 
 PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
   PagerOptions made;
-  made.relief.reliever = [this] { return gradients_.sink().relieve() || (stash_ && stash_->await_leaving()); };
-  made.relief.last_resort = [this] {
+  made.relief.reliever = [this, stash = options.stash] {
+    return gradients_.sink().relieve() || (stash && stash->await_leaving());
+  };
+  made.relief.last_resort = [this, stash = options.stash] {
     const ReleaseGilIfHeld released;
-    return (stash_ && stash_->give_one_up()) || homes_.device().give_one_up();
+    return (stash && stash->give_one_up()) || homes_.device().give_one_up();
   };
   made.activations.meter = memory_.backend().activation_meter();
   // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
