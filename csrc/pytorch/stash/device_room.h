@@ -38,6 +38,8 @@ class DeviceRoom final {
   /// pass, whichever is more.
   explicit DeviceRoom(std::optional<Bytes> budget) : budget_(budget) {}
 
+  /// Intervals that were planned for before keep their plan.
+  void set_budget(std::optional<Bytes> budget) noexcept { budget_ = budget; }
   bool has_room(Bytes bytes) const noexcept;
   /// Whether `bytes` more may come back ahead of their use. Without a budget, only as much as the largest interval, or
   /// an eighth of the last pass, may be there ahead of its use.
@@ -64,7 +66,7 @@ class DeviceRoom final {
  private:
   Bytes share_of_pass() const noexcept;
 
-  const std::optional<Bytes> budget_;
+  std::optional<Bytes> budget_;
   Usage usage_;
   Bytes asked_for_ = 0;  // held bytes that backward has read
   Bytes largest_ = 0;

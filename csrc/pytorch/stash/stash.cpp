@@ -212,6 +212,14 @@ bool Stash::give_one_up() {
 }
 
 // ---- life -----------------------------------------------------------------------------------------------------------
+void Stash::set_budget(std::optional<Bytes> budget) {
+  {
+    const Lock lock(*index_);
+    index_->room(lock).set_budget(budget);
+  }
+  make_room(0, /*in_backward=*/false);
+}
+
 void Stash::protect(const std::vector<at::Tensor>& tensors) {
   const std::scoped_lock lock(protecting_);
   std::erase_if(protected_, [](const auto& entry) { return entry.second.expired(); });
