@@ -978,6 +978,10 @@ class Stash:
     def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
     def parts(self) -> dict[int, StashPart]: ...
     def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def set_budget(self, budget: typing.SupportsInt | typing.SupportsIndex | None) -> None:
+        """
+        None: as much as transfers need. Intervals above the budget leave.
+        """
     def statistics(self) -> StashStatistics:
         """
         Once the transfers under way have ended.

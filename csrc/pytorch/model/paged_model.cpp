@@ -25,7 +25,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       changes_(blocks_, pager_, homes_, gradients_, gate_, options.poison_hosts),
       moves_(blocks_, homes_, gradients_.spill(), update_, changes_, gate_),
       arrivals_(memory_, blocks_, pager_, homes_),
-      rounds_(memory_, pager_, gradients_, arrivals_, gate_),
+      rounds_(memory_, blocks_, pager_, gradients_, arrivals_, gate_),
       window_(*this) {
   register_fault_path();
   memory_.open(
@@ -70,8 +70,9 @@ PagedModel::~PagedModel() {
 
 std::int32_t PagedModel::add_block(std::string name,
                                    const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
-  auto backing = blocks_.add(name, parameters, weak_from_this(),
-                             [this](HostParameter& parameter) { gradients_.install_hooks(parameter); });
+  auto backing = blocks_.add(name, parameters, weak_from_this(), [this](HostParameter& parameter) {
+    gradients_.install_hooks(parameter, [this, &parameter] { rounds_.note_summed(parameter); });
+  });
   const Bytes bytes = backing->slot_bytes();
   return pager_.add_block(std::move(name), bytes, std::move(backing));
 }
