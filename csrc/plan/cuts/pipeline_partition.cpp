@@ -1,0 +1,247 @@
+#include "csrc/plan/cuts/pipeline_partition.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "csrc/plan/cuts/cut_family.h"
+#include "csrc/plan/cuts/cut_relaxation.h"
+
+namespace hydra {
+
+namespace {
+
+constexpr double kExact = 1e-11;  // relative: values that are closer are one
+constexpr double kClose = 1e-6;   // relative: better plans are looked for up to this
+constexpr double kLargest = 1e15;
+
+/// How much is searched, on one level and on two. Chosen so that graphs of a thousand nodes take seconds.
+struct Limits {
+  std::size_t all_sets;    // of a graph whose closed sets are all searched at once
+  std::size_t known_sets;  // of a graph whose closed sets are listed
+  std::size_t family;
+  std::size_t cells;
+  std::size_t boxes;
+  std::size_t rounds;
+};
+
+constexpr Limits kOneLevel{3000, 300000, 2000, 2000, 3000, 8};
+constexpr Limits kTwoLevels{3000, 300000, 250, 250, 1500, 6};
+
+void check_terms(const PipelineTerms& terms) {
+  HYDRA_EXPECT(terms.levels.size() == 1 || terms.levels.size() == 2, PlanError,
+               "a pipeline on " + std::to_string(terms.levels.size()) + " levels of machines: give one level or two");
+  for (const PipelineLevel& level : terms.levels) {
+    HYDRA_EXPECT(
+        level.machines >= 1 && level.machines <= kMostMachines, PlanError,
+        "a level of " + std::to_string(level.machines) + " machines: give 1 to " + std::to_string(kMostMachines));
+    HYDRA_EXPECT(
+        std::isfinite(level.bytes_per_second) && level.bytes_per_second > 0, PlanError,
+        "a link of " + std::to_string(level.bytes_per_second) + " bytes per second: give a finite number above 0");
+  }
+  HYDRA_EXPECT(!terms.memory_cap || *terms.memory_cap >= 0, PlanError,
+               "a memory cap of " + std::to_string(terms.memory_cap.value_or(0)) + " bytes: give a number from 0");
+}
+
+/// A value that every plan meets.
+double ceiling(const ProfileGraph& graph, const PipelineTerms& terms) {
+  double found = 0;
+  double parameters = 0;
+  double activations = 0;
+  for (int node = 0; node < graph.size(); ++node) {
+    found += graph.node(node).compute_ms;
+    parameters += graph.node(node).parameter_bytes;
+    activations += graph.node(node).activation_bytes;
+  }
+  for (const PipelineLevel& level : terms.levels) {
+    found += (4 * parameters + 2 * activations) / (level.bytes_per_second / 1000);
+  }
+  return found;
+}
+
+PipelineStage stage_of(const ProfileGraph& graph, const ChosenStage& chosen) {
+  PipelineStage stage;
+  stage.replicas = chosen.replicas;
+  for (const int node : graph.order()) {
+    if (chosen.after.has(node) && !chosen.before.has(node)) {
+      stage.nodes.push_back(node);
+    }
+  }
+  for (const ChosenStage& inside : chosen.inner) {
+    stage.inner.push_back(stage_of(graph, inside));
+  }
+  return stage;
+}
+
+/// The sets that the nodes form one after the other. `choose` returns the next one of the nodes that can be added.
+template <typename Choose>
+std::vector<NodeSet> prefixes(const ProfileGraph& graph, const Choose& choose) {
+  std::vector<NodeSet> found;
+  NodeSet set(graph.size());
+  for (int i = 0; i < graph.size(); ++i) {
+    set.add(choose(set));
+    found.push_back(set);
+  }
+  return found;
+}
+
+/// Looks for better plans in one family after another, and for a bound.
+class PartitionSearch {
+ public:
+  PartitionSearch(const ProfileGraph& graph, const PipelineTerms& terms)
+      : graph_(graph), terms_(terms), limits_(terms.levels.size() == 1 ? kOneLevel : kTwoLevels) {}
+
+  PipelinePartition run() {
+    const auto sets = graph_.closed_sets(limits_.known_sets);
+    if (sets && sets->size() <= limits_.all_sets) {
+      if (sets->size() > 2 * limits_.family) {
+        improve(thin(*sets), kClose);  // with a good plan, the search among all sets drops most
+      }
+      improve(*sets, kExact);
+      bound_ = best_.value;
+    } else {
+      search_orders();
+      search_families(sets);
+    }
+    PipelinePartition found;
+    found.objective_ms = best_.value;
+    found.bound_ms = bound_;
+    for (const ChosenStage& chosen : best_.stages) {
+      found.stages.push_back(stage_of(graph_, chosen));
+    }
+    return found;
+  }
+
+ private:
+  bool is_proved() const { return best_.value - bound_ <= kExact * best_.value; }
+
+  /// Looks for a better plan among these cuts and those of the best plan. Returns whether there is one.
+  bool improve(std::vector<NodeSet> sets, double precision) {
+    for (const NodeSet& cut : cuts()) {
+      sets.push_back(cut);
+    }
+    const CutFamily family = cut_family(graph_, std::move(sets));
+    FamilyBest found = best_in_family(family, terms_, bound_, best_.value, precision);
+    if (found.stages.empty()) {
+      return false;
+    }
+    best_ = std::move(found);
+    return true;
+  }
+
+  std::vector<NodeSet> cuts() const {
+    std::vector<NodeSet> found;
+    for (const ChosenStage& stage : best_.stages) {
+      found.push_back(stage.after);
+      for (const ChosenStage& inside : stage.inner) {
+        found.push_back(inside.after);
+      }
+    }
+    return found;
+  }
+
+  std::vector<NodeSet> thin(const std::vector<NodeSet>& sets) const {
+    const std::size_t steps = limits_.family / 3;
+    return thinned(graph_, sets, steps, 3);
+  }
+
+  void search_orders() {
+    std::size_t next = 0;
+    const auto in_order = [&](const NodeSet&) { return graph_.order()[next++]; };
+    const auto cheapest = [&](const NodeSet& set) {
+      int best = -1;
+      double least = kNever;
+      NodeSet larger = set;
+      for (const int node : graph_.addable(set)) {
+        larger.add(node);
+        const double crossing = graph_.crossing_bytes(larger);
+        larger.remove(node);
+        if (crossing < least) {
+          least = crossing;
+          best = node;
+        }
+      }
+      return best;
+    };
+    std::vector<NodeSet> sets = prefixes(graph_, in_order);
+    const std::vector<NodeSet> more = prefixes(graph_, cheapest);
+    sets.insert(sets.end(), more.begin(), more.end());
+    improve(terms_.levels.size() == 1 ? sets : thin(sets), kClose);
+  }
+
+  void search_families(const std::optional<std::vector<NodeSet>>& sets) {
+    const double most = ceiling(graph_, terms_);
+    CutRelaxation relaxation(graph_, terms_, sets);
+    relaxation.divide(limits_.boxes / 10);
+    for (std::size_t round = 0; round < limits_.rounds && !is_proved(); ++round) {
+      if (relaxation.cells() <= limits_.cells / 2) {
+        relaxation.narrow(std::min(most, best_.value));
+      }
+      if (relaxation.cells() == 0) {
+        bound_ = best_.value;
+        return;
+      }
+      const std::vector<NodeSet> candidates = relaxation.candidates();
+      if (sets && candidates.size() <= limits_.family) {
+        improve(candidates, kExact);
+        bound_ = best_.value;
+        return;
+      }
+      improve(thin(candidates), kClose);
+      while (improve(neighbours(), kClose)) {
+      }
+      bound_ = relaxation.bound(bound_, std::min(most, best_.value), 1e-4);
+      relaxation.refine(limits_.boxes);
+    }
+  }
+
+  /// Closed sets that differ in few nodes from the cuts of the best plan.
+  std::vector<NodeSet> neighbours() const {
+    std::vector<NodeSet> found;
+    const std::vector<NodeSet> centres = cuts();
+    for (const NodeSet& centre : centres) {
+      std::vector<NodeSet> near = {centre};
+      std::unordered_set<NodeSet, NodeSetHash> known(near.begin(), near.end());
+      for (std::size_t next = 0; next < near.size() && near.size() < limits_.family / centres.size(); ++next) {
+        const NodeSet set = near[next];
+        const auto add = [&](NodeSet other) {
+          if (known.insert(other).second) {
+            near.push_back(std::move(other));
+          }
+        };
+        for (const int node : graph_.addable(set)) {
+          NodeSet larger = set;
+          larger.add(node);
+          add(std::move(larger));
+        }
+        for (const int node : graph_.removable(set)) {
+          NodeSet smaller = set;
+          smaller.remove(node);
+          add(std::move(smaller));
+        }
+      }
+      found.insert(found.end(), near.begin(), near.end());
+    }
+    return found;
+  }
+
+  const ProfileGraph& graph_;
+  const PipelineTerms& terms_;
+  const Limits& limits_;
+  FamilyBest best_;
+  double bound_ = 0;
+};
+
+}  // namespace
+
+PipelinePartition partition_pipeline(const ProfileGraph& graph, const PipelineTerms& terms) {
+  check_terms(terms);
+  HYDRA_EXPECT(ceiling(graph, terms) <= kLargest, PlanError,
+               "a plan of this graph may take longer than " + std::to_string(kLargest) +
+                   " ms: give smaller times and sizes, or faster links");
+  return PartitionSearch(graph, terms).run();
+}
+
+}  // namespace hydra
