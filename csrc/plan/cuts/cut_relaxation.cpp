@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <set>
+#include <tuple>
 #include <utility>
+
+#include "csrc/plan/cuts/cut_reach.h"
 
 namespace hydra {
 
@@ -12,6 +16,7 @@ namespace {
 constexpr double kRounding = 1e-12;    // relative to a sum over all nodes
 constexpr std::size_t kMostEnds = 64;  // boxes that keep the empty set and the whole graph out
 constexpr std::size_t kMostLines = 9;  // of a box
+constexpr double kSmallest = 1e-5;     // of a sum over all nodes: cells are not halved below
 constexpr double kNarrow = 1e-3;       // of all compute time: lines are not drawn for less
 
 NodeSet all_nodes(const ProfileGraph& graph) {
@@ -28,6 +33,15 @@ void widen(Interval& interval, const Interval& other) noexcept {
   interval.low = std::min(interval.low, other.low);
   interval.high = std::max(interval.high, other.high);
 }
+
+double length(const Interval& interval) noexcept { return interval.high - interval.low; }
+
+/// The part of an interval that lies in another one, with `slack` around it.
+Interval within(const Interval& interval, const Interval& other, double slack) noexcept {
+  return {std::max(interval.low, other.low - slack), std::min(interval.high, other.high + slack)};
+}
+
+constexpr Interval kEmpty{kNever, -kNever};
 
 }  // namespace
 
@@ -46,7 +60,8 @@ double CutRelaxation::Yield::most(double time) const noexcept {
 
 CutRelaxation::CutRelaxation(const ProfileGraph& graph, const PipelineTerms& terms,
                              const std::optional<std::vector<NodeSet>>& sets)
-    : graph_(graph), terms_(terms), total_(graph.sums(all_nodes(graph))), complete_(sets), open_(1, 1) {
+    : graph_(graph), terms_(terms), total_(graph.sums(all_nodes(graph))), complete_(sets) {
+  cells_.push_back({{0, total_.compute_ms}, {0, total_.parameter_bytes}, {}});
   if (!complete_) {
     add_boxes();
     return;
@@ -57,6 +72,8 @@ CutRelaxation::CutRelaxation(const ProfileGraph& graph, const PipelineTerms& ter
       points_.push_back(point(set));
     }
   }
+  cells_.front().points.resize(points_.size());
+  std::iota(cells_.front().points.begin(), cells_.front().points.end(), 0);
 }
 
 CutRelaxation::Point CutRelaxation::point(NodeSet set) const {
@@ -235,17 +252,21 @@ void CutRelaxation::divide(std::size_t boxes) {
   }
 }
 
-bool CutRelaxation::refine(std::size_t boxes) {
+bool CutRelaxation::refine(double limit, std::size_t boxes) {
   if (complete_) {
     return false;
   }
   const Relaxed all = relaxed();
+  const std::vector<Interval> cheap = usable(all, limit);
   std::set<std::size_t, std::greater<>> chosen;  // descending: a division moves the last box
   for (std::size_t cut = 1; cut + 1 < all.cuts.size(); ++cut) {
-    if (terms_.transfers) {
-      chosen.insert(all.owners[cut].crossing);
+    if (cheap[cut].low > cheap[cut].high) {
+      continue;
     }
-    chosen.insert({all.owners[cut].low, all.owners[cut].high});
+    if (terms_.transfers) {
+      chosen.insert(all.owners[cut - 1].crossing);
+    }
+    chosen.insert({all.owners[cut - 1].low, all.owners[cut - 1].high});
   }
   bool divided = false;
   for (const std::size_t index : chosen) {
@@ -257,118 +278,57 @@ bool CutRelaxation::refine(std::size_t boxes) {
   return divided;
 }
 
-std::size_t CutRelaxation::step(double amount, double total) const noexcept {
-  const double place = part(amount, total) * static_cast<double>(side_);
-  return std::min(side_ - 1, static_cast<std::size_t>(std::max(0.0, place)));
+bool CutRelaxation::add(const Box& box, std::size_t index, const Cell& cell, Cut& cut, Owners& owners) const {
+  const double slack = kRounding * total_.compute_ms;
+  const double byte_slack = kRounding * total_.parameter_bytes;
+  const Interval compute = within(box.compute, cell.compute, slack);
+  if (compute.low > compute.high || box.parameters.low > cell.parameters.high + byte_slack ||
+      box.parameters.high < cell.parameters.low - byte_slack) {
+    return false;
+  }
+  const auto range = [&](const Interval& all, const Yield& yield) {
+    const double least = all.high - yield.most(box.compute.high - compute.low + slack);
+    const double most = all.low + yield.most(compute.high - box.compute.low + slack);
+    return Interval{std::max(all.low, least), std::min(all.high, most)};
+  };
+  const Interval parameters = within(range(box.parameters, box.parameter_yield), cell.parameters, byte_slack);
+  if (parameters.low > parameters.high + byte_slack) {
+    return false;
+  }
+  double crossing = 0;
+  for (const Line& line : box.lines) {
+    crossing = std::max(crossing, line.least - line.price * (line.price >= 0 ? compute.high : compute.low));
+  }
+  owners.crossing = crossing < cut.crossing_bytes ? index : owners.crossing;
+  owners.low = parameters.low < cut.parameter_bytes.low ? index : owners.low;
+  owners.high = parameters.high > cut.parameter_bytes.high ? index : owners.high;
+  cut.crossing_bytes = std::min(cut.crossing_bytes, crossing);
+  widen(cut.compute_ms, compute);
+  widen(cut.parameter_bytes, parameters);
+  widen(cut.activation_bytes, range(box.activations, box.activation_yield));
+  return true;
 }
 
-bool CutRelaxation::is_open(const Point& point) const noexcept {
-  const std::size_t row = step(point.compute, total_.compute_ms);
-  return open_[row * side_ + step(point.parameters, total_.parameter_bytes)] != 0;
+void CutRelaxation::add(const Point& point, Cut& cut) const noexcept {
+  widen(cut.compute_ms, {point.compute, point.compute});
+  widen(cut.parameter_bytes, {point.parameters, point.parameters});
+  widen(cut.activation_bytes, {point.activations, point.activations});
+  cut.crossing_bytes = std::min(cut.crossing_bytes, point.crossing);
 }
-
-/// The cuts of the cells, as boxes and sets are added to them.
-class CutRelaxation::CellCuts {
- public:
-  explicit CellCuts(const CutRelaxation& owner)
-      : owner_(owner), cuts_(owner.open_.size(), kEmptyCut), owners_(owner.open_.size()) {}
-
-  void add(const Box& box, std::size_t index) {
-    const double total = owner_.total_.compute_ms;
-    const double slack = kRounding * total;
-    const double width = total / static_cast<double>(owner_.side_);
-    const std::size_t last = owner_.step(box.compute.high + slack, total);
-    for (std::size_t row = owner_.step(box.compute.low - slack, total); row <= last; ++row) {
-      const Interval compute{std::max(box.compute.low, static_cast<double>(row) * width - slack),
-                             std::min(box.compute.high, static_cast<double>(row + 1) * width + slack)};
-      double crossing = 0;
-      for (const Line& line : box.lines) {
-        crossing = std::max(crossing, line.least - line.price * (line.price >= 0 ? compute.high : compute.low));
-      }
-      const auto range = [&](const Interval& all, const Yield& yield) {
-        const double least = all.high - yield.most(box.compute.high - compute.low);
-        return Interval{std::max(all.low, least),
-                        std::min(all.high, all.low + yield.most(compute.high - box.compute.low))};
-      };
-      add_row(
-          row,
-          {compute, range(box.activations, box.activation_yield), range(box.parameters, box.parameter_yield), crossing},
-          index);
-    }
-  }
-
-  void add(const Point& point, std::size_t index) {
-    const std::size_t row = owner_.step(point.compute, owner_.total_.compute_ms);
-    add_row(row,
-            {{point.compute, point.compute},
-             {point.activations, point.activations},
-             {point.parameters, point.parameters},
-             point.crossing},
-            index);
-  }
-
-  void move_to(Relaxed& found) {
-    for (std::size_t cell = 0; cell < cuts_.size(); ++cell) {
-      if (cuts_[cell].crossing_bytes < kNever) {
-        found.cuts.push_back(cuts_[cell]);
-        found.owners.push_back(owners_[cell]);
-        found.cells.push_back(cell);
-      }
-    }
-  }
-
- private:
-  static constexpr Interval kEmpty{kNever, -kNever};
-  static constexpr Cut kEmptyCut{kEmpty, kEmpty, kEmpty, kNever};
-
-  /// Adds sets with these sums to the cells of a row.
-  void add_row(std::size_t row, const Cut& sets, std::size_t index) {
-    const double total = owner_.total_.parameter_bytes;
-    const bool exact = sets.parameter_bytes.low == sets.parameter_bytes.high;
-    const double slack = exact ? 0 : kRounding * total;
-    const double width = total / static_cast<double>(owner_.side_);
-    const std::size_t last = owner_.step(sets.parameter_bytes.high + slack, total);
-    for (std::size_t column = owner_.step(sets.parameter_bytes.low - slack, total); column <= last; ++column) {
-      const std::size_t cell = row * owner_.side_ + column;
-      if (owner_.open_[cell] == 0) {
-        continue;
-      }
-      Interval parameters = sets.parameter_bytes;
-      if (!exact) {
-        parameters.low = std::max(parameters.low, static_cast<double>(column) * width - slack);
-        parameters.high = std::min(parameters.high, static_cast<double>(column + 1) * width + slack);
-      }
-      Cut& cut = cuts_[cell];
-      Owners& mine = owners_[cell];
-      mine.crossing = sets.crossing_bytes < cut.crossing_bytes ? index : mine.crossing;
-      mine.low = parameters.low < cut.parameter_bytes.low ? index : mine.low;
-      mine.high = parameters.high > cut.parameter_bytes.high ? index : mine.high;
-      cut.crossing_bytes = std::min(cut.crossing_bytes, sets.crossing_bytes);
-      widen(cut.compute_ms, sets.compute_ms);
-      widen(cut.activation_bytes, sets.activation_bytes);
-      widen(cut.parameter_bytes, parameters);
-    }
-  }
-
-  const CutRelaxation& owner_;
-  std::vector<Cut> cuts_;
-  std::vector<Owners> owners_;
-};
 
 CutRelaxation::Relaxed CutRelaxation::relaxed() const {
-  CellCuts cells(*this);
-  if (complete_) {
-    for (std::size_t i = 0; i < points_.size(); ++i) {
-      cells.add(points_[i], i);
-    }
-  }
-  for (std::size_t i = 0; i < boxes_.size(); ++i) {
-    cells.add(boxes_[i], i);
-  }
   Relaxed found;
   found.cuts.emplace_back();
-  found.owners.emplace_back();
-  cells.move_to(found);
+  for (const Cell& cell : cells_) {
+    Cut& cut = found.cuts.emplace_back(Cut{kEmpty, kEmpty, kEmpty, kNever});
+    Owners& owners = found.owners.emplace_back();
+    for (const std::size_t index : cell.points) {
+      add(points_[index], cut);
+    }
+    for (std::size_t index = 0; index < boxes_.size(); ++index) {
+      add(boxes_[index], index, cell, cut, owners);
+    }
+  }
   found.cuts.push_back({{total_.compute_ms, total_.compute_ms},
                         {total_.activation_bytes, total_.activation_bytes},
                         {total_.parameter_bytes, total_.parameter_bytes},
@@ -376,8 +336,10 @@ CutRelaxation::Relaxed CutRelaxation::relaxed() const {
   found.order = CutOrder(found.cuts.size());
   const std::size_t last = found.cuts.size() - 1;
   for (std::size_t before = 0; before < last; ++before) {
+    const Cut& from = found.cuts[before];
     for (std::size_t after = std::max<std::size_t>(before, 1); after < last; ++after) {
-      if (before == 0 || found.cells[before - 1] % side_ <= found.cells[after - 1] % side_) {
+      const Cut& to = found.cuts[after];
+      if (from.compute_ms.low <= to.compute_ms.high && from.parameter_bytes.low <= to.parameter_bytes.high) {
         found.order.allow(before, after);
       }
     }
@@ -386,48 +348,134 @@ CutRelaxation::Relaxed CutRelaxation::relaxed() const {
   return found;
 }
 
-StageTimes CutRelaxation::stage_times(const Relaxed& all, double limit) const {
+std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) const {
   if (terms_.levels.size() == 1) {
-    return {};
+    return CutReach(all.cuts, all.order, chain_terms(terms_, 0), limit).usable();
   }
-  return best_times(all.cuts, all.order, chain_terms(terms_, 0), chain_terms(terms_, 1), limit);
+  const ChainTerms outer = chain_terms(terms_, 1);
+  const StageTimes times = best_times(all.cuts, all.order, chain_terms(terms_, 0), outer, limit);
+  std::vector<Interval> found;
+  for (const bool each : CutChains(all.cuts, all.order, outer, times).usable(limit)) {
+    found.push_back(each ? Interval{0, total_.compute_ms} : kEmpty);
+  }
+  return found;
 }
 
 void CutRelaxation::narrow(double limit) {
-  std::vector<char> finer(4 * open_.size());
-  for (std::size_t row = 0; row < 2 * side_; ++row) {
-    for (std::size_t column = 0; column < 2 * side_; ++column) {
-      finer[row * 2 * side_ + column] = open_[row / 2 * side_ + column / 2];
+  const Relaxed all = relaxed();
+  const std::vector<Interval> kept = usable(all, limit);
+  const double slack = kRounding * total_.compute_ms;
+  std::vector<Cell> cells;
+  for (std::size_t i = 0; i < cells_.size(); ++i) {
+    const Cut& cut = all.cuts[i + 1];
+    Cell cell{within(cut.compute_ms, kept[i + 1], slack), cut.parameter_bytes, std::move(cells_[i].points)};
+    std::erase_if(cell.points, [&](std::size_t index) {
+      return points_[index].compute < cell.compute.low || points_[index].compute > cell.compute.high;
+    });
+    if (cell.compute.low <= cell.compute.high && (!complete_ || !cell.points.empty())) {
+      cells.push_back(std::move(cell));
     }
   }
-  side_ *= 2;
-  open_ = std::move(finer);
-  const Relaxed all = relaxed();
-  const ChainTerms last = chain_terms(terms_, terms_.levels.size() - 1);
-  const StageTimes times = stage_times(all, limit);
-  const std::vector<bool> usable = CutChains(all.cuts, all.order, last, times).usable(limit);
-  open_.assign(open_.size(), 0);
-  for (std::size_t i = 0; i < all.cells.size(); ++i) {
-    open_[all.cells[i]] = usable[i + 1] ? 1 : 0;
+  cells_ = std::move(cells);
+}
+
+bool CutRelaxation::halves(const Cell& cell, Cell& low, Cell& high) const {
+  const double bytes_per_ms = terms_.levels.back().bytes_per_second / 1000;
+  const bool compute_matters = terms_.transfers || terms_.levels.size() > 1;
+  const double compute =
+      length(cell.compute) > kSmallest * total_.compute_ms && compute_matters ? length(cell.compute) : 0;
+  const double reduce =
+      length(cell.parameters) > kSmallest * total_.parameter_bytes ? 4 * length(cell.parameters) / bytes_per_ms : 0;
+  if (compute == 0 && reduce == 0) {
+    return false;
+  }
+  const bool at_compute = compute >= reduce;
+  Interval Cell::* side = at_compute ? &Cell::compute : &Cell::parameters;
+  const double middle = ((cell.*side).low + (cell.*side).high) / 2;
+  low = {cell.compute, cell.parameters, {}};
+  high = low;
+  (low.*side).high = middle;
+  (high.*side).low = middle;
+  for (const std::size_t index : cell.points) {
+    const double place = at_compute ? points_[index].compute : points_[index].parameters;
+    (place <= middle ? low : high).points.push_back(index);
+  }
+  return true;
+}
+
+bool CutRelaxation::halve(double limit, std::size_t cells) {
+  const std::vector<Interval> cheap = usable(relaxed(), limit);
+  std::vector<Cell> finer;
+  bool halved = false;
+  for (std::size_t i = 0; i < cells_.size(); ++i) {
+    Cell low;
+    Cell high;
+    const std::size_t waiting = cells_.size() - i;
+    if (cheap[i + 1].low <= cheap[i + 1].high && finer.size() + waiting < cells && halves(cells_[i], low, high)) {
+      halved = true;
+      finer.push_back(std::move(low));
+      finer.push_back(std::move(high));
+    } else {
+      finer.push_back(std::move(cells_[i]));
+    }
   }
   if (complete_) {
-    std::erase_if(points_, [&](const Point& point) { return !is_open(point); });
+    std::erase_if(finer, [](const Cell& cell) { return cell.points.empty(); });
   }
+  cells_ = std::move(finer);
+  return halved;
 }
 
 double CutRelaxation::bound(double bound, double known, double precision) const {
   const Relaxed all = relaxed();
-  const ChainTerms last = chain_terms(terms_, terms_.levels.size() - 1);
-  const StageTimes times = stage_times(all, known);
-  return std::max(bound, best_chain(CutChains(all.cuts, all.order, last, times), bound, known, precision).bound);
+  if (terms_.levels.size() == 1) {
+    return reach_bound(all.cuts, all.order, chain_terms(terms_, 0), bound, known, precision);
+  }
+  const ChainTerms outer = chain_terms(terms_, 1);
+  const StageTimes times = best_times(all.cuts, all.order, chain_terms(terms_, 0), outer, known);
+  return std::max(bound, best_chain(CutChains(all.cuts, all.order, outer, times), bound, known, precision).bound);
 }
 
-std::vector<NodeSet> CutRelaxation::candidates() const {
-  std::vector<NodeSet> found;
-  for (const Point& each : points_) {
-    if (is_open(each)) {
-      found.push_back(each.set);
+std::vector<NodeSet> CutRelaxation::candidates(std::size_t most) const {
+  std::vector<std::tuple<std::size_t, double, std::size_t>> sorted;  // cell, crossing, point
+  for (std::size_t i = 0; i < cells_.size(); ++i) {
+    const Cell& cell = cells_[i];
+    for (const std::size_t index : cell.points) {
+      sorted.emplace_back(i, points_[index].crossing, index);
     }
+    for (std::size_t index = 0; index < points_.size() && !complete_; ++index) {
+      const Point& each = points_[index];
+      if (each.compute >= cell.compute.low && each.compute <= cell.compute.high &&
+          each.parameters >= cell.parameters.low && each.parameters <= cell.parameters.high) {
+        sorted.emplace_back(i, each.crossing, index);
+      }
+    }
+  }
+  std::sort(sorted.begin(), sorted.end());
+  std::vector<std::pair<std::size_t, std::size_t>> ranked;  // place in its cell, point
+  for (std::size_t i = 0; i < sorted.size(); ++i) {
+    const bool first = i == 0 || std::get<0>(sorted[i]) != std::get<0>(sorted[i - 1]);
+    const std::size_t index = std::get<2>(sorted[i]);
+    if (first || points_[index].set != points_[ranked.back().second].set) {
+      ranked.emplace_back(first ? 0 : ranked.back().first + 1, index);
+    }
+  }
+  std::stable_sort(ranked.begin(), ranked.end(),
+                   [](const auto& left, const auto& right) { return left.first < right.first; });
+  std::vector<NodeSet> found;
+  for (std::size_t i = 0; i < ranked.size() && i < most; ++i) {
+    found.push_back(points_[ranked[i].second].set);
+  }
+  return found;
+}
+
+std::optional<std::size_t> CutRelaxation::sets() const {
+  if (!complete_) {
+    return std::nullopt;
+  }
+  std::size_t found = 0;
+  for (const Cell& cell : cells_) {
+    found += cell.points.size();
   }
   return found;
 }

@@ -6,7 +6,8 @@
 //
 // The plane of compute time and parameter bytes before a cut is divided into cells. The relaxed problem has a cut for
 // each cell: its sums are intervals around the sums of all sets in the cell, and its crossing is the least that the
-// boxes allow there. A cell may follow itself, and each that is not below it in one of the two sums.
+// boxes allow there. A cell may follow itself, and each that is not below it in one of the two sums. Cells lie in an
+// order in which each comes before those that may follow it: a cell's two halves take its place, the lower one first.
 //
 // Proof that its best chain is a bound. Take a plan of the problem, and replace every closed set by its cell. The sums
 // of nested sets ascend, so the cells may follow each other in this order. Each sum of a stage is a difference of two
@@ -16,8 +17,8 @@
 // pipelines first: the relaxed inner value is at most the true one, which takes the place of C.
 //
 // A cell that no chain within a limit has is dropped: the cells that are left are a relaxation of all plans within the
-// limit. They are divided into finer ones, and their boxes into smaller ones, at a node: the sets with the node, and
-// those without it.
+// limit. Cells are halved, and their boxes divided at a node: the sets with the node, and those without it. On one
+// level cut_reach.h is used, which loses less than the chains of cut_chain.h.
 //
 // One thread uses an object. Work is counted, not timed.
 #pragma once
@@ -39,20 +40,24 @@ class CutRelaxation {
 
   /// Divides the largest boxes until there are `boxes`.
   void divide(std::size_t boxes);
-  /// Divides the boxes that the cells owe their crossing and the ends of their sums to, until there are `boxes`.
-  /// Returns whether there was one.
-  bool refine(std::size_t boxes);
-  /// Halves the cells in both directions, and drops those without chains within `limit`.
+  /// Divides the boxes that cells with chains within `limit` owe their crossing and the ends of their sums to, until
+  /// there are `boxes`. Returns whether there was one.
+  bool refine(double limit, std::size_t boxes);
+  /// Drops the cells, and the parts of cells, without chains within `limit`.
   void narrow(double limit);
-  /// The number of cells that chains may use. 0 if no plan is within the last limit.
-  std::size_t cells() const { return relaxed().cuts.size() - 2; }
+  /// Halves the cells with chains within `limit`, until there are `cells`. Returns whether there was one.
+  bool halve(double limit, std::size_t cells);
+  /// The number of cells that chains may use. 0 if no plan with a cut is within the last limit.
+  std::size_t cells() const noexcept { return cells_.size(); }
   /// Returns a bound of at most `known`, not lower than `bound`, to `precision` relative to it. `known` is at most the
   /// limit of the last call of narrow.
   double bound(double bound, double known, double precision) const;
 
-  /// Closed sets in cells that chains may use: all of them if the graph's are known, else those that minimum cuts have
-  /// found, some of them twice.
-  std::vector<NodeSet> candidates() const;
+  /// Up to `most` closed sets in cells that chains may use, those with the least crossing in each cell: of all sets if
+  /// they are known, else of those that minimum cuts have found.
+  std::vector<NodeSet> candidates(std::size_t most) const;
+  /// The number of closed sets in cells that chains may use, if all are known.
+  std::optional<std::size_t> sets() const;
   std::int64_t work() const noexcept { return work_; }
 
  private:
@@ -91,13 +96,16 @@ class CutRelaxation {
     std::size_t low = 0;
     std::size_t high = 0;
   };
+  struct Cell {
+    Interval compute;
+    Interval parameters;
+    std::vector<std::size_t> points;  // if all closed sets are known
+  };
   struct Relaxed {
-    std::vector<Cut> cuts;
+    std::vector<Cut> cuts;  // of the cells, between those of the empty set and the whole graph
     std::vector<Owners> owners;
-    std::vector<std::size_t> cells;  // of all cuts but the first and the last
     CutOrder order{0};
   };
-  class CellCuts;
 
   Point point(NodeSet set) const;
   void add_boxes();
@@ -106,10 +114,12 @@ class CutRelaxation {
   Yield yield(const Box& box, double ProfileNode::* amount) const;
   int divider(const Box& box) const;
   void divide_box(std::size_t index);
-  std::size_t step(double amount, double total) const noexcept;
-  bool is_open(const Point& point) const noexcept;
+  bool add(const Box& box, std::size_t index, const Cell& cell, Cut& cut, Owners& owners) const;
+  void add(const Point& point, Cut& cut) const noexcept;
   Relaxed relaxed() const;
-  StageTimes stage_times(const Relaxed& all, double limit) const;
+  /// The compute times that closed sets of chains within the limit may have, for each cut.
+  std::vector<Interval> usable(const Relaxed& all, double limit) const;
+  bool halves(const Cell& cell, Cell& low, Cell& high) const;
 
   const ProfileGraph& graph_;
   const PipelineTerms& terms_;
@@ -117,8 +127,7 @@ class CutRelaxation {
   std::vector<Box> boxes_;
   std::vector<Point> points_;  // all closed sets, or those that minimum cuts have found
   bool complete_ = false;      // points_ are all closed sets; there are no boxes then
-  std::size_t side_ = 1;       // cells in one direction
-  std::vector<char> open_;     // for each cell: a chain may use it
+  std::vector<Cell> cells_;
   std::int64_t work_ = 0;
 };
 

@@ -15,6 +15,7 @@ namespace {
 
 constexpr double kExact = 1e-11;  // relative: values that are closer are one
 constexpr double kClose = 1e-6;   // relative: better plans are looked for up to this
+constexpr double kBound = 1e-4;   // relative: how well the bound of a relaxation is known
 constexpr double kLargest = 1e15;
 
 /// How much is searched, on one level and on two. Chosen so that graphs of a thousand nodes take seconds.
@@ -168,34 +169,44 @@ class PartitionSearch {
     std::vector<NodeSet> sets = prefixes(graph_, in_order);
     const std::vector<NodeSet> more = prefixes(graph_, cheapest);
     sets.insert(sets.end(), more.begin(), more.end());
-    improve(terms_.levels.size() == 1 ? sets : thin(sets), kClose);
+    improve(sets.size() <= limits_.family ? sets : thin(sets), kClose);
   }
 
+  /// Coarse to fine: a better plan narrows the relaxation, whose cells and minimum cuts hold the next family.
   void search_families(const std::optional<std::vector<NodeSet>>& sets) {
-    const double most = ceiling(graph_, terms_);
     CutRelaxation relaxation(graph_, terms_, sets);
     relaxation.divide(limits_.boxes / 10);
-    for (std::size_t round = 0; round < limits_.rounds && !is_proved(); ++round) {
-      if (relaxation.cells() <= limits_.cells / 2) {
-        relaxation.narrow(std::min(most, best_.value));
-      }
-      if (relaxation.cells() == 0) {
-        bound_ = best_.value;
-        return;
-      }
-      const std::vector<NodeSet> candidates = relaxation.candidates();
-      if (sets && candidates.size() <= limits_.family) {
-        improve(candidates, kExact);
-        bound_ = best_.value;
-        return;
-      }
-      improve(thin(candidates), kClose);
+    for (std::size_t round = 0; round < limits_.rounds; ++round) {
+      const bool finer = narrow(relaxation);
+      improve(relaxation.candidates(limits_.family), kClose);
       while (improve(neighbours(), kClose)) {
       }
-      bound_ = relaxation.bound(bound_, std::min(most, best_.value), 1e-4);
-      relaxation.refine(limits_.boxes);
+      if (relaxation.sets() && *relaxation.sets() <= limits_.all_sets) {
+        improve(relaxation.candidates(limits_.all_sets), kExact);
+        bound_ = best_.value;
+        return;
+      }
+      bound_ = relaxation.bound(bound_, limit(), kBound);
+      const double middle = (bound_ + limit()) / 2;
+      const bool smaller = relaxation.refine(middle, limits_.boxes);
+      if (is_proved() || (!relaxation.halve(middle, limits_.cells) && !finer && !smaller)) {
+        return;
+      }
     }
   }
+
+  /// Returns whether the cells are finer than before.
+  bool narrow(CutRelaxation& relaxation) const {
+    bool finer = false;
+    relaxation.narrow(limit());
+    while (relaxation.cells() <= limits_.cells / 2 && relaxation.halve(limit(), limits_.cells)) {
+      relaxation.narrow(limit());
+      finer = true;
+    }
+    return finer;
+  }
+
+  double limit() const { return std::min(best_.value, ceiling(graph_, terms_)); }
 
   /// Closed sets that differ in few nodes from the cuts of the best plan.
   std::vector<NodeSet> neighbours() const {
