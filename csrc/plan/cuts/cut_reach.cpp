@@ -8,10 +8,7 @@ namespace hydra {
 namespace {
 
 constexpr double kRounding = 1e-12;  // relative to all compute time
-
-int rounded_up(double amount, int most) noexcept {
-  return amount >= most + 1 ? most + 1 : static_cast<int>(std::ceil(amount));
-}
+constexpr double kSame = 1e-11;      // relative: values that are closer are one
 
 }  // namespace
 
@@ -20,11 +17,19 @@ CutReach::CutReach(const std::vector<Cut>& cuts, const CutOrder& order, const Ch
       order_(order),
       terms_(terms),
       limit_(limit),
-      machines_(static_cast<std::size_t>(terms.machines)),
-      most_(cuts.size() * (machines_ + 1), -kNever) {
-  most(0)[0] = 0;
-  for (std::size_t before = 0; before + 1 < cuts_.size(); ++before) {
-    order_.for_each_after(before, [&](std::size_t after) { extend(before, after); });
+      slack_(kRounding * cuts.back().compute_ms.high),
+      width_(static_cast<std::size_t>(terms.machines) + 1),
+      least_(cuts.size() * width_, kNever) {
+  least_[(cuts_.size() - 1) * width_] = cuts_.back().compute_ms.low;
+  for (std::size_t before = cuts_.size() - 1; before-- > 0;) {
+    order_.for_each_after(before, [&](std::size_t after) {
+      if (after != before) {
+        extend_back(before, after);
+      }
+    });
+    if (order_.allows(before, before)) {
+      extend_back(before, before);  // with what the others have left
+    }
   }
 }
 
@@ -37,94 +42,105 @@ CutReach::Stage CutReach::stage(std::size_t before, std::size_t after) const noe
   found.bytes = parameters + std::max(0.0, to.activation_bytes.low - from.activation_bytes.high);
   if (terms_.transfers && before > 0) {
     const double transfer = 2 * std::max(from.crossing_bytes, to.crossing_bytes) / terms_.bytes_per_ms;
-    found.fewest = std::max(1, rounded_up(transfer / limit_ * (1 - kRounding), terms_.machines));
+    found.fewest = std::max(1, machines_for(transfer * (1 - kRounding)));
   }
   return found;
 }
 
-bool CutReach::fits(const Stage& stage, int replicas, int later) const noexcept {
-  return terms_.fewer || terms_.memory_cap == kNever ||
-         std::ceil(static_cast<double>(later) / replicas) * stage.bytes <= terms_.memory_cap * (1 + kRounding);
+double CutReach::gain(const Stage& stage, int replicas) const noexcept {
+  return replicas * limit_ - stage.reduce * (replicas - 1) / replicas + slack_;
 }
 
-void CutReach::extend(std::size_t before, std::size_t after) {
+bool CutReach::fits(const Stage& stage, int replicas, int later) const noexcept {
+  return std::ceil(static_cast<double>(later) / replicas) * stage.bytes <= terms_.memory_cap * (1 + kRounding);
+}
+
+int CutReach::machines_for(double compute) const noexcept {
+  if (compute <= 0) {
+    return 0;
+  }
+  const double exact = compute / limit_;
+  return exact >= terms_.machines + 1 ? terms_.machines + 1 : static_cast<int>(std::ceil(exact));
+}
+
+void CutReach::extend_back(std::size_t before, std::size_t after) {
+  const Cut& from = cuts_[before];
+  const Stage needs = stage(before, after);
+  const int earlier = before == 0 ? 0 : std::max(1, machines_for(from.compute_ms.low - slack_));
+  const int room = terms_.machines - earlier;
+  const double* rest = least_.data() + after * width_;
+  double* mine = least_.data() + before * width_;
+  for (int later = 0; later < room; ++later) {
+    if (rest[later] == kNever) {
+      continue;
+    }
+    const int nearest = machines_for(rest[later] - from.compute_ms.high - slack_);
+    const int highest = terms_.straight ? 1 : room - later;
+    for (int replicas = std::max(needs.fewest, nearest); replicas <= highest; ++replicas) {
+      const double compute = std::max(from.compute_ms.low, rest[later] - gain(needs, replicas));
+      if (compute <= from.compute_ms.high && fits(needs, replicas, later)) {
+        mine[later + replicas] = std::min(mine[later + replicas], compute);
+      }
+    }
+  }
+}
+
+bool CutReach::is_possible() const noexcept {
+  const auto possible = [](double compute) { return compute < kNever; };
+  return terms_.fewer ? std::any_of(least_.begin() + 1, least_.begin() + static_cast<std::ptrdiff_t>(width_), possible)
+                      : possible(least_[width_ - 1]);
+}
+
+void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>& most) const {
   const Cut& to = cuts_[after];
   const Stage needs = stage(before, after);
-  const double slack = kRounding * cuts_.back().compute_ms.high;
   const bool last = after + 1 == cuts_.size();
-  const double rest = (cuts_.back().compute_ms.low - to.compute_ms.high - slack) / limit_;
-  const int room = terms_.machines - (last ? 0 : std::max(1, rounded_up(rest, terms_.machines)));
-  const double* mine = most(before);
-  double* reached = most(after);
-  for (int used = before == 0 ? 0 : 1; used < room; ++used) {
+  const double rest = cuts_.back().compute_ms.low - to.compute_ms.high - slack_;
+  const int room = terms_.machines - (last ? 0 : std::max(1, machines_for(rest)));
+  const double* mine = most.data() + before * width_;
+  double* reached = most.data() + after * width_;
+  for (int used = 0; used < room; ++used) {
     if (mine[used] == -kNever) {
       continue;
     }
-    const int nearest = rounded_up((to.compute_ms.low - mine[used] - slack) / limit_, terms_.machines);
+    const int nearest = machines_for(to.compute_ms.low - mine[used] - slack_);
     const int highest = terms_.straight ? 1 : room - used;
     for (int replicas = std::max(needs.fewest, nearest); replicas <= highest; ++replicas) {
-      const double gain = replicas * limit_ - needs.reduce * (replicas - 1) / replicas;
-      const double compute = std::min(to.compute_ms.high, mine[used] + gain + slack);
+      const double compute = std::min(to.compute_ms.high, mine[used] + gain(needs, replicas));
       const int total = used + replicas;
-      if (compute >= to.compute_ms.low && fits(needs, replicas, terms_.machines - total)) {
+      const int later = terms_.machines - (terms_.fewer ? room : total);  // at least
+      if (compute >= to.compute_ms.low && fits(needs, replicas, later)) {
         reached[total] = std::max(reached[total], compute);
       }
     }
   }
 }
 
-bool CutReach::reaches_end() const noexcept {
-  const double* end = most(cuts_.size() - 1);
-  return std::any_of(end + (terms_.fewer ? 1 : machines_), end + machines_ + 1,
-                     [](double compute) { return compute > -kNever; });
-}
-
 std::vector<Interval> CutReach::usable() const {
-  const std::size_t width = machines_ + 1;
-  const double slack = kRounding * cuts_.back().compute_ms.high;
-  std::vector<double> least(cuts_.size() * width, kNever);  // for each count of machines behind a cut
+  std::vector<double> most(cuts_.size() * width_, -kNever);  // for each count of machines before a cut
+  most[0] = 0;
   std::vector<Interval> found(cuts_.size(), {kNever, -kNever});
-  least[(cuts_.size() - 1) * width] = cuts_.back().compute_ms.low;
-  for (std::size_t before = cuts_.size(); before-- > 0;) {
-    const Cut& from = cuts_[before];
-    double* mine = least.data() + before * width;
-    const auto extend_back = [&](std::size_t after) {
-      const Stage needs = stage(before, after);
-      const double* rest = least.data() + after * width;
-      for (std::size_t later = 0; later < machines_; ++later) {
-        if (rest[later] == kNever) {
-          continue;
-        }
-        const int highest = terms_.straight ? 1 : static_cast<int>(machines_ - later);
-        for (int replicas = needs.fewest; replicas <= highest; ++replicas) {
-          const double gain = replicas * limit_ - needs.reduce * (replicas - 1) / replicas;
-          const double compute = std::max(from.compute_ms.low, rest[later] - gain - slack);
-          const std::size_t total = later + static_cast<std::size_t>(replicas);
-          if (compute <= from.compute_ms.high && fits(needs, replicas, static_cast<int>(later))) {
-            mine[total] = std::min(mine[total], compute);
-          }
-        }
-      }
-    };
-    const double* reached = most(before);
-    if (std::all_of(reached, reached + width, [](double compute) { return compute == -kNever; })) {
-      continue;
+  for (std::size_t cut = 0; cut < cuts_.size(); ++cut) {
+    if (order_.allows(cut, cut)) {
+      extend(cut, cut, most);
     }
-    order_.for_each_after(before, [&](std::size_t after) {
-      if (after != before) {
-        extend_back(after);
-      }
-    });
-    if (order_.allows(before, before)) {
-      extend_back(before);
-    }
-    for (std::size_t used = 0; used < width; ++used) {
-      for (std::size_t later = terms_.fewer ? 0 : machines_ - used; later + used <= machines_; ++later) {
-        if (mine[later] <= reached[used]) {
-          found[before].low = std::min(found[before].low, mine[later]);
-          found[before].high = std::max(found[before].high, reached[used]);
+    const double* reached = most.data() + cut * width_;
+    const double* least = least_.data() + cut * width_;
+    for (std::size_t used = 0; used < width_; ++used) {
+      const std::size_t rest = width_ - 1 - used;
+      for (std::size_t later = terms_.fewer ? 0 : rest; later <= rest; ++later) {
+        if (least[later] <= reached[used]) {
+          found[cut].low = std::min(found[cut].low, least[later]);
+          found[cut].high = std::max(found[cut].high, reached[used]);
         }
       }
+    }
+    if (found[cut].low <= found[cut].high) {
+      order_.for_each_after(cut, [&](std::size_t after) {
+        if (after != cut) {
+          extend(cut, after, most);
+        }
+      });
     }
   }
   return found;
@@ -132,12 +148,15 @@ std::vector<Interval> CutReach::usable() const {
 
 double reach_bound(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms, double bound,
                    double known, double precision) {
-  const double whole = cuts.back().compute_ms.low / terms.machines * (1 - kRounding);
-  double low = std::max(bound, whole);
+  const auto is_possible = [&](double limit) { return CutReach(cuts, order, terms, limit).is_possible(); };
+  if (!is_possible(known * (1 - kSame))) {
+    return known;
+  }
+  double low = std::max(bound, cuts.back().compute_ms.low / terms.machines * (1 - kRounding));
   double high = known;
   while (high - low > precision * high) {
     const double middle = low > 0 && high > 2 * low ? std::sqrt(low * high) : (low + high) / 2;
-    (CutReach(cuts, order, terms, middle).reaches_end() ? high : low) = middle;
+    (is_possible(middle) ? high : low) = middle;
   }
   return std::min(low, known);
 }

@@ -181,7 +181,8 @@ class PartitionSearch {
       improve(relaxation.candidates(limits_.family), kClose);
       while (improve(neighbours(), kClose)) {
       }
-      if (relaxation.sets() && *relaxation.sets() <= limits_.all_sets) {
+      const bool few = relaxation.sets() && *relaxation.sets() <= limits_.all_sets;
+      if (few || relaxation.cells() == 0) {
         improve(relaxation.candidates(limits_.all_sets), kExact);
         bound_ = best_.value;
         return;
