@@ -297,6 +297,7 @@ BestChain best_chain(const CutChains& chains, double bound, double known, double
   BestChain found;
   found.bound = std::max(bound, chains.floor());
   const auto try_limit = [&](double limit) {
+    ++found.searches;
     std::optional<CutChain> chain = chains.within(limit);
     if (!chain) {
       return false;

@@ -132,6 +132,7 @@ struct BestChain {
   std::optional<CutChain> chain;  // nothing if no chain is allowed, or none beats the given value
   double value = kNever;
   double bound = 0;  // no chain has a smaller value
+  int searches = 0;
 };
 
 /// Halves the distance between bound and value until it is below `precision`, relative to the value. `bound` has to be

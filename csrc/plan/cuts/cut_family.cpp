@@ -8,6 +8,7 @@ namespace hydra {
 
 namespace {
 
+constexpr int kPairWork = 8;               // steps for a pair of cuts
 constexpr double kInnerPrecision = 1e-12;  // relative: the inner plan has the value that the outer one counts on
 
 Cut exact_cut(const ProfileGraph& graph, const NodeSet& set) {
@@ -47,6 +48,11 @@ void relate(CutFamily& family) {
       }
     }
   }
+}
+
+/// Steps of searches that visit every pair.
+std::int64_t work_of(const CutFamily& family, int searches, int machines) {
+  return static_cast<std::int64_t>(family.pairs) * (kPairWork + machines / 2) * searches;
 }
 
 std::vector<ChosenStage> chosen_stages(const CutFamily& family, const CutChain& chain) {
@@ -129,12 +135,14 @@ FamilyBest best_in_family(const CutFamily& family, const PipelineTerms& terms, d
   const ChainTerms inner = chain_terms(terms, 0);
   if (terms.levels.size() == 1) {
     const BestChain best = best_chain(CutChains(family.cuts, family.order, inner), bound, known, precision);
-    return {best.chain ? chosen_stages(family, *best.chain) : std::vector<ChosenStage>(), best.value, best.bound};
+    return {best.chain ? chosen_stages(family, *best.chain) : std::vector<ChosenStage>(), best.value, best.bound,
+            work_of(family, best.searches, inner.machines)};
   }
   const ChainTerms outer = chain_terms(terms, 1);
   const StageTimes times = best_times(family.cuts, family.order, inner, outer, known);
   const BestChain best = best_chain(CutChains(family.cuts, family.order, outer, times), bound, known, precision);
-  FamilyBest found{{}, best.value, best.bound};
+  const auto starts = static_cast<int>(family.sets.size()) * inner.machines;
+  FamilyBest found{{}, best.value, best.bound, work_of(family, best.searches + starts, outer.machines)};
   if (best.chain) {
     found.stages = chosen_stages(family, *best.chain);
     for (std::size_t i = 0; i < found.stages.size(); ++i) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "csrc/plan/cuts/cut_chain.h"
@@ -39,7 +40,8 @@ struct ChosenStage {
 struct FamilyBest {
   std::vector<ChosenStage> stages;  // empty if no chain is allowed, or none beats the given value
   double value = kNever;
-  double bound = 0;  // of chains in the family
+  double bound = 0;       // of chains in the family
+  std::int64_t work = 0;  // steps
 };
 
 /// As best_chain, for one or two levels.

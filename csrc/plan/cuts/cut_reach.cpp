@@ -9,6 +9,7 @@ namespace {
 
 constexpr double kRounding = 1e-12;  // relative to all compute time
 constexpr double kSame = 1e-11;      // relative: values that are closer are one
+constexpr int kPairWork = 8;         // steps for a pair of cuts
 
 }  // namespace
 
@@ -68,6 +69,7 @@ void CutReach::extend_back(std::size_t before, std::size_t after) {
   const Stage needs = stage(before, after);
   const int earlier = before == 0 ? 0 : std::max(1, machines_for(from.compute_ms.low - slack_));
   const int room = terms_.machines - earlier;
+  work_ += kPairWork + std::max(0, room);
   const double* rest = least_.data() + after * width_;
   double* mine = least_.data() + before * width_;
   for (int later = 0; later < room; ++later) {
@@ -76,6 +78,7 @@ void CutReach::extend_back(std::size_t before, std::size_t after) {
     }
     const int nearest = machines_for(rest[later] - from.compute_ms.high - slack_);
     const int highest = terms_.straight ? 1 : room - later;
+    work_ += std::max(0, highest - nearest);
     for (int replicas = std::max(needs.fewest, nearest); replicas <= highest; ++replicas) {
       const double compute = std::max(from.compute_ms.low, rest[later] - gain(needs, replicas));
       if (compute <= from.compute_ms.high && fits(needs, replicas, later)) {
@@ -91,12 +94,13 @@ bool CutReach::is_possible() const noexcept {
                       : possible(least_[width_ - 1]);
 }
 
-void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>& most) const {
+void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>& most) {
   const Cut& to = cuts_[after];
   const Stage needs = stage(before, after);
   const bool last = after + 1 == cuts_.size();
   const double rest = cuts_.back().compute_ms.low - to.compute_ms.high - slack_;
   const int room = terms_.machines - (last ? 0 : std::max(1, machines_for(rest)));
+  work_ += kPairWork + std::max(0, room);
   const double* mine = most.data() + before * width_;
   double* reached = most.data() + after * width_;
   for (int used = 0; used < room; ++used) {
@@ -105,6 +109,7 @@ void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>
     }
     const int nearest = machines_for(to.compute_ms.low - mine[used] - slack_);
     const int highest = terms_.straight ? 1 : room - used;
+    work_ += std::max(0, highest - nearest);
     for (int replicas = std::max(needs.fewest, nearest); replicas <= highest; ++replicas) {
       const double compute = std::min(to.compute_ms.high, mine[used] + gain(needs, replicas));
       const int total = used + replicas;
@@ -116,7 +121,7 @@ void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>
   }
 }
 
-std::vector<Interval> CutReach::usable() const {
+std::vector<Interval> CutReach::usable() {
   std::vector<double> most(cuts_.size() * width_, -kNever);  // for each count of machines before a cut
   most[0] = 0;
   std::vector<Interval> found(cuts_.size(), {kNever, -kNever});
@@ -147,8 +152,12 @@ std::vector<Interval> CutReach::usable() const {
 }
 
 double reach_bound(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms, double bound,
-                   double known, double precision) {
-  const auto is_possible = [&](double limit) { return CutReach(cuts, order, terms, limit).is_possible(); };
+                   double known, double precision, std::int64_t& work) {
+  const auto is_possible = [&](double limit) {
+    const CutReach reach(cuts, order, terms, limit);
+    work += reach.work();
+    return reach.is_possible();
+  };
   if (!is_possible(known * (1 - kSame))) {
     return known;
   }

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "csrc/plan/cuts/cut_chain.h"
@@ -31,7 +32,9 @@ class CutReach {
   bool is_possible() const noexcept;
   /// The compute times that closed sets of chains within the limit may have, for each cut. Empty intervals have their
   /// low end above the high one.
-  std::vector<Interval> usable() const;
+  std::vector<Interval> usable();
+  /// Steps so far: a measure of work.
+  std::int64_t work() const noexcept { return work_; }
 
  private:
   /// What a stage needs, whatever its replicas.
@@ -48,7 +51,7 @@ class CutReach {
   /// The fewest machines for this compute time.
   int machines_for(double compute) const noexcept;
   void extend_back(std::size_t before, std::size_t after);
-  void extend(std::size_t before, std::size_t after, std::vector<double>& most) const;
+  void extend(std::size_t before, std::size_t after, std::vector<double>& most);
 
   const std::vector<Cut>& cuts_;
   const CutOrder& order_;
@@ -57,10 +60,12 @@ class CutReach {
   double slack_;  // milliseconds that rounding may cost
   std::size_t width_;
   std::vector<double> least_;  // for each cut, and each count of machines behind it; infinity if there is no chain
+  std::int64_t work_ = 0;
 };
 
-/// A lower bound for all chains: at least `bound`, at most `known`, to `precision` relative to it.
+/// A lower bound for all chains: at least `bound`, at most `known`, to `precision` relative to it. Adds its steps to
+/// `work`.
 double reach_bound(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms, double bound,
-                   double known, double precision);
+                   double known, double precision, std::int64_t& work);
 
 }  // namespace hydra

@@ -316,7 +316,8 @@ void CutRelaxation::add(const Point& point, Cut& cut) const noexcept {
   cut.crossing_bytes = std::min(cut.crossing_bytes, point.crossing);
 }
 
-CutRelaxation::Relaxed CutRelaxation::relaxed() const {
+CutRelaxation::Relaxed CutRelaxation::relaxed() {
+  work_ += static_cast<std::int64_t>(cells_.size() * (8 * boxes_.size() + cells_.size()) + points_.size());
   Relaxed found;
   found.cuts.emplace_back();
   for (const Cell& cell : cells_) {
@@ -348,12 +349,23 @@ CutRelaxation::Relaxed CutRelaxation::relaxed() const {
   return found;
 }
 
-std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) const {
+StageTimes CutRelaxation::inner_times(const Relaxed& all, double limit) {
+  const ChainTerms inner = chain_terms(terms_, 0);
+  const auto cuts = static_cast<std::int64_t>(all.cuts.size());
+  work_ += cuts * cuts * cuts / 4 * inner.machines;
+  return best_times(all.cuts, all.order, inner, chain_terms(terms_, 1), limit);
+}
+
+std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) {
   if (terms_.levels.size() == 1) {
-    return CutReach(all.cuts, all.order, chain_terms(terms_, 0), limit).usable();
+    const ChainTerms terms = chain_terms(terms_, 0);
+    CutReach reach(all.cuts, all.order, terms, limit);
+    std::vector<Interval> found = reach.usable();
+    work_ += reach.work();
+    return found;
   }
   const ChainTerms outer = chain_terms(terms_, 1);
-  const StageTimes times = best_times(all.cuts, all.order, chain_terms(terms_, 0), outer, limit);
+  const StageTimes times = inner_times(all, limit);
   std::vector<Interval> found;
   for (const bool each : CutChains(all.cuts, all.order, outer, times).usable(limit)) {
     found.push_back(each ? Interval{0, total_.compute_ms} : kEmpty);
@@ -426,14 +438,14 @@ bool CutRelaxation::halve(double limit, std::size_t cells) {
   return halved;
 }
 
-double CutRelaxation::bound(double bound, double known, double precision) const {
+double CutRelaxation::bound(double bound, double known, double precision) {
   const Relaxed all = relaxed();
+  const ChainTerms last = chain_terms(terms_, terms_.levels.size() - 1);
   if (terms_.levels.size() == 1) {
-    return reach_bound(all.cuts, all.order, chain_terms(terms_, 0), bound, known, precision);
+    return reach_bound(all.cuts, all.order, last, bound, known, precision, work_);
   }
-  const ChainTerms outer = chain_terms(terms_, 1);
-  const StageTimes times = best_times(all.cuts, all.order, chain_terms(terms_, 0), outer, known);
-  return std::max(bound, best_chain(CutChains(all.cuts, all.order, outer, times), bound, known, precision).bound);
+  const StageTimes times = inner_times(all, known);
+  return std::max(bound, best_chain(CutChains(all.cuts, all.order, last, times), bound, known, precision).bound);
 }
 
 std::vector<NodeSet> CutRelaxation::candidates(std::size_t most) const {

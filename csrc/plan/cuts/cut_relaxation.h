@@ -51,13 +51,14 @@ class CutRelaxation {
   std::size_t cells() const noexcept { return cells_.size(); }
   /// Returns a bound of at most `known`, not lower than `bound`, to `precision` relative to it. `known` is at most the
   /// limit of the last call of narrow.
-  double bound(double bound, double known, double precision) const;
+  double bound(double bound, double known, double precision);
 
   /// Up to `most` closed sets in cells that chains may use, those with the least crossing in each cell: of all sets if
   /// they are known, else of those that minimum cuts have found.
   std::vector<NodeSet> candidates(std::size_t most) const;
   /// The number of closed sets in cells that chains may use, if all are known.
   std::optional<std::size_t> sets() const;
+  /// Steps so far: a measure of work.
   std::int64_t work() const noexcept { return work_; }
 
  private:
@@ -116,9 +117,10 @@ class CutRelaxation {
   void divide_box(std::size_t index);
   bool add(const Box& box, std::size_t index, const Cell& cell, Cut& cut, Owners& owners) const;
   void add(const Point& point, Cut& cut) const noexcept;
-  Relaxed relaxed() const;
+  Relaxed relaxed();
+  StageTimes inner_times(const Relaxed& all, double limit);
   /// The compute times that closed sets of chains within the limit may have, for each cut.
-  std::vector<Interval> usable(const Relaxed& all, double limit) const;
+  std::vector<Interval> usable(const Relaxed& all, double limit);
   bool halves(const Cell& cell, Cell& low, Cell& high) const;
 
   const ProfileGraph& graph_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -15,6 +16,7 @@ namespace {
 
 constexpr double kExact = 1e-11;  // relative: values that are closer are one
 constexpr double kClose = 1e-6;   // relative: better plans are looked for up to this
+constexpr double kCoarse = 1e-3;  // relative: for the first plan
 constexpr double kBound = 1e-4;   // relative: how well the bound of a relaxation is known
 constexpr double kLargest = 1e15;
 
@@ -25,11 +27,12 @@ struct Limits {
   std::size_t family;
   std::size_t cells;
   std::size_t boxes;
-  std::size_t rounds;
 };
 
-constexpr Limits kOneLevel{3000, 300000, 2000, 2000, 3000, 8};
-constexpr Limits kTwoLevels{3000, 300000, 250, 250, 1500, 6};
+constexpr Limits kOneLevel{3000, 300000, 2000, 2000, 4000};
+constexpr Limits kTwoLevels{3000, 300000, 250, 250, 1500};
+constexpr std::size_t kRounds = 16;
+constexpr std::int64_t kMostWork = 7'000'000'000;  // steps, before the last round
 
 void check_terms(const PipelineTerms& terms) {
   HYDRA_EXPECT(terms.levels.size() == 1 || terms.levels.size() == 2, PlanError,
@@ -125,6 +128,7 @@ class PartitionSearch {
     }
     const CutFamily family = cut_family(graph_, std::move(sets));
     FamilyBest found = best_in_family(family, terms_, bound_, best_.value, precision);
+    work_ += found.work + static_cast<std::int64_t>(family.sets.size() * family.sets.size());
     if (found.stages.empty()) {
       return false;
     }
@@ -169,17 +173,19 @@ class PartitionSearch {
     std::vector<NodeSet> sets = prefixes(graph_, in_order);
     const std::vector<NodeSet> more = prefixes(graph_, cheapest);
     sets.insert(sets.end(), more.begin(), more.end());
-    improve(sets.size() <= limits_.family ? sets : thin(sets), kClose);
+    improve(sets.size() <= limits_.family ? sets : thin(sets), kCoarse);
   }
 
   /// Coarse to fine: a better plan narrows the relaxation, whose cells and minimum cuts hold the next family.
   void search_families(const std::optional<std::vector<NodeSet>>& sets) {
     CutRelaxation relaxation(graph_, terms_, sets);
     relaxation.divide(limits_.boxes / 10);
-    for (std::size_t round = 0; round < limits_.rounds; ++round) {
-      const bool finer = narrow(relaxation);
-      improve(relaxation.candidates(limits_.family), kClose);
-      while (improve(neighbours(), kClose)) {
+    for (std::size_t round = 0; round < kRounds && work_ + relaxation.work() < kMostWork; ++round) {
+      const std::size_t share = std::min<std::size_t>(4, round + 1);  // small families and cells first, of four parts
+      const std::size_t cells = limits_.cells / 4 * share;
+      const bool finer = narrow(relaxation, cells);
+      improve(relaxation.candidates(limits_.family / 4 * share), kClose);
+      while (improve(neighbours(limits_.family / 4 * share), kClose)) {
       }
       const bool few = relaxation.sets() && *relaxation.sets() <= limits_.all_sets;
       if (few || relaxation.cells() == 0) {
@@ -190,17 +196,18 @@ class PartitionSearch {
       bound_ = relaxation.bound(bound_, limit(), kBound);
       const double middle = (bound_ + limit()) / 2;
       const bool smaller = relaxation.refine(middle, limits_.boxes);
-      if (is_proved() || (!relaxation.halve(middle, limits_.cells) && !finer && !smaller)) {
+      const bool halved = relaxation.halve(middle, cells);
+      if (is_proved() || (share == 4 && !halved && !finer && !smaller)) {
         return;
       }
     }
   }
 
   /// Returns whether the cells are finer than before.
-  bool narrow(CutRelaxation& relaxation) const {
+  bool narrow(CutRelaxation& relaxation, std::size_t cells) const {
     bool finer = false;
     relaxation.narrow(limit());
-    while (relaxation.cells() <= limits_.cells / 2 && relaxation.halve(limit(), limits_.cells)) {
+    while (relaxation.cells() <= cells / 2 && relaxation.halve(limit(), cells)) {
       relaxation.narrow(limit());
       finer = true;
     }
@@ -210,13 +217,13 @@ class PartitionSearch {
   double limit() const { return std::min(best_.value, ceiling(graph_, terms_)); }
 
   /// Closed sets that differ in few nodes from the cuts of the best plan.
-  std::vector<NodeSet> neighbours() const {
+  std::vector<NodeSet> neighbours(std::size_t most) const {
     std::vector<NodeSet> found;
     const std::vector<NodeSet> centres = cuts();
     for (const NodeSet& centre : centres) {
       std::vector<NodeSet> near = {centre};
       std::unordered_set<NodeSet, NodeSetHash> known(near.begin(), near.end());
-      for (std::size_t next = 0; next < near.size() && near.size() < limits_.family / centres.size(); ++next) {
+      for (std::size_t next = 0; next < near.size() && near.size() < most / centres.size(); ++next) {
         const NodeSet set = near[next];
         const auto add = [&](NodeSet other) {
           if (known.insert(other).second) {
@@ -244,6 +251,7 @@ class PartitionSearch {
   const Limits& limits_;
   FamilyBest best_;
   double bound_ = 0;
+  std::int64_t work_ = 0;
 };
 
 }  // namespace

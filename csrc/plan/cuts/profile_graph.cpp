@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <unordered_set>
 
@@ -188,17 +189,33 @@ std::vector<int> ProfileGraph::removable(const NodeSet& closed) const {
 
 std::optional<std::vector<NodeSet>> ProfileGraph::closed_sets(std::size_t limit) const {
   std::vector<NodeSet> found = {NodeSet(size())};
-  std::unordered_set<NodeSet, NodeSetHash> known(found.begin(), found.end());
-  for (std::size_t next = 0; next < found.size(); ++next) {
-    if (found.size() > limit) {
-      return std::nullopt;
-    }
-    for (const int node : addable(found[next])) {
-      NodeSet larger = found[next];
+  std::vector<std::vector<int>> next = {addable(found.front())};
+  const auto hash = [&](std::size_t index) { return NodeSetHash()(found[index]); };
+  const auto equal = [&](std::size_t left, std::size_t right) { return found[left] == found[right]; };
+  std::unordered_set<std::size_t, decltype(hash), decltype(equal)> known(16, hash, equal);
+  known.insert(0);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const std::vector<int> mine = std::move(next[i]);
+    for (const int node : mine) {
+      NodeSet larger = found[i];
       larger.add(node);
-      if (known.insert(larger).second) {
-        found.push_back(std::move(larger));
+      found.push_back(std::move(larger));
+      if (!known.insert(found.size() - 1).second) {
+        found.pop_back();
+        continue;
       }
+      if (found.size() > limit) {
+        return std::nullopt;
+      }
+      std::vector<int> later;
+      std::copy_if(mine.begin(), mine.end(), std::back_inserter(later), [&](int other) { return other != node; });
+      for (const int each : successors(node)) {
+        const std::vector<int>& needed = predecessors(each);
+        if (std::all_of(needed.begin(), needed.end(), [&](int other) { return found.back().has(other); })) {
+          later.push_back(each);
+        }
+      }
+      next.push_back(std::move(later));
     }
   }
   return found;
