@@ -8,8 +8,6 @@ namespace hydra {
 
 namespace {
 
-constexpr double kRounding = 1e-12;  // relative; sums of milliseconds are as good as equal within this
-
 /// Milliseconds of a stage on `replicas`, of which `reduce` is 4 W / B.
 double stage_ms(double compute, double reduce, int replicas) noexcept {
   return (compute + reduce * (replicas - 1) / replicas) / replicas;
@@ -20,7 +18,7 @@ int fewest(double amount, double limit, int most) noexcept {
   if (amount <= 0) {
     return 1;
   }
-  const double exact = limit > 0 ? amount / limit * (1 - kRounding) : kNever;
+  const double exact = limit > 0 ? amount / limit * (1 - kSumRounding) : kUnbounded;
   return exact >= most + 1 ? most + 1 : std::max(1, static_cast<int>(std::ceil(exact)));
 }
 
@@ -59,7 +57,7 @@ struct ReplicaCounts {
 
 /// The most machines in later stages that a stage has room for.
 double room_for_later(double bytes, double cap, int replicas) noexcept {
-  return bytes > 0 ? std::floor(cap / bytes * (1 + kRounding)) * replicas : kNever;
+  return bytes > 0 ? std::floor(cap / bytes * (1 + kSumRounding)) * replicas : kUnbounded;
 }
 
 }  // namespace
@@ -104,7 +102,7 @@ double CutChains::value(const CutChain& chain) const noexcept {
 double CutChains::ceiling() const noexcept {
   double compute = cuts_.back().compute_ms.high;
   for (const double each : times_) {
-    compute = each < kNever ? std::max(compute, each) : compute;
+    compute = each < kUnbounded ? std::max(compute, each) : compute;
   }
   double crossing = 0;
   for (const Cut& cut : cuts_) {
@@ -114,7 +112,7 @@ double CutChains::ceiling() const noexcept {
 }
 
 double CutChains::floor() const noexcept {
-  return cuts_.back().compute_ms.low / (terms_.machines * terms_.stage_machines) * (1 - kRounding);
+  return cuts_.back().compute_ms.low / (terms_.machines * terms_.stage_machines) * (1 - kSumRounding);
 }
 
 /// For each cut, the machine counts that stages after it can use within a limit.
@@ -186,7 +184,7 @@ class CutChains::Search {
     for (const auto& [first, last] : {std::pair(low, counts.high), std::pair(std::max(low, counts.again), most)}) {
       const int end = std::min(last, top);
       if (room_for_later(bytes, terms_.memory_cap, 1) >= terms_.machines) {
-        visit(first, end, kNever);
+        visit(first, end, kUnbounded);
         continue;
       }
       for (int replicas = first; replicas <= end; ++replicas) {
@@ -307,11 +305,11 @@ BestChain best_chain(const CutChains& chains, double bound, double known, double
     return true;
   };
   found.value = known;
-  if (known == kNever && !try_limit(chains.ceiling())) {
-    found.bound = kNever;
+  if (known == kUnbounded && !try_limit(chains.ceiling())) {
+    found.bound = kUnbounded;
     return found;
   }
-  if (known < kNever && !try_limit(known * (1 - precision))) {
+  if (known < kUnbounded && !try_limit(known * (1 - precision))) {
     found.bound = known;
     return found;
   }
@@ -349,11 +347,11 @@ class TimesFrom {
     for (std::size_t end = start; end < cuts_.size(); ++end) {
       limits_[end] = limit_of(start, end);
     }
-    std::fill(values_.begin() + static_cast<std::ptrdiff_t>(start * (machines_ + 1)), values_.end(), kNever);
+    std::fill(values_.begin() + static_cast<std::ptrdiff_t>(start * (machines_ + 1)), values_.end(), kUnbounded);
     order_.for_each_after(start, [&](std::size_t after) { extend(start, after, true); });
     for (std::size_t before = start; before < cuts_.size(); ++before) {
       const double* mine = row(before);
-      if (std::any_of(mine, mine + machines_, [](double value) { return value < kNever; })) {
+      if (std::any_of(mine, mine + machines_, [](double value) { return value < kUnbounded; })) {
         order_.for_each_after(before, [&](std::size_t after) { extend(before, after, false); });
       }
     }
@@ -367,8 +365,8 @@ class TimesFrom {
 
   /// The most that an outer stage from `start` to `end`, or beyond, may take on one replica.
   double limit_of(std::size_t start, std::size_t end) const noexcept {
-    if (limit_ == kNever) {
-      return kNever;
+    if (limit_ == kUnbounded) {
+      return kUnbounded;
     }
     const auto needed = [&](double compute) {
       return compute > 0 ? fewest(compute / outer_.stage_machines, limit_, outer_.machines) : 0;
@@ -381,7 +379,7 @@ class TimesFrom {
     const double parameters = std::max(0.0, cuts_[end].parameter_bytes.low - cuts_[start].parameter_bytes.high);
     const double reduce = 4 * parameters / outer_.bytes_per_ms / (start == 0 ? outer_.first_stage_share : 1);
     const double widest = outer_.straight ? limit_ : most * limit_ - reduce * (most - 1) / most;  // convex between
-    const double found = std::max(limit_, widest) * (1 + kRounding);
+    const double found = std::max(limit_, widest) * (1 + kSumRounding);
     return compute / outer_.stage_machines <= found ? found : 0;
   }
 
@@ -402,7 +400,7 @@ class TimesFrom {
       if (time > limits_[after]) {
         continue;
       }
-      const double room = capped ? room_for_later(bytes, terms_.memory_cap, count) : kNever;
+      const double room = capped ? room_for_later(bytes, terms_.memory_cap, count) : kUnbounded;
       double* reached = row(after);
       if (first) {
         reached[replicas] = terms_.machines - count <= room ? std::min(reached[replicas], time) : reached[replicas];
@@ -431,7 +429,7 @@ class TimesFrom {
 
 StageTimes best_times(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& inner,
                       const ChainTerms& outer, double limit) {
-  StageTimes times(cuts.size() * cuts.size(), kNever);
+  StageTimes times(cuts.size() * cuts.size(), kUnbounded);
   TimesFrom search(cuts, order, inner, outer, limit);
   for (std::size_t start = 0; start < cuts.size(); ++start) {
     search.run(start, times.data() + start * cuts.size());

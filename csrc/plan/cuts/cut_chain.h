@@ -26,8 +26,10 @@
 
 namespace hydra {
 
-inline constexpr double kNever = std::numeric_limits<double>::infinity();
+inline constexpr double kUnbounded = std::numeric_limits<double>::infinity();
 inline constexpr int kMostMachines = 1023;
+inline constexpr double kSumRounding = 1e-12;  // relative to a sum over all nodes: sums that differ less may be equal
+inline constexpr int kPairSteps = 8;           // that a pair of cuts counts as, as a measure of work
 
 struct Interval {
   double low = 0;
@@ -73,7 +75,7 @@ class CutOrder {
 struct ChainTerms {
   int machines = 1;
   double bytes_per_ms = 1;
-  double memory_cap = kNever;
+  double memory_cap = kUnbounded;
   bool straight = false;         // one replica for each stage
   bool fewer = false;            // machines may stay unused
   bool transfers = false;        // in the objective
@@ -130,7 +132,7 @@ class CutChains {
 
 struct BestChain {
   std::optional<CutChain> chain;  // nothing if no chain is allowed, or none beats the given value
-  double value = kNever;
+  double value = kUnbounded;
   double bound = 0;  // no chain has a smaller value
   int searches = 0;
 };

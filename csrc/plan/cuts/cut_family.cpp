@@ -8,7 +8,6 @@ namespace hydra {
 
 namespace {
 
-constexpr int kPairWork = 8;               // steps for a pair of cuts
 constexpr double kInnerPrecision = 1e-12;  // relative: the inner plan has the value that the outer one counts on
 
 Cut exact_cut(const ProfileGraph& graph, const NodeSet& set) {
@@ -20,7 +19,7 @@ Cut exact_cut(const ProfileGraph& graph, const NodeSet& set) {
 }
 
 /// The cuts from one to another, as a family of their own.
-CutFamily part(const CutFamily& family, std::size_t begin, std::size_t end) {
+CutFamily family_part(const CutFamily& family, std::size_t begin, std::size_t end) {
   CutFamily found;
   for (std::size_t i = begin; i <= end; ++i) {
     const bool inside = (i == begin || family.order.allows(begin, i)) && (i == end || family.order.allows(i, end));
@@ -38,7 +37,7 @@ CutFamily part(const CutFamily& family, std::size_t begin, std::size_t end) {
   return found;
 }
 
-void relate(CutFamily& family) {
+void relate_sets(CutFamily& family) {
   family.order = CutOrder(family.sets.size());
   for (std::size_t before = 0; before < family.sets.size(); ++before) {
     for (std::size_t after = before + 1; after < family.sets.size(); ++after) {
@@ -51,8 +50,8 @@ void relate(CutFamily& family) {
 }
 
 /// Steps of searches that visit every pair.
-std::int64_t work_of(const CutFamily& family, int searches, int machines) {
-  return static_cast<std::int64_t>(family.pairs) * (kPairWork + machines / 2) * searches;
+std::int64_t family_work(const CutFamily& family, int searches, int machines) {
+  return static_cast<std::int64_t>(family.pairs) * (kPairSteps + machines / 2) * searches;
 }
 
 std::vector<ChosenStage> chosen_stages(const CutFamily& family, const CutChain& chain) {
@@ -69,7 +68,7 @@ ChainTerms chain_terms(const PipelineTerms& terms, std::size_t level) {
   ChainTerms found;
   found.machines = terms.levels[level].machines;
   found.bytes_per_ms = terms.levels[level].bytes_per_second / 1000;
-  found.memory_cap = terms.memory_cap.value_or(kNever);
+  found.memory_cap = terms.memory_cap.value_or(kUnbounded);
   found.straight = terms.straight;
   found.fewer = terms.fewer && level + 1 == terms.levels.size();
   found.transfers = terms.transfers;
@@ -101,7 +100,7 @@ CutFamily cut_family(const ProfileGraph& graph, std::vector<NodeSet> sets) {
     family.cuts.push_back(exact_cut(graph, set));
     family.sets.push_back(std::move(set));
   }
-  relate(family);
+  relate_sets(family);
   return family;
 }
 
@@ -136,19 +135,19 @@ FamilyBest best_in_family(const CutFamily& family, const PipelineTerms& terms, d
   if (terms.levels.size() == 1) {
     const BestChain best = best_chain(CutChains(family.cuts, family.order, inner), bound, known, precision);
     return {best.chain ? chosen_stages(family, *best.chain) : std::vector<ChosenStage>(), best.value, best.bound,
-            work_of(family, best.searches, inner.machines)};
+            family_work(family, best.searches, inner.machines)};
   }
   const ChainTerms outer = chain_terms(terms, 1);
   const StageTimes times = best_times(family.cuts, family.order, inner, outer, known);
   const BestChain best = best_chain(CutChains(family.cuts, family.order, outer, times), bound, known, precision);
   const auto starts = static_cast<int>(family.sets.size()) * inner.machines;
-  FamilyBest found{{}, best.value, best.bound, work_of(family, best.searches + starts, outer.machines)};
+  FamilyBest found{{}, best.value, best.bound, family_work(family, best.searches + starts, outer.machines)};
   if (best.chain) {
     found.stages = chosen_stages(family, *best.chain);
     for (std::size_t i = 0; i < found.stages.size(); ++i) {
-      CutFamily stage = part(family, best.chain->cuts[i], best.chain->cuts[i + 1]);
-      relate(stage);
-      const BestChain inside = best_chain(CutChains(stage.cuts, stage.order, inner), 0, kNever, kInnerPrecision);
+      CutFamily stage = family_part(family, best.chain->cuts[i], best.chain->cuts[i + 1]);
+      relate_sets(stage);
+      const BestChain inside = best_chain(CutChains(stage.cuts, stage.order, inner), 0, kUnbounded, kInnerPrecision);
       found.stages[i].inner = chosen_stages(stage, *inside.chain);
     }
   }

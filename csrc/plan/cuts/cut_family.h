@@ -39,7 +39,7 @@ struct ChosenStage {
 
 struct FamilyBest {
   std::vector<ChosenStage> stages;  // empty if no chain is allowed, or none beats the given value
-  double value = kNever;
+  double value = kUnbounded;
   double bound = 0;       // of chains in the family
   std::int64_t work = 0;  // steps
 };

@@ -8,10 +8,10 @@ namespace hydra {
 
 namespace {
 
-constexpr int kSource = 0;
-constexpr int kSink = 1;
-constexpr std::int64_t kUnlimited = std::numeric_limits<std::int64_t>::max() / 4;
-constexpr double kLargestSum = 1LL << 50;     // of scaled activation bytes
+constexpr int kFlowSource = 0;
+constexpr int kFlowSink = 1;
+constexpr std::int64_t kUnlimitedFlow = std::numeric_limits<std::int64_t>::max() / 4;
+constexpr double kLargestFlow = 1LL << 50;    // of scaled activation bytes
 constexpr double kLargestPrices = 1LL << 60;  // of all nodes, scaled
 
 }  // namespace
@@ -22,7 +22,7 @@ CutFlow::CutFlow(const ProfileGraph& graph, const NodeSet& inside, const NodeSet
   for (int node = 0; node < graph.size(); ++node) {
     sum += graph.node(node).activation_bytes;
   }
-  scale_ = sum > 0 ? std::exp2(std::floor(std::log2(kLargestSum / sum))) : 1;
+  scale_ = sum > 0 ? std::exp2(std::floor(std::log2(kLargestFlow / sum))) : 1;
   vertex();
   vertex();
   for (int node = 0; node < graph.size(); ++node) {
@@ -33,11 +33,11 @@ CutFlow::CutFlow(const ProfileGraph& graph, const NodeSet& inside, const NodeSet
   }
   for (const int node : free_) {
     const int mine = vertices_[static_cast<std::size_t>(node)];
-    to_node_.push_back(connect(kSource, mine, 0, 0));
-    to_sink_.push_back(connect(mine, kSink, 0, 0));
+    to_node_.push_back(connect(kFlowSource, mine, 0, 0));
+    to_sink_.push_back(connect(mine, kFlowSink, 0, 0));
     for (const int each : graph.predecessors(node)) {
       if (!inside.has(each)) {
-        connect(mine, vertices_[static_cast<std::size_t>(each)], kUnlimited, 0);
+        connect(mine, vertices_[static_cast<std::size_t>(each)], kUnlimitedFlow, 0);
       }
     }
   }
@@ -79,18 +79,18 @@ void CutFlow::add_crossing(int node, const NodeSet& inside, const NodeSet& outsi
     return;
   }
   const bool fixed = inside.has(node);
-  const int from = fixed ? kSource : vertices_[static_cast<std::size_t>(node)];
+  const int from = fixed ? kFlowSource : vertices_[static_cast<std::size_t>(node)];
   if (leaves && fixed) {
     fixed_ += bytes;
   } else if (leaves) {
-    connect(from, kSink, bytes, 0);
+    connect(from, kFlowSink, bytes, 0);
   } else if (next.size() == 1) {
     connect(from, next.front(), bytes, 0);
   } else {
     const int own = vertex();
     connect(from, own, bytes, 0);
     for (const int each : next) {
-      connect(own, each, kUnlimited, 0);
+      connect(own, each, kUnlimitedFlow, 0);
     }
   }
 }
@@ -132,8 +132,8 @@ CutFlow::Least CutFlow::least(const std::vector<double>& weights, double price) 
 
 bool CutFlow::find_levels() {
   level_.assign(out_.size(), -1);
-  level_[kSource] = 0;
-  std::vector<int> reached = {kSource};
+  level_[kFlowSource] = 0;
+  std::vector<int> reached = {kFlowSource};
   for (std::size_t i = 0; i < reached.size(); ++i) {
     const auto from = static_cast<std::size_t>(reached[i]);
     work_ += static_cast<std::int64_t>(out_[from].size());
@@ -146,11 +146,11 @@ bool CutFlow::find_levels() {
       }
     }
   }
-  return level_[kSink] >= 0;
+  return level_[kFlowSink] >= 0;
 }
 
 std::int64_t CutFlow::push(int from, std::int64_t most) {
-  if (from == kSink) {
+  if (from == kFlowSink) {
     return most;
   }
   std::int64_t pushed = 0;
@@ -176,7 +176,7 @@ std::int64_t CutFlow::flow() {
   std::int64_t total = 0;
   while (find_levels()) {
     next_.assign(out_.size(), 0);
-    total += push(kSource, kUnlimited);
+    total += push(kFlowSource, kUnlimitedFlow);
   }
   return total;
 }

@@ -7,9 +7,7 @@ namespace hydra {
 
 namespace {
 
-constexpr double kRounding = 1e-12;  // relative to all compute time
-constexpr double kSame = 1e-11;      // relative: values that are closer are one
-constexpr int kPairWork = 8;         // steps for a pair of cuts
+constexpr double kSameBound = 1e-11;  // relative: values that are closer are one
 
 }  // namespace
 
@@ -18,9 +16,9 @@ CutReach::CutReach(const std::vector<Cut>& cuts, const CutOrder& order, const Ch
       order_(order),
       terms_(terms),
       limit_(limit),
-      slack_(kRounding * cuts.back().compute_ms.high),
+      slack_(kSumRounding * cuts.back().compute_ms.high),
       width_(static_cast<std::size_t>(terms.machines) + 1),
-      least_(cuts.size() * width_, kNever) {
+      least_(cuts.size() * width_, kUnbounded) {
   least_[(cuts_.size() - 1) * width_] = cuts_.back().compute_ms.low;
   for (std::size_t before = cuts_.size() - 1; before-- > 0;) {
     order_.for_each_after(before, [&](std::size_t after) {
@@ -43,7 +41,7 @@ CutReach::Stage CutReach::stage(std::size_t before, std::size_t after) const noe
   found.bytes = parameters + std::max(0.0, to.activation_bytes.low - from.activation_bytes.high);
   if (terms_.transfers && before > 0) {
     const double transfer = 2 * std::max(from.crossing_bytes, to.crossing_bytes) / terms_.bytes_per_ms;
-    found.fewest = std::max(1, machines_for(transfer * (1 - kRounding)));
+    found.fewest = std::max(1, machines_for(transfer * (1 - kSumRounding)));
   }
   return found;
 }
@@ -53,7 +51,7 @@ double CutReach::gain(const Stage& stage, int replicas) const noexcept {
 }
 
 bool CutReach::fits(const Stage& stage, int replicas, int later) const noexcept {
-  return std::ceil(static_cast<double>(later) / replicas) * stage.bytes <= terms_.memory_cap * (1 + kRounding);
+  return std::ceil(static_cast<double>(later) / replicas) * stage.bytes <= terms_.memory_cap * (1 + kSumRounding);
 }
 
 int CutReach::machines_for(double compute) const noexcept {
@@ -69,11 +67,11 @@ void CutReach::extend_back(std::size_t before, std::size_t after) {
   const Stage needs = stage(before, after);
   const int earlier = before == 0 ? 0 : std::max(1, machines_for(from.compute_ms.low - slack_));
   const int room = terms_.machines - earlier;
-  work_ += kPairWork + std::max(0, room);
+  work_ += kPairSteps + std::max(0, room);
   const double* rest = least_.data() + after * width_;
   double* mine = least_.data() + before * width_;
   for (int later = 0; later < room; ++later) {
-    if (rest[later] == kNever) {
+    if (rest[later] == kUnbounded) {
       continue;
     }
     const int nearest = machines_for(rest[later] - from.compute_ms.high - slack_);
@@ -89,7 +87,7 @@ void CutReach::extend_back(std::size_t before, std::size_t after) {
 }
 
 bool CutReach::is_possible() const noexcept {
-  const auto possible = [](double compute) { return compute < kNever; };
+  const auto possible = [](double compute) { return compute < kUnbounded; };
   return terms_.fewer ? std::any_of(least_.begin() + 1, least_.begin() + static_cast<std::ptrdiff_t>(width_), possible)
                       : possible(least_[width_ - 1]);
 }
@@ -100,11 +98,11 @@ void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>
   const bool last = after + 1 == cuts_.size();
   const double rest = cuts_.back().compute_ms.low - to.compute_ms.high - slack_;
   const int room = terms_.machines - (last ? 0 : std::max(1, machines_for(rest)));
-  work_ += kPairWork + std::max(0, room);
+  work_ += kPairSteps + std::max(0, room);
   const double* mine = most.data() + before * width_;
   double* reached = most.data() + after * width_;
   for (int used = 0; used < room; ++used) {
-    if (mine[used] == -kNever) {
+    if (mine[used] == -kUnbounded) {
       continue;
     }
     const int nearest = machines_for(to.compute_ms.low - mine[used] - slack_);
@@ -122,9 +120,9 @@ void CutReach::extend(std::size_t before, std::size_t after, std::vector<double>
 }
 
 std::vector<Interval> CutReach::usable() {
-  std::vector<double> most(cuts_.size() * width_, -kNever);  // for each count of machines before a cut
+  std::vector<double> most(cuts_.size() * width_, -kUnbounded);  // for each count of machines before a cut
   most[0] = 0;
-  std::vector<Interval> found(cuts_.size(), {kNever, -kNever});
+  std::vector<Interval> found(cuts_.size(), {kUnbounded, -kUnbounded});
   for (std::size_t cut = 0; cut < cuts_.size(); ++cut) {
     if (order_.allows(cut, cut)) {
       extend(cut, cut, most);
@@ -158,10 +156,10 @@ double reach_bound(const std::vector<Cut>& cuts, const CutOrder& order, const Ch
     work += reach.work();
     return reach.is_possible();
   };
-  if (!is_possible(known * (1 - kSame))) {
+  if (!is_possible(known * (1 - kSameBound))) {
     return known;
   }
-  double low = std::max(bound, cuts.back().compute_ms.low / terms.machines * (1 - kRounding));
+  double low = std::max(bound, cuts.back().compute_ms.low / terms.machines * (1 - kSumRounding));
   double high = known;
   while (high - low > precision * high) {
     const double middle = low > 0 && high > 2 * low ? std::sqrt(low * high) : (low + high) / 2;

@@ -13,11 +13,10 @@ namespace hydra {
 
 namespace {
 
-constexpr double kRounding = 1e-12;    // relative to a sum over all nodes
-constexpr std::size_t kMostEnds = 64;  // boxes that keep the empty set and the whole graph out
-constexpr std::size_t kMostLines = 9;  // of a box
-constexpr double kSmallest = 1e-5;     // of a sum over all nodes: cells are not halved below
-constexpr double kNarrow = 1e-3;       // of all compute time: lines are not drawn for less
+constexpr std::size_t kMostEnds = 64;   // boxes that keep the empty set and the whole graph out
+constexpr std::size_t kMostLines = 9;   // of a box
+constexpr double kSmallestCell = 1e-5;  // of a sum over all nodes: cells are not halved below
+constexpr double kNarrowLine = 1e-3;    // of all compute time: lines are not drawn for less
 
 NodeSet all_nodes(const ProfileGraph& graph) {
   NodeSet all(graph.size());
@@ -27,21 +26,21 @@ NodeSet all_nodes(const ProfileGraph& graph) {
   return all;
 }
 
-double part(double value, double sum) noexcept { return sum > 0 ? value / sum : 0; }
+double ratio_of(double value, double sum) noexcept { return sum > 0 ? value / sum : 0; }
 
-void widen(Interval& interval, const Interval& other) noexcept {
+void widen_interval(Interval& interval, const Interval& other) noexcept {
   interval.low = std::min(interval.low, other.low);
   interval.high = std::max(interval.high, other.high);
 }
 
-double length(const Interval& interval) noexcept { return interval.high - interval.low; }
+double length_of(const Interval& interval) noexcept { return interval.high - interval.low; }
 
 /// The part of an interval that lies in another one, with `slack` around it.
-Interval within(const Interval& interval, const Interval& other, double slack) noexcept {
+Interval within_interval(const Interval& interval, const Interval& other, double slack) noexcept {
   return {std::max(interval.low, other.low - slack), std::min(interval.high, other.high + slack)};
 }
 
-constexpr Interval kEmpty{kNever, -kNever};
+constexpr Interval kEmptyInterval{kUnbounded, -kUnbounded};
 
 }  // namespace
 
@@ -118,7 +117,7 @@ CutRelaxation::Yield CutRelaxation::yield(const Box& box, double ProfileNode::* 
   std::vector<int> nodes = box.free;
   const auto ratio = [&](int node) {
     const double time = graph_.node(node).compute_ms;
-    return time > 0 ? graph_.node(node).*amount / time : kNever;
+    return time > 0 ? graph_.node(node).*amount / time : kUnbounded;
   };
   std::stable_sort(nodes.begin(), nodes.end(), [&](int left, int right) { return ratio(left) > ratio(right); });
   Yield found{{0}, {0}};
@@ -183,7 +182,7 @@ void CutRelaxation::draw_lines(Box& box, const NodeSet& widest) {
       {cheapest, {box.compute.high, graph_.crossing_bytes(widest)}}};
   for (std::size_t i = 0; i < sides.size() && box.lines.size() < kMostLines; ++i) {
     const auto [left, right] = sides[i];
-    if (right.first - left.first < kNarrow * total_.compute_ms) {
+    if (right.first - left.first < kNarrowLine * total_.compute_ms) {
       continue;
     }
     const double price = (left.second - right.second) / (right.first - left.first);
@@ -206,8 +205,9 @@ int CutRelaxation::divider(const Box& box) const {
   const auto size = [&](NodeSet set) {
     set &= free;
     const ProfileSums mine = graph_.sums(set);
-    return part(mine.compute_ms, all.compute_ms) + part(mine.activation_bytes, all.activation_bytes) +
-           part(mine.parameter_bytes, all.parameter_bytes) + part(set.count(), static_cast<double>(box.free.size()));
+    return ratio_of(mine.compute_ms, all.compute_ms) + ratio_of(mine.activation_bytes, all.activation_bytes) +
+           ratio_of(mine.parameter_bytes, all.parameter_bytes) +
+           ratio_of(set.count(), static_cast<double>(box.free.size()));
   };
   int best = box.free.front();
   double most = -1;
@@ -239,8 +239,8 @@ void CutRelaxation::divide_box(std::size_t index) {
 void CutRelaxation::divide(std::size_t boxes) {
   const auto size = [&](const Box& box) {
     return box.free.empty() ? -1
-                            : part(box.compute.high - box.compute.low, total_.compute_ms) +
-                                  part(box.parameters.high - box.parameters.low, total_.parameter_bytes);
+                            : ratio_of(box.compute.high - box.compute.low, total_.compute_ms) +
+                                  ratio_of(box.parameters.high - box.parameters.low, total_.parameter_bytes);
   };
   while (!boxes_.empty() && boxes_.size() < boxes) {
     const auto largest = std::max_element(boxes_.begin(), boxes_.end(),
@@ -279,9 +279,9 @@ bool CutRelaxation::refine(double limit, std::size_t boxes) {
 }
 
 bool CutRelaxation::add(const Box& box, std::size_t index, const Cell& cell, Cut& cut, Owners& owners) const {
-  const double slack = kRounding * total_.compute_ms;
-  const double byte_slack = kRounding * total_.parameter_bytes;
-  const Interval compute = within(box.compute, cell.compute, slack);
+  const double slack = kSumRounding * total_.compute_ms;
+  const double byte_slack = kSumRounding * total_.parameter_bytes;
+  const Interval compute = within_interval(box.compute, cell.compute, slack);
   if (compute.low > compute.high || box.parameters.low > cell.parameters.high + byte_slack ||
       box.parameters.high < cell.parameters.low - byte_slack) {
     return false;
@@ -291,7 +291,7 @@ bool CutRelaxation::add(const Box& box, std::size_t index, const Cell& cell, Cut
     const double most = all.low + yield.most(compute.high - box.compute.low + slack);
     return Interval{std::max(all.low, least), std::min(all.high, most)};
   };
-  const Interval parameters = within(range(box.parameters, box.parameter_yield), cell.parameters, byte_slack);
+  const Interval parameters = within_interval(range(box.parameters, box.parameter_yield), cell.parameters, byte_slack);
   if (parameters.low > parameters.high + byte_slack) {
     return false;
   }
@@ -303,16 +303,16 @@ bool CutRelaxation::add(const Box& box, std::size_t index, const Cell& cell, Cut
   owners.low = parameters.low < cut.parameter_bytes.low ? index : owners.low;
   owners.high = parameters.high > cut.parameter_bytes.high ? index : owners.high;
   cut.crossing_bytes = std::min(cut.crossing_bytes, crossing);
-  widen(cut.compute_ms, compute);
-  widen(cut.parameter_bytes, parameters);
-  widen(cut.activation_bytes, range(box.activations, box.activation_yield));
+  widen_interval(cut.compute_ms, compute);
+  widen_interval(cut.parameter_bytes, parameters);
+  widen_interval(cut.activation_bytes, range(box.activations, box.activation_yield));
   return true;
 }
 
 void CutRelaxation::add(const Point& point, Cut& cut) const noexcept {
-  widen(cut.compute_ms, {point.compute, point.compute});
-  widen(cut.parameter_bytes, {point.parameters, point.parameters});
-  widen(cut.activation_bytes, {point.activations, point.activations});
+  widen_interval(cut.compute_ms, {point.compute, point.compute});
+  widen_interval(cut.parameter_bytes, {point.parameters, point.parameters});
+  widen_interval(cut.activation_bytes, {point.activations, point.activations});
   cut.crossing_bytes = std::min(cut.crossing_bytes, point.crossing);
 }
 
@@ -321,7 +321,7 @@ CutRelaxation::Relaxed CutRelaxation::relaxed() {
   Relaxed found;
   found.cuts.emplace_back();
   for (const Cell& cell : cells_) {
-    Cut& cut = found.cuts.emplace_back(Cut{kEmpty, kEmpty, kEmpty, kNever});
+    Cut& cut = found.cuts.emplace_back(Cut{kEmptyInterval, kEmptyInterval, kEmptyInterval, kUnbounded});
     Owners& owners = found.owners.emplace_back();
     for (const std::size_t index : cell.points) {
       add(points_[index], cut);
@@ -368,7 +368,7 @@ std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) {
   const StageTimes times = inner_times(all, limit);
   std::vector<Interval> found;
   for (const bool each : CutChains(all.cuts, all.order, outer, times).usable(limit)) {
-    found.push_back(each ? Interval{0, total_.compute_ms} : kEmpty);
+    found.push_back(each ? Interval{0, total_.compute_ms} : kEmptyInterval);
   }
   return found;
 }
@@ -376,11 +376,11 @@ std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) {
 void CutRelaxation::narrow(double limit) {
   const Relaxed all = relaxed();
   const std::vector<Interval> kept = usable(all, limit);
-  const double slack = kRounding * total_.compute_ms;
+  const double slack = kSumRounding * total_.compute_ms;
   std::vector<Cell> cells;
   for (std::size_t i = 0; i < cells_.size(); ++i) {
     const Cut& cut = all.cuts[i + 1];
-    Cell cell{within(cut.compute_ms, kept[i + 1], slack), cut.parameter_bytes, std::move(cells_[i].points)};
+    Cell cell{within_interval(cut.compute_ms, kept[i + 1], slack), cut.parameter_bytes, std::move(cells_[i].points)};
     std::erase_if(cell.points, [&](std::size_t index) {
       return points_[index].compute < cell.compute.low || points_[index].compute > cell.compute.high;
     });
@@ -395,9 +395,10 @@ bool CutRelaxation::halves(const Cell& cell, Cell& low, Cell& high) const {
   const double bytes_per_ms = terms_.levels.back().bytes_per_second / 1000;
   const bool compute_matters = terms_.transfers || terms_.levels.size() > 1;
   const double compute =
-      length(cell.compute) > kSmallest * total_.compute_ms && compute_matters ? length(cell.compute) : 0;
-  const double reduce =
-      length(cell.parameters) > kSmallest * total_.parameter_bytes ? 4 * length(cell.parameters) / bytes_per_ms : 0;
+      length_of(cell.compute) > kSmallestCell * total_.compute_ms && compute_matters ? length_of(cell.compute) : 0;
+  const double reduce = length_of(cell.parameters) > kSmallestCell * total_.parameter_bytes
+                            ? 4 * length_of(cell.parameters) / bytes_per_ms
+                            : 0;
   if (compute == 0 && reduce == 0) {
     return false;
   }

@@ -14,14 +14,14 @@ namespace hydra {
 
 namespace {
 
-constexpr double kExact = 1e-11;  // relative: values that are closer are one
-constexpr double kClose = 1e-6;   // relative: better plans are looked for up to this
-constexpr double kCoarse = 1e-3;  // relative: for the first plan
-constexpr double kBound = 1e-4;   // relative: how well the bound of a relaxation is known
-constexpr double kLargest = 1e15;
+constexpr double kExactPlan = 1e-11;  // relative: values that are closer are one
+constexpr double kClosePlan = 1e-6;   // relative: better plans are looked for up to this
+constexpr double kCoarsePlan = 1e-3;  // relative: for the first plan
+constexpr double kCloseBound = 1e-4;  // relative: how well the bound of a relaxation is known
+constexpr double kLongestPlan = 1e15;
 
 /// How much is searched, on one level and on two. Chosen so that graphs of a thousand nodes take seconds.
-struct Limits {
+struct PartitionLimits {
   std::size_t all_sets;    // of a graph whose closed sets are all searched at once
   std::size_t known_sets;  // of a graph whose closed sets are listed
   std::size_t family;
@@ -29,12 +29,12 @@ struct Limits {
   std::size_t boxes;
 };
 
-constexpr Limits kOneLevel{3000, 300000, 2000, 2000, 4000};
-constexpr Limits kTwoLevels{3000, 300000, 250, 250, 1500};
+constexpr PartitionLimits kOneLevel{3000, 300000, 2000, 2000, 4000};
+constexpr PartitionLimits kTwoLevels{3000, 300000, 250, 250, 1500};
 constexpr std::size_t kRounds = 16;
 constexpr std::int64_t kMostWork = 7'000'000'000;  // steps, before the last round
 
-void check_terms(const PipelineTerms& terms) {
+void check_pipeline_terms(const PipelineTerms& terms) {
   HYDRA_EXPECT(terms.levels.size() == 1 || terms.levels.size() == 2, PlanError,
                "a pipeline on " + std::to_string(terms.levels.size()) + " levels of machines: give one level or two");
   for (const PipelineLevel& level : terms.levels) {
@@ -50,7 +50,7 @@ void check_terms(const PipelineTerms& terms) {
 }
 
 /// A value that every plan meets.
-double ceiling(const ProfileGraph& graph, const PipelineTerms& terms) {
+double longest_plan(const ProfileGraph& graph, const PipelineTerms& terms) {
   double found = 0;
   double parameters = 0;
   double activations = 0;
@@ -81,7 +81,7 @@ PipelineStage stage_of(const ProfileGraph& graph, const ChosenStage& chosen) {
 
 /// The sets that the nodes form one after the other. `choose` returns the next one of the nodes that can be added.
 template <typename Choose>
-std::vector<NodeSet> prefixes(const ProfileGraph& graph, const Choose& choose) {
+std::vector<NodeSet> set_prefixes(const ProfileGraph& graph, const Choose& choose) {
   std::vector<NodeSet> found;
   NodeSet set(graph.size());
   for (int i = 0; i < graph.size(); ++i) {
@@ -101,9 +101,9 @@ class PartitionSearch {
     const auto sets = graph_.closed_sets(limits_.known_sets);
     if (sets && sets->size() <= limits_.all_sets) {
       if (sets->size() > 2 * limits_.family) {
-        improve(thin(*sets), kClose);  // with a good plan, the search among all sets drops most
+        improve(thin(*sets), kClosePlan);  // with a good plan, the search among all sets drops most
       }
-      improve(*sets, kExact);
+      improve(*sets, kExactPlan);
       bound_ = best_.value;
     } else {
       search_orders();
@@ -119,7 +119,7 @@ class PartitionSearch {
   }
 
  private:
-  bool is_proved() const { return best_.value - bound_ <= kExact * best_.value; }
+  bool is_proved() const { return best_.value - bound_ <= kExactPlan * best_.value; }
 
   /// Looks for a better plan among these cuts and those of the best plan. Returns whether there is one.
   bool improve(std::vector<NodeSet> sets, double precision) {
@@ -157,7 +157,7 @@ class PartitionSearch {
     const auto in_order = [&](const NodeSet&) { return graph_.order()[next++]; };
     const auto cheapest = [&](const NodeSet& set) {
       int best = -1;
-      double least = kNever;
+      double least = kUnbounded;
       NodeSet larger = set;
       for (const int node : graph_.addable(set)) {
         larger.add(node);
@@ -170,10 +170,10 @@ class PartitionSearch {
       }
       return best;
     };
-    std::vector<NodeSet> sets = prefixes(graph_, in_order);
-    const std::vector<NodeSet> more = prefixes(graph_, cheapest);
+    std::vector<NodeSet> sets = set_prefixes(graph_, in_order);
+    const std::vector<NodeSet> more = set_prefixes(graph_, cheapest);
     sets.insert(sets.end(), more.begin(), more.end());
-    improve(sets.size() <= limits_.family ? sets : thin(sets), kCoarse);
+    improve(sets.size() <= limits_.family ? sets : thin(sets), kCoarsePlan);
   }
 
   /// Coarse to fine: a better plan narrows the relaxation, whose cells and minimum cuts hold the next family.
@@ -184,16 +184,16 @@ class PartitionSearch {
       const std::size_t share = std::min<std::size_t>(4, round + 1);  // small families and cells first, of four parts
       const std::size_t cells = limits_.cells / 4 * share;
       const bool finer = narrow(relaxation, cells);
-      improve(relaxation.candidates(limits_.family / 4 * share), kClose);
-      while (improve(neighbours(limits_.family / 4 * share), kClose)) {
+      improve(relaxation.candidates(limits_.family / 4 * share), kClosePlan);
+      while (improve(neighbours(limits_.family / 4 * share), kClosePlan)) {
       }
       const bool few = relaxation.sets() && *relaxation.sets() <= limits_.all_sets;
       if (few || relaxation.cells() == 0) {
-        improve(relaxation.candidates(limits_.all_sets), kExact);
+        improve(relaxation.candidates(limits_.all_sets), kExactPlan);
         bound_ = best_.value;
         return;
       }
-      bound_ = relaxation.bound(bound_, limit(), kBound);
+      bound_ = relaxation.bound(bound_, limit(), kCloseBound);
       const double middle = (bound_ + limit()) / 2;
       const bool smaller = relaxation.refine(middle, limits_.boxes);
       const bool halved = relaxation.halve(middle, cells);
@@ -214,7 +214,7 @@ class PartitionSearch {
     return finer;
   }
 
-  double limit() const { return std::min(best_.value, ceiling(graph_, terms_)); }
+  double limit() const { return std::min(best_.value, longest_plan(graph_, terms_)); }
 
   /// Closed sets that differ in few nodes from the cuts of the best plan.
   std::vector<NodeSet> neighbours(std::size_t most) const {
@@ -248,7 +248,7 @@ class PartitionSearch {
 
   const ProfileGraph& graph_;
   const PipelineTerms& terms_;
-  const Limits& limits_;
+  const PartitionLimits& limits_;
   FamilyBest best_;
   double bound_ = 0;
   std::int64_t work_ = 0;
@@ -257,9 +257,9 @@ class PartitionSearch {
 }  // namespace
 
 PipelinePartition partition_pipeline(const ProfileGraph& graph, const PipelineTerms& terms) {
-  check_terms(terms);
-  HYDRA_EXPECT(ceiling(graph, terms) <= kLargest, PlanError,
-               "a plan of this graph may take longer than " + std::to_string(kLargest) +
+  check_pipeline_terms(terms);
+  HYDRA_EXPECT(longest_plan(graph, terms) <= kLongestPlan, PlanError,
+               "a plan of this graph may take longer than " + std::to_string(kLongestPlan) +
                    " ms: give smaller times and sizes, or faster links");
   return PartitionSearch(graph, terms).run();
 }

@@ -10,16 +10,16 @@ namespace hydra {
 
 namespace {
 
-bool is_amount(double value) { return std::isfinite(value) && value >= 0; }
+bool is_profiled_amount(double value) { return std::isfinite(value) && value >= 0; }
 
-void check_nodes(const std::vector<ProfileNode>& nodes) {
+void check_profile_nodes(const std::vector<ProfileNode>& nodes) {
   HYDRA_EXPECT(!nodes.empty(), PlanError, "a graph of 0 layers cannot be cut into stages: give at least one layer");
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    HYDRA_EXPECT(
-        is_amount(nodes[i].compute_ms) && is_amount(nodes[i].activation_bytes) && is_amount(nodes[i].parameter_bytes),
-        PlanError,
-        "layer " + std::to_string(i) +
-            " has a time or a size that is negative or not finite: give finite numbers from 0");
+    HYDRA_EXPECT(is_profiled_amount(nodes[i].compute_ms) && is_profiled_amount(nodes[i].activation_bytes) &&
+                     is_profiled_amount(nodes[i].parameter_bytes),
+                 PlanError,
+                 "layer " + std::to_string(i) +
+                     " has a time or a size that is negative or not finite: give finite numbers from 0");
   }
 }
 
@@ -83,7 +83,7 @@ std::size_t NodeSetHash::operator()(const NodeSet& set) const noexcept {
 
 ProfileGraph::ProfileGraph(std::vector<ProfileNode> nodes, const std::vector<Edge>& edges)
     : nodes_(std::move(nodes)), before_(nodes_.size()), after_(nodes_.size()) {
-  check_nodes(nodes_);
+  check_profile_nodes(nodes_);
   for (const auto& [from, to] : edges) {
     HYDRA_EXPECT(from >= 0 && from < size() && to >= 0 && to < size(), PlanError,
                  "edge " + std::to_string(from) + " to " + std::to_string(to) + " names a layer outside the graph of " +

@@ -76,7 +76,7 @@ std::vector<PipelineTerms> several_terms() {
 
 double optimum(const ProfileGraph& graph, const PipelineTerms& terms) {
   const CutFamily family = cut_family(graph, *graph.closed_sets(100000));
-  return best_in_family(family, terms, 0, kNever, 1e-12).value;
+  return best_in_family(family, terms, 0, kUnbounded, 1e-12).value;
 }
 
 TEST(ProfileGraph, HasTheClosedSetsOfItsShape) {
@@ -96,7 +96,7 @@ TEST(ProfileGraph, RefusesWhatIsNoGraphOfLayers) {
   EXPECT_THROW(ProfileGraph({{1, 1, 1}, {1, 1, 1}}, {{0, 1}, {1, 0}}), PlanError);
   EXPECT_THROW(ProfileGraph({{1, 1, 1}}, {{0, 1}}), PlanError);
   EXPECT_THROW(ProfileGraph({{-1, 1, 1}}, {}), PlanError);
-  EXPECT_THROW(ProfileGraph({{1, kNever, 1}}, {}), PlanError);
+  EXPECT_THROW(ProfileGraph({{1, kUnbounded, 1}}, {}), PlanError);
 }
 
 TEST(ProfileGraph, AnOutputThatSeveralLayersUseCrossesOnce) {
@@ -121,7 +121,7 @@ TEST(CutFlow, FindsTheLeastCrossingAtEveryPrice) {
     CutFlow flow(graph, inside, outside);
     const std::vector<NodeSet> sets = *graph.closed_sets(1000);
     for (const double price : {-1500.0, -200.0, 0.0, 90.0, 700.0}) {
-      double least = kNever;
+      double least = kUnbounded;
       for (const NodeSet& set : sets) {
         if (inside.is_within(set) && !set.meets(outside)) {
           least = std::min(least, graph.crossing_bytes(set) + price * graph.sums(set).compute_ms);
