@@ -12,7 +12,8 @@ has the sum of the two times where the paper has the larger one, and 4 where the
 description begins with ``Input``, then nodes without successor whose description begins with ``__getitem__``.)
 
 On two levels, an outer stage is a pipeline on all machines of the inner level, and the time of that takes the place of
-C. The all-reduce term of a plan of one outer stage is divided by the machines of the inner level.
+C. The all-reduce term of the first outer stage is divided by the machines of the inner level, as the published program
+has it.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ def _levels(given: Fields) -> list[tuple[int, float]]:
 def _graph(profile: Fields) -> tuple[list[_Node], list[tuple[int, int]]]:
     """The nodes that stages are made of, and the edges between them by index."""
     nodes = [_node(each, f"nodes[{i}]") for i, each in enumerate(profile.items("nodes"))]
+    if not nodes:
+        raise PlanError("profile['nodes'] is empty: give at least one layer")
     index: dict[int | str, int] = {}
     for i, node in enumerate(nodes):
         if node.id in index:

@@ -3,7 +3,8 @@
 //
 // On two levels, an outer stage is itself a pipeline on the machines of the inner level, all of which it uses. Its
 // value there takes the place of its compute time; the inner pipeline's first stage has no transfer, and its last one
-// pays the crossing of its end. The all-reduce term of a plan of one outer stage is divided by the inner machines.
+// pays the crossing of its end. The all-reduce term of the first outer stage is divided by the inner machines,
+// as the published program has it.
 //
 // If the graph has few enough closed sets, all of them are cuts and the plan is optimal. Otherwise the cuts are a
 // family (cut_family.h), and the bound comes from a relaxation (cut_relaxation.h).
@@ -38,7 +39,7 @@ struct PipelineStage {
 };
 
 struct PipelinePartition {
-  std::vector<PipelineStage> stages;  // empty if no plan is allowed
+  std::vector<PipelineStage> stages;  // empty if no plan is allowed, or no chain of the families is
   double objective_ms = 0;
   double bound_ms = 0;  // no plan of the problem has a smaller objective; infinity if no plan is allowed
 };

@@ -185,14 +185,11 @@ TEST(PipelinePartition, IsOptimalIfTheClosedSetsCanBeListed) {
 }
 
 TEST(PipelinePartition, OfAWideGraphIsAPlanWithABound) {
-  const ProfileGraph graph = branches(8, 7, 9);  // 2^24 closed sets
-  for (const PipelineTerms& terms : {terms_of({6}), terms_of({3, 2})}) {
+  const ProfileGraph graph = branches(8, 4, 9);  // 5^8 closed sets
+  for (const PipelineTerms& terms : {terms_of({3}), terms_of({2, 2})}) {
     const PipelinePartition found = partition_pipeline(graph, terms);
-    const PipelinePartition again = partition_pipeline(graph, terms);
     EXPECT_LE(found.bound_ms, found.objective_ms);
-    EXPECT_GE(found.bound_ms, 0.8 * found.objective_ms);
-    EXPECT_EQ(found.objective_ms, again.objective_ms);
-    EXPECT_EQ(found.bound_ms, again.bound_ms);
+    EXPECT_GE(found.bound_ms, 0.9 * found.objective_ms);
     int replicas = 0;
     std::size_t nodes = 0;
     for (const PipelineStage& stage : found.stages) {

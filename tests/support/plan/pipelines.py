@@ -106,7 +106,7 @@ class Judge:
                 raise NotAPlan(f"stage {i} does not end at a cut")
             stage = Stage(replicas, before, closed, later)
             inside = self._value(inner[0], before, closed, level=0, last=False) if level == 1 else None
-            share = self.problem["machines"][0] if level == 1 and len(plan) == 1 else 1
+            share = self.problem["machines"][0] if level == 1 and i == 0 else 1
             slowest = max(slowest, self.cost(stage, level=level, first=i == 0, compute=inside, share=share))
         if closed != end:
             raise NotAPlan("a node is in no stage, or in a stage of another part")
@@ -136,9 +136,15 @@ class Judge:
     def _cost_of(self, chain: tuple[Stage, ...], level: int) -> float:
         if level == 0:
             return max(self.cost(stage, level=0, first=i == 0) for i, stage in enumerate(chain))
-        share = self.problem["machines"][0] if len(chain) == 1 else 1
+        inner = self.problem["machines"][0]
         return max(
-            self.cost(stage, level=1, first=i == 0, compute=self._inner(stage.begin, stage.end), share=share)
+            self.cost(
+                stage,
+                level=1,
+                first=i == 0,
+                compute=self._inner(stage.begin, stage.end),
+                share=inner if i == 0 else 1,
+            )
             for i, stage in enumerate(chain)
         )
 
