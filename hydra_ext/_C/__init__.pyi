@@ -91,6 +91,7 @@ __all__: list[str] = [
     "on_simulated_device",
     "parse_schedule",
     "partition_chain",
+    "partition_pipeline",
     "random_states",
     "reached_leaves",
     "reached_models",
@@ -1463,6 +1464,30 @@ def partition_chain(
 ) -> ChainPartition:
     """
     Events are (forward seconds, backward seconds, parameter bytes, activation bytes), boundaries (crossing bytes, possible), shared parameters (bytes, events).
+    """
+
+def partition_pipeline(
+    layers: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    edges: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+    ],
+    *,
+    levels: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ],
+    memory_cap: typing.SupportsFloat | typing.SupportsIndex | None,
+    straight: bool,
+    fewer: bool,
+    transfers: bool,
+) -> typing.Any:
+    """
+    Layers are (compute ms, activation bytes, parameter bytes), levels (machines, bytes per second), the inner one first. Returns (objective ms, bound ms, [(replicas, layers, inner stages)]), or None if nothing fits.
     """
 
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
