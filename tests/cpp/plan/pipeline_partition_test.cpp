@@ -15,10 +15,10 @@
 namespace hydra {
 namespace {
 
-constexpr double kSame = 1e-9;
+constexpr double kSamePlan = 1e-9;
 
-/// Parallel branches of layers between a first and a last one, with costs from a seed.
-ProfileGraph branches(int count, int length, unsigned seed) {
+/// Parallel parallel_branches of layers between a first and a last one, with costs from a seed.
+ProfileGraph parallel_branches(int count, int length, unsigned seed) {
   std::mt19937 chance(seed);
   const auto amount = [&](int most) { return static_cast<double>(chance() % static_cast<unsigned>(most)); };
   std::vector<ProfileNode> nodes;
@@ -37,7 +37,7 @@ ProfileGraph branches(int count, int length, unsigned seed) {
   return ProfileGraph(std::move(nodes), edges);
 }
 
-ProfileGraph random_graph(int size, unsigned seed) {
+ProfileGraph random_profile_graph(int size, unsigned seed) {
   std::mt19937 chance(seed);
   const auto amount = [&](int most) { return static_cast<double>(chance() % static_cast<unsigned>(most)); };
   std::vector<ProfileNode> nodes;
@@ -53,7 +53,7 @@ ProfileGraph random_graph(int size, unsigned seed) {
   return ProfileGraph(std::move(nodes), edges);
 }
 
-PipelineTerms terms_of(std::vector<int> machines, double bandwidth = 1e6) {
+PipelineTerms pipeline_terms(std::vector<int> machines, double bandwidth = 1e6) {
   PipelineTerms terms;
   for (const int count : machines) {
     terms.levels.push_back({count, bandwidth});
@@ -62,28 +62,30 @@ PipelineTerms terms_of(std::vector<int> machines, double bandwidth = 1e6) {
   return terms;
 }
 
-std::vector<PipelineTerms> several_terms() {
-  std::vector<PipelineTerms> found = {terms_of({3}), terms_of({8}, 1e7), terms_of({2, 3}), terms_of({5}, 3e5)};
-  found.push_back(terms_of({4}));
+std::vector<PipelineTerms> several_pipeline_terms() {
+  std::vector<PipelineTerms> found = {pipeline_terms({3}), pipeline_terms({8}, 1e7), pipeline_terms({2, 3}),
+                                      pipeline_terms({5}, 3e5)};
+  found.push_back(pipeline_terms({4}));
   found.back().transfers = false;
-  found.push_back(terms_of({4}));
+  found.push_back(pipeline_terms({4}));
   found.back().fewer = true;
   found.back().memory_cap = 20000;
-  found.push_back(terms_of({3}));
+  found.push_back(pipeline_terms({3}));
   found.back().straight = true;
   return found;
 }
 
-double optimum(const ProfileGraph& graph, const PipelineTerms& terms) {
+double best_of_all_sets(const ProfileGraph& graph, const PipelineTerms& terms) {
   const CutFamily family = cut_family(graph, *graph.closed_sets(100000));
   return best_in_family(family, terms, 0, kUnbounded, 1e-12).value;
 }
 
 TEST(ProfileGraph, HasTheClosedSetsOfItsShape) {
-  EXPECT_EQ(branches(1, 3, 1).closed_sets(100)->size(), 6U);   // a chain of 5
-  EXPECT_EQ(branches(2, 3, 1).closed_sets(100)->size(), 18U);  // 4 * 4 between the ends, and two sets outside them
-  EXPECT_FALSE(branches(2, 3, 1).closed_sets(17).has_value());
-  const ProfileGraph graph = branches(2, 3, 1);
+  EXPECT_EQ(parallel_branches(1, 3, 1).closed_sets(100)->size(), 6U);  // a chain of 5
+  EXPECT_EQ(parallel_branches(2, 3, 1).closed_sets(100)->size(),
+            18U);  // 4 * 4 between the ends, and two sets outside them
+  EXPECT_FALSE(parallel_branches(2, 3, 1).closed_sets(17).has_value());
+  const ProfileGraph graph = parallel_branches(2, 3, 1);
   const std::vector<NodeSet> sets = *graph.closed_sets(100);
   for (const NodeSet& set : sets) {
     set.for_each([&](int node) { EXPECT_TRUE(graph.ancestors(node).is_within(set)); });
@@ -110,7 +112,7 @@ TEST(ProfileGraph, AnOutputThatSeveralLayersUseCrossesOnce) {
 
 TEST(CutFlow, FindsTheLeastCrossingAtEveryPrice) {
   for (unsigned seed = 0; seed < 20; ++seed) {
-    const ProfileGraph graph = random_graph(9, seed);
+    const ProfileGraph graph = random_profile_graph(9, seed);
     std::vector<double> times;
     for (int node = 0; node < graph.size(); ++node) {
       times.push_back(graph.node(node).compute_ms);
@@ -137,32 +139,32 @@ TEST(CutFlow, FindsTheLeastCrossingAtEveryPrice) {
 
 TEST(CutRelaxation, NeverExceedsTheOptimum) {
   for (unsigned seed = 0; seed < 12; ++seed) {
-    const ProfileGraph graph = random_graph(10, seed);
-    for (const PipelineTerms& terms : several_terms()) {
-      const double best = optimum(graph, terms);
+    const ProfileGraph graph = random_profile_graph(10, seed);
+    for (const PipelineTerms& terms : several_pipeline_terms()) {
+      const double best = best_of_all_sets(graph, terms);
       const double limit = std::min(best, 1e6);
       for (const bool complete : {false, true}) {
         const auto sets = complete ? graph.closed_sets(10000) : std::nullopt;
         CutRelaxation relaxation(graph, terms, sets);
         double bound = relaxation.bound(0, limit, 1e-6);
         for (int round = 0; round < 4; ++round) {
-          EXPECT_LE(bound, best * (1 + kSame));
+          EXPECT_LE(bound, best * (1 + kSamePlan));
           relaxation.divide(4);
           relaxation.halve(limit, 200);
           relaxation.narrow(limit);
           relaxation.refine(limit, 1000);
           bound = relaxation.bound(bound, limit, 1e-6);
         }
-        EXPECT_LE(bound, best * (1 + kSame));
+        EXPECT_LE(bound, best * (1 + kSamePlan));
       }
     }
   }
 }
 
 TEST(CutRelaxation, FineCellsOfAChainCloseTheGap) {
-  const ProfileGraph graph = branches(1, 12, 3);
-  const PipelineTerms terms = terms_of({4});
-  const double best = optimum(graph, terms);
+  const ProfileGraph graph = parallel_branches(1, 12, 3);
+  const PipelineTerms terms = pipeline_terms({4});
+  const double best = best_of_all_sets(graph, terms);
   CutRelaxation relaxation(graph, terms, std::nullopt);
   relaxation.divide(1000);
   double bound = 0;
@@ -176,17 +178,17 @@ TEST(CutRelaxation, FineCellsOfAChainCloseTheGap) {
 
 TEST(PipelinePartition, IsOptimalIfTheClosedSetsCanBeListed) {
   for (const auto& [count, length] : {std::pair(2, 4), std::pair(3, 14)}) {  // 3375 sets take the long way
-    const ProfileGraph graph = branches(count, length, 5);
-    const PipelineTerms terms = terms_of({6});
+    const ProfileGraph graph = parallel_branches(count, length, 5);
+    const PipelineTerms terms = pipeline_terms({6});
     const PipelinePartition found = partition_pipeline(graph, terms);
-    EXPECT_NEAR(found.objective_ms, optimum(graph, terms), kSame * found.objective_ms);
+    EXPECT_NEAR(found.objective_ms, best_of_all_sets(graph, terms), kSamePlan * found.objective_ms);
     EXPECT_EQ(found.bound_ms, found.objective_ms);
   }
 }
 
 TEST(PipelinePartition, OfAWideGraphIsAPlanWithABound) {
-  const ProfileGraph graph = branches(8, 4, 9);  // 5^8 closed sets
-  for (const PipelineTerms& terms : {terms_of({3}), terms_of({2, 2})}) {
+  const ProfileGraph graph = parallel_branches(8, 4, 9);  // 5^8 closed sets
+  for (const PipelineTerms& terms : {pipeline_terms({3}), pipeline_terms({2, 2})}) {
     const PipelinePartition found = partition_pipeline(graph, terms);
     EXPECT_LE(found.bound_ms, found.objective_ms);
     EXPECT_GE(found.bound_ms, 0.9 * found.objective_ms);
@@ -203,7 +205,7 @@ TEST(PipelinePartition, OfAWideGraphIsAPlanWithABound) {
 }
 
 TEST(PipelinePartition, HasNoStagesIfNothingFits) {
-  PipelineTerms terms = terms_of({4});
+  PipelineTerms terms = pipeline_terms({4});
   terms.straight = true;
   const ProfileGraph graph({{1, 1, 1}, {1, 1, 1}}, {{0, 1}});
   EXPECT_TRUE(partition_pipeline(graph, terms).stages.empty());
@@ -213,11 +215,11 @@ TEST(PipelinePartition, HasNoStagesIfNothingFits) {
 
 TEST(PipelinePartition, RefusesTermsWithoutMeaning) {
   const ProfileGraph graph({{1, 1, 1}}, {});
-  EXPECT_THROW(partition_pipeline(graph, terms_of({})), PlanError);
-  EXPECT_THROW(partition_pipeline(graph, terms_of({0})), PlanError);
-  EXPECT_THROW(partition_pipeline(graph, terms_of({2}, 0)), PlanError);
-  EXPECT_THROW(partition_pipeline(graph, terms_of({2, 2, 2})), PlanError);
-  EXPECT_THROW(partition_pipeline(ProfileGraph({{1e300, 0, 0}}, {}), terms_of({2})), PlanError);
+  EXPECT_THROW(partition_pipeline(graph, pipeline_terms({})), PlanError);
+  EXPECT_THROW(partition_pipeline(graph, pipeline_terms({0})), PlanError);
+  EXPECT_THROW(partition_pipeline(graph, pipeline_terms({2}, 0)), PlanError);
+  EXPECT_THROW(partition_pipeline(graph, pipeline_terms({2, 2, 2})), PlanError);
+  EXPECT_THROW(partition_pipeline(ProfileGraph({{1e300, 0, 0}}, {}), pipeline_terms({2})), PlanError);
 }
 
 }  // namespace
