@@ -32,9 +32,11 @@ CutFlow::CutFlow(const ProfileGraph& graph, const NodeSet& inside, const NodeSet
     }
   }
   for (const int node : free_) {
+    connect(kFlowSource, vertices_[static_cast<std::size_t>(node)], 0, 0);
+    connect(vertices_[static_cast<std::size_t>(node)], kFlowSink, 0, 0);
+  }
+  for (const int node : free_) {
     const int mine = vertices_[static_cast<std::size_t>(node)];
-    to_node_.push_back(connect(kFlowSource, mine, 0, 0));
-    to_sink_.push_back(connect(mine, kFlowSink, 0, 0));
     for (const int each : graph.predecessors(node)) {
       if (!inside.has(each)) {
         connect(mine, vertices_[static_cast<std::size_t>(each)], kUnlimitedFlow, 0);
@@ -56,13 +58,12 @@ int CutFlow::vertex() noexcept {
   return static_cast<int>(out_.size()) - 1;
 }
 
-std::size_t CutFlow::connect(int from, int to, std::int64_t capacity, std::int64_t back) {
+void CutFlow::connect(int from, int to, std::int64_t capacity, std::int64_t back) {
   const std::size_t index = arcs_.size();
   arcs_.push_back({to, capacity});
   arcs_.push_back({from, back});
   out_[static_cast<std::size_t>(from)].push_back(index);
   out_[static_cast<std::size_t>(to)].push_back(index + 1);
-  return index;
 }
 
 void CutFlow::add_crossing(int node, const NodeSet& inside, const NodeSet& outside) {
@@ -110,10 +111,10 @@ CutFlow::Least CutFlow::least(const std::vector<double>& weights, double price) 
   for (std::size_t i = 0; i < free_.size(); ++i) {
     const double exact = std::abs(price) * weights[static_cast<std::size_t>(free_[i])] * scale_;
     if (price >= 0) {
-      arcs_[to_sink_[i]].capacity = static_cast<std::int64_t>(std::floor(exact));
+      arcs_[4 * i + 2].capacity = static_cast<std::int64_t>(std::floor(exact));
     } else {
       const auto gain = static_cast<std::int64_t>(std::ceil(exact));
-      arcs_[to_node_[i]].capacity = gain;
+      arcs_[4 * i].capacity = gain;
       value -= gain;
     }
   }

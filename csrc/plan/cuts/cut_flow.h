@@ -37,7 +37,7 @@ class CutFlow {
   };
 
   int vertex() noexcept;
-  std::size_t connect(int from, int to, std::int64_t capacity, std::int64_t back);
+  void connect(int from, int to, std::int64_t capacity, std::int64_t back);
   void add_crossing(int node, const NodeSet& inside, const NodeSet& outside);
   bool find_levels();
   std::int64_t push(int from, std::int64_t most);
@@ -46,12 +46,10 @@ class CutFlow {
   const ProfileGraph& graph_;
   NodeSet inside_;
   double scale_ = 1;
-  std::int64_t fixed_ = 0;            // crossing that all sets have
-  std::vector<int> free_;             // nodes that a set may have or not
-  std::vector<int> vertices_;         // for each node of the graph; -1 for nodes that are not free
-  std::vector<std::size_t> to_sink_;  // arc of each free node
-  std::vector<std::size_t> to_node_;  // arc from the source
-  std::vector<Arc> arcs_;             // an arc and its reverse have neighbouring indices
+  std::int64_t fixed_ = 0;     // crossing that all sets have
+  std::vector<int> free_;      // nodes that a set may have or not
+  std::vector<int> vertices_;  // for each node of the graph; -1 for nodes that are not free
+  std::vector<Arc> arcs_;      // each before its reverse; first those from the source and to the sink of each free node
   std::vector<std::int64_t> capacities_;
   std::vector<std::vector<std::size_t>> out_;
   std::vector<int> level_;
