@@ -309,8 +309,8 @@ double time_of(const CheckpointChain& chain, const std::vector<CheckpointStep>& 
 
 SearchEffort effort_for(double states, double choices, double effort) {
   constexpr double kTable = 3e7;    // numbers in both tables
-  constexpr double kSums = 4e8;     // of which about as many a second are made
-  constexpr double kChoices = 1e8;  // looked at in the search
+  constexpr double kSums = 2e9;     // of which a second makes about as many
+  constexpr double kChoices = 6e7;  // looked at in the search
   const double cells = std::min({kTable / (2 * states), effort * kSums / (2 * choices), 4096.0});
   return {static_cast<int>(std::max(cells, 8.0)), static_cast<std::int64_t>(effort * kChoices)};
 }
