@@ -57,7 +57,7 @@ def test_times_need_not_be_whole() -> None:
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_long_chains_have_a_plan_and_a_bound(kind: str) -> None:
-    problem = random_problem(7, 60, 10**9)
+    problem = random_problem(7, 40, 10**9)
     everything = problem["x_size"][0] + sum(problem["saved_size"])
     least = sum(problem["forward_time"]) + sum(problem["backward_time"])
     for share in (0.3, 0.6, 0.9):
