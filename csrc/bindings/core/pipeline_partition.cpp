@@ -28,8 +28,9 @@ py::list stage_values(const std::vector<PipelineStage>& stages) {
   return found;
 }
 
-PipelinePartition partitioned(const std::vector<ProfiledLayerValues>& layers, const std::vector<ProfileGraph::Edge>& edges,
-                              const std::vector<LevelValues>& levels, PipelineTerms terms) {
+PipelinePartition partitioned(const std::vector<ProfiledLayerValues>& layers,
+                              const std::vector<ProfileGraph::Edge>& edges, const std::vector<LevelValues>& levels,
+                              PipelineTerms terms) {
   std::vector<ProfileNode> nodes;
   for (const auto& [compute, activations, parameters] : layers) {
     nodes.push_back({compute, activations, parameters});

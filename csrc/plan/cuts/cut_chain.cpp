@@ -4,6 +4,8 @@
 #include <bitset>
 #include <cmath>
 
+#include "csrc/plan/chain.h"
+
 namespace hydra {
 
 namespace {
@@ -152,11 +154,13 @@ class CutChains::Search {
       if (!found[before] || most_here < 1) {
         continue;
       }
-      chains_.order_.for_each_after(before, [&](std::size_t after) {
+      const auto add = [&](std::size_t after) {
         for_each_range(before, after, most_here, [&](int low, int high, double) {
           add_shifted(earlier[after], Counts(earlier[before]), low, high);
         });
-      });
+      };
+      add_loops(before, earlier[before], add);
+      chains_.order_.for_each_after(before, add);
     }
     return found;
   }
@@ -173,7 +177,7 @@ class CutChains::Search {
   template <typename Visit>
   void for_each_range(std::size_t before, std::size_t after, int most, const Visit& visit) const {
     const StageSums stage = chains_.sums(before, after);
-    if (stage.compute_ms > limit_ * most) {
+    if (stage.compute_ms * (1 - kSumRounding) > limit_ * most) {
       return;
     }
     const int low = fewest(chains_.transfer_ms(before, after), limit_, most);
@@ -209,10 +213,18 @@ class CutChains::Search {
       });
     };
     chains_.order_.for_each_after(before, add);
-    if (chains_.order_.allows(before, before)) {
-      add(before);  // again, with the counts of all others
-    }
+    add_loops(before, mine, add);
     mine &= up_to(most_here);
+  }
+
+  /// Adds stages from a cut to itself, any number of them in a row.
+  template <typename Add>
+  void add_loops(std::size_t cut, const Counts& counts, const Add& add) const {
+    for (bool more = chains_.order_.allows(cut, cut); more;) {
+      const Counts known = counts;
+      add(cut);
+      more = counts != known;
+    }
   }
 
   /// Whether stages before and after a cut use all machines together, or some of them if that is allowed.
@@ -261,6 +273,7 @@ class CutChains::Search {
         }
       });
     });
+    HYDRA_EXPECT(chosen > 0, PlanError, "a stage was counted on that is not there: this is an error of hydra_ext");
     found.cuts.push_back(next);
     found.replicas.push_back(chosen);
     return chosen;

@@ -91,6 +91,7 @@ struct StageSums {
 
 /// Milliseconds of a stage, in place of its compute, for each pair of cuts.
 using StageTimes = std::vector<double>;
+inline const StageTimes kNoStageTimes;
 
 struct CutChain {
   std::vector<std::size_t> cuts;  // from the first to the last one
@@ -101,7 +102,8 @@ struct CutChain {
 class CutChains {
  public:
   /// `times` is empty, or has one time for each pair of cuts: [before * cuts + after].
-  CutChains(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms, const StageTimes& times = {});
+  CutChains(const std::vector<Cut>& cuts, const CutOrder& order, const ChainTerms& terms,
+            const StageTimes& times = kNoStageTimes);
 
   /// A chain with a value of at most `limit`, or nothing if there is none.
   std::optional<CutChain> within(double limit) const;

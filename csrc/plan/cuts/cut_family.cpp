@@ -18,7 +18,8 @@ Cut exact_cut(const ProfileGraph& graph, const NodeSet& set) {
           graph.crossing_bytes(set)};
 }
 
-/// The cuts from one to another, as a family of their own.
+/// The cuts from one to another, as a family of their own, whose compute time begins with 0. The bytes of its stages
+/// are the same differences as those of the whole family's, so that a memory cap has the same answers.
 CutFamily family_part(const CutFamily& family, std::size_t begin, std::size_t end) {
   CutFamily found;
   for (std::size_t i = begin; i <= end; ++i) {
@@ -26,11 +27,8 @@ CutFamily family_part(const CutFamily& family, std::size_t begin, std::size_t en
     if (inside) {
       found.sets.push_back(family.sets[i]);
       Cut cut = family.cuts[i];
-      for (auto [sum, start] : {std::pair(&cut.compute_ms, family.cuts[begin].compute_ms),
-                                std::pair(&cut.activation_bytes, family.cuts[begin].activation_bytes),
-                                std::pair(&cut.parameter_bytes, family.cuts[begin].parameter_bytes)}) {
-        *sum = {sum->low - start.low, sum->high - start.high};
-      }
+      const Interval start = family.cuts[begin].compute_ms;
+      cut.compute_ms = {cut.compute_ms.low - start.low, cut.compute_ms.high - start.high};
       found.cuts.push_back(cut);
     }
   }
@@ -148,6 +146,8 @@ FamilyBest best_in_family(const CutFamily& family, const PipelineTerms& terms, d
       CutFamily stage = family_part(family, best.chain->cuts[i], best.chain->cuts[i + 1]);
       relate_sets(stage);
       const BestChain inside = best_chain(CutChains(stage.cuts, stage.order, inner), 0, kUnbounded, kInnerPrecision);
+      HYDRA_EXPECT(inside.chain.has_value(), PlanError,
+                   "an inner pipeline was counted on that is not there: this is an error of hydra_ext");
       found.stages[i].inner = chosen_stages(stage, *inside.chain);
     }
   }

@@ -53,7 +53,7 @@ CutFlow::CutFlow(const ProfileGraph& graph, const NodeSet& inside, const NodeSet
   }
 }
 
-int CutFlow::vertex() noexcept {
+int CutFlow::vertex() {
   out_.emplace_back();
   return static_cast<int>(out_.size()) - 1;
 }

@@ -36,7 +36,7 @@ class CutFlow {
     std::int64_t capacity;
   };
 
-  int vertex() noexcept;
+  int vertex();
   void connect(int from, int to, std::int64_t capacity, std::int64_t back);
   void add_crossing(int node, const NodeSet& inside, const NodeSet& outside);
   bool find_levels();

@@ -15,6 +15,7 @@ namespace {
 
 constexpr std::size_t kMostEnds = 64;   // boxes that keep the empty set and the whole graph out
 constexpr std::size_t kMostLines = 9;   // of a box
+constexpr std::size_t kBoxSteps = 64;   // that a box and a cell count as, as a measure of work
 constexpr double kSmallestCell = 1e-5;  // of a sum over all nodes: cells are not halved below
 constexpr double kNarrowLine = 1e-3;    // of all compute time: lines are not drawn for less
 
@@ -196,7 +197,7 @@ void CutRelaxation::draw_lines(Box& box, const NodeSet& widest) {
   work_ += flow.work();
 }
 
-int CutRelaxation::divider(const Box& box) const {
+int CutRelaxation::divider(const Box& box) {
   NodeSet free(graph_.size());
   for (const int node : box.free) {
     free.add(node);
@@ -209,6 +210,7 @@ int CutRelaxation::divider(const Box& box) const {
            ratio_of(mine.parameter_bytes, all.parameter_bytes) +
            ratio_of(set.count(), static_cast<double>(box.free.size()));
   };
+  work_ += static_cast<std::int64_t>(box.free.size() * box.free.size());
   int best = box.free.front();
   double most = -1;
   for (const int node : box.free) {
@@ -305,7 +307,8 @@ bool CutRelaxation::add(const Box& box, std::size_t index, const Cell& cell, Cut
   cut.crossing_bytes = std::min(cut.crossing_bytes, crossing);
   widen_interval(cut.compute_ms, compute);
   widen_interval(cut.parameter_bytes, parameters);
-  widen_interval(cut.activation_bytes, range(box.activations, box.activation_yield));
+  widen_interval(cut.activation_bytes,
+                 terms_.memory_cap ? range(box.activations, box.activation_yield) : box.activations);
   return true;
 }
 
@@ -317,7 +320,7 @@ void CutRelaxation::add(const Point& point, Cut& cut) const noexcept {
 }
 
 CutRelaxation::Relaxed CutRelaxation::relaxed() {
-  work_ += static_cast<std::int64_t>(cells_.size() * (8 * boxes_.size() + cells_.size()) + points_.size());
+  work_ += static_cast<std::int64_t>(cells_.size() * (kBoxSteps * boxes_.size() + cells_.size()) + points_.size());
   Relaxed found;
   found.cuts.emplace_back();
   for (const Cell& cell : cells_) {

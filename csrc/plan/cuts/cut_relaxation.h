@@ -113,7 +113,7 @@ class CutRelaxation {
   void add_box(NodeSet inside, NodeSet outside);
   void draw_lines(Box& box, const NodeSet& widest);
   Yield yield(const Box& box, double ProfileNode::* amount) const;
-  int divider(const Box& box) const;
+  int divider(const Box& box);
   void divide_box(std::size_t index);
   bool add(const Box& box, std::size_t index, const Cell& cell, Cut& cut, Owners& owners) const;
   void add(const Point& point, Cut& cut) const noexcept;

@@ -31,8 +31,8 @@ struct PartitionLimits {
 
 constexpr PartitionLimits kOneLevel{3000, 300000, 2000, 2000, 4000};
 constexpr PartitionLimits kTwoLevels{3000, 300000, 250, 250, 1500};
-constexpr std::size_t kRounds = 16;
-constexpr std::int64_t kMostWork = 7'000'000'000;  // steps, before the last round
+constexpr std::int64_t kMostWork = 7'000'000'000;  // steps; a round that may be too long is not begun
+constexpr std::int64_t kOrderWork = 500'000'000;   // for the first plan
 
 void check_pipeline_terms(const PipelineTerms& terms) {
   HYDRA_EXPECT(terms.levels.size() == 1 || terms.levels.size() == 2, PlanError,
@@ -111,7 +111,7 @@ class PartitionSearch {
     }
     PipelinePartition found;
     found.objective_ms = best_.value;
-    found.bound_ms = bound_;
+    found.bound_ms = !best_.stages.empty() && is_proved() ? best_.value : bound_;
     for (const ChosenStage& chosen : best_.stages) {
       found.stages.push_back(stage_of(graph_, chosen));
     }
@@ -171,21 +171,51 @@ class PartitionSearch {
       return best;
     };
     std::vector<NodeSet> sets = set_prefixes(graph_, in_order);
-    const std::vector<NodeSet> more = set_prefixes(graph_, cheapest);
-    sets.insert(sets.end(), more.begin(), more.end());
+    for (const std::vector<NodeSet>& more : {set_prefixes(graph_, cheapest), cheap_sets()}) {
+      sets.insert(sets.end(), more.begin(), more.end());
+    }
     improve(sets.size() <= limits_.family ? sets : thin(sets), kCoarsePlan);
+  }
+
+  /// Grows a closed set by a node and what that needs, the one with the least crossing behind it, and of equals the one
+  /// that adds the least time. So it passes nodes whose outputs are large at once.
+  std::vector<NodeSet> cheap_sets() {
+    std::vector<NodeSet> found;
+    NodeSet set(graph_.size());
+    while (set.count() < graph_.size() && work_ < kOrderWork) {
+      NodeSet best;
+      std::pair<double, double> least(kUnbounded, kUnbounded);
+      for (int node = 0; node < graph_.size(); ++node) {
+        if (set.has(node)) {
+          continue;
+        }
+        NodeSet larger = set;
+        larger |= graph_.ancestors(node);
+        const std::pair cost(graph_.crossing_bytes(larger), graph_.sums(larger).compute_ms);
+        if (cost < least) {
+          least = cost;
+          best = std::move(larger);
+        }
+      }
+      work_ += node_pairs();
+      set = best;
+      found.push_back(set);
+    }
+    return found;
   }
 
   /// Coarse to fine: a better plan narrows the relaxation, whose cells and minimum cuts hold the next family.
   void search_families(const std::optional<std::vector<NodeSet>>& sets) {
     CutRelaxation relaxation(graph_, terms_, sets);
     relaxation.divide(limits_.boxes / 10);
-    for (std::size_t round = 0; round < kRounds && work_ + relaxation.work() < kMostWork; ++round) {
-      const std::size_t share = std::min<std::size_t>(4, round + 1);  // small families and cells first, of four parts
+    std::size_t share = 1;  // of four: small families and cells first
+    const auto spent = [&] { return work_ + relaxation.work(); };
+    for (std::int64_t begun = spent(), last_round = 0; begun + last_round < kMostWork;) {
+      const double known = bound_;
       const std::size_t cells = limits_.cells / 4 * share;
       const bool finer = narrow(relaxation, cells);
       improve(relaxation.candidates(limits_.family / 4 * share), kClosePlan);
-      while (improve(neighbours(limits_.family / 4 * share), kClosePlan)) {
+      while (spent() < kMostWork && improve(neighbours(limits_.family / 4 * share), kClosePlan)) {
       }
       const bool few = relaxation.sets() && *relaxation.sets() <= limits_.all_sets;
       if (few || relaxation.cells() == 0) {
@@ -197,9 +227,13 @@ class PartitionSearch {
       const double middle = (bound_ + limit()) / 2;
       const bool smaller = relaxation.refine(middle, limits_.boxes);
       const bool halved = relaxation.halve(middle, cells);
-      if (is_proved() || (share == 4 && !halved && !finer && !smaller)) {
+      const bool same = !halved && !finer && !smaller;
+      if (is_proved() || (share == 4 && same)) {
         return;
       }
+      share = std::min<std::size_t>(4, share + (same || bound_ > known ? 1 : 0));
+      last_round = spent() - begun;
+      begun = spent();
     }
   }
 
@@ -216,34 +250,59 @@ class PartitionSearch {
 
   double limit() const { return std::min(best_.value, longest_plan(graph_, terms_)); }
 
-  /// Closed sets that differ in few nodes from the cuts of the best plan.
-  std::vector<NodeSet> neighbours(std::size_t most) const {
+  /// Closed sets near the cuts of the best plan: half of them differ in few nodes, the others have one more node and
+  /// all that it needs, or lack a node and all that need it, and have the least crossing.
+  std::vector<NodeSet> neighbours(std::size_t most) {
     std::vector<NodeSet> found;
     const std::vector<NodeSet> centres = cuts();
     for (const NodeSet& centre : centres) {
-      std::vector<NodeSet> near = {centre};
-      std::unordered_set<NodeSet, NodeSetHash> known(near.begin(), near.end());
-      for (std::size_t next = 0; next < near.size() && near.size() < most / centres.size(); ++next) {
-        const NodeSet set = near[next];
-        const auto add = [&](NodeSet other) {
-          if (known.insert(other).second) {
-            near.push_back(std::move(other));
-          }
-        };
-        for (const int node : graph_.addable(set)) {
-          NodeSet larger = set;
-          larger.add(node);
-          add(std::move(larger));
-        }
-        for (const int node : graph_.removable(set)) {
-          NodeSet smaller = set;
-          smaller.remove(node);
-          add(std::move(smaller));
-        }
-      }
-      found.insert(found.end(), near.begin(), near.end());
+      add_nearest(centre, most / centres.size() / 2, found);
+      add_cheapest(centre, most / centres.size() / 2, found);
     }
     return found;
+  }
+
+  void add_nearest(const NodeSet& centre, std::size_t most, std::vector<NodeSet>& found) const {
+    std::vector<NodeSet> near = {centre};
+    std::unordered_set<NodeSet, NodeSetHash> known(near.begin(), near.end());
+    for (std::size_t next = 0; next < near.size() && near.size() < most; ++next) {
+      const NodeSet set = near[next];
+      const auto add = [&](NodeSet other) {
+        if (known.insert(other).second) {
+          near.push_back(std::move(other));
+        }
+      };
+      for (const int node : graph_.addable(set)) {
+        NodeSet larger = set;
+        larger.add(node);
+        add(std::move(larger));
+      }
+      for (const int node : graph_.removable(set)) {
+        NodeSet smaller = set;
+        smaller.remove(node);
+        add(std::move(smaller));
+      }
+    }
+    found.insert(found.end(), near.begin(), near.end());
+  }
+
+  void add_cheapest(const NodeSet& centre, std::size_t most, std::vector<NodeSet>& found) {
+    std::vector<std::pair<double, int>> sorted;
+    for (int node = 0; node < graph_.size(); ++node) {
+      sorted.emplace_back(graph_.crossing_bytes(leap(centre, node)), node);
+    }
+    work_ += node_pairs();
+    std::sort(sorted.begin(), sorted.end());
+    for (std::size_t i = 0; i < std::min(most, sorted.size()); ++i) {
+      found.push_back(leap(centre, sorted[i].second));
+    }
+  }
+
+  std::int64_t node_pairs() const { return std::int64_t{graph_.size()} * graph_.size(); }
+
+  NodeSet leap(NodeSet set, int node) const {
+    set.has(node) ? set -= graph_.descendants(node) : set |= graph_.ancestors(node);
+    return set;
   }
 
   const ProfileGraph& graph_;

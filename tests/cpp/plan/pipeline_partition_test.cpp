@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/plan/cuts/cut_chain.h"
 #include "csrc/plan/cuts/cut_family.h"
 #include "csrc/plan/cuts/cut_flow.h"
 #include "csrc/plan/cuts/cut_relaxation.h"
@@ -202,6 +203,23 @@ TEST(PipelinePartition, OfAWideGraphIsAPlanWithABound) {
     EXPECT_EQ(replicas, terms.levels.back().machines);
     EXPECT_EQ(nodes, static_cast<std::size_t>(graph.size()));
   }
+}
+
+TEST(CutChains, MayHaveAnyNumberOfStagesBetweenSetsOfOneCut) {
+  const std::vector<Cut> cuts = {{}, {{0, 6}, {0, 6}, {0, 6}, 0}, {{6, 6}, {6, 6}, {6, 6}, 0}};
+  CutOrder order(cuts.size());
+  order.allow(0, 1);
+  order.allow(0, 2);
+  order.allow(1, 1);
+  order.allow(1, 2);
+  ChainTerms terms;
+  terms.machines = 7;
+  terms.straight = true;
+  const CutChains chains(cuts, order, terms);
+  const std::optional<CutChain> found = chains.within(6);
+  ASSERT_TRUE(found.has_value());
+  EXPECT_EQ(found->replicas, std::vector<int>(7, 1));
+  EXPECT_EQ(chains.usable(6), std::vector<bool>(3, true));
 }
 
 TEST(PipelinePartition, HasNoStagesIfNothingFits) {
