@@ -23,6 +23,9 @@ __all__: list[str] = [
     "BlockUpdate",
     "ChainPartition",
     "Charged",
+    "CheckpointClass",
+    "CheckpointPlan",
+    "CheckpointStepKind",
     "DISK_ALIGNMENT",
     "DISK_LEAST_BYTES",
     "DISK_WORKING_SETS",
@@ -92,6 +95,7 @@ __all__: list[str] = [
     "parse_schedule",
     "partition_chain",
     "partition_pipeline",
+    "plan_checkpoints",
     "random_states",
     "reached_leaves",
     "reached_models",
@@ -771,6 +775,74 @@ class ChainPartition:
     def period_seconds(self) -> float: ...
     @property
     def stages(self) -> list[PlannedStage]: ...
+
+class CheckpointClass:
+    """
+    Members:
+
+      PERSISTENT
+
+      FLAT
+    """
+
+    FLAT: typing.ClassVar[CheckpointClass]
+    PERSISTENT: typing.ClassVar[CheckpointClass]
+    __members__: typing.ClassVar[dict[str, CheckpointClass]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CheckpointStepKind:
+    """
+    Members:
+
+      FORWARD
+
+      FORWARD_SAVING
+
+      BACKWARD
+
+      DROP
+    """
+
+    BACKWARD: typing.ClassVar[CheckpointStepKind]
+    DROP: typing.ClassVar[CheckpointStepKind]
+    FORWARD: typing.ClassVar[CheckpointStepKind]
+    FORWARD_SAVING: typing.ClassVar[CheckpointStepKind]
+    __members__: typing.ClassVar[dict[str, CheckpointStepKind]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CheckpointPlan:
+    @property
+    def bound(self) -> float: ...
+    @property
+    def steps(self) -> list[tuple[CheckpointStepKind, int]]: ...
+    @property
+    def time(self) -> float: ...
 
 class GradientStatistics:
     @property
@@ -1488,6 +1560,26 @@ def partition_pipeline(
 ) -> typing.Any:
     """
     Layers are (compute ms, activation bytes, parameter bytes), levels (machines, bytes per second), the inner one first. Returns (objective ms, bound ms, [(replicas, layers, inner stages)]), or None if nothing fits.
+    """
+
+def plan_checkpoints(
+    input_bytes: typing.SupportsInt | typing.SupportsIndex,
+    stages: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ],
+    *,
+    memory: typing.SupportsInt | typing.SupportsIndex,
+    type: CheckpointClass,
+) -> CheckpointPlan | None:
+    """
+    Stages are (forward time, backward time, output bytes, saved bytes, forward transient, backward transient). Steps count from 0.
     """
 
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
+from hydra_ext.plan.fields import Fields, amount, size
 from hydra_ext.plan.solution import Solution
 
-_MOST_BYTES = 2**60
+_Number = TypeVar("_Number", int, float)
 _CLASSES = {"persistent": _C.CheckpointClass.PERSISTENT, "flat": _C.CheckpointClass.FLAT}
 _KINDS = {
     _C.CheckpointStepKind.FORWARD: "forward",
@@ -53,26 +54,26 @@ def solve(problem: Mapping[str, object]) -> Solution:
     Raises:
         PlanError: A key is missing, or a value has the wrong type, length or sign, or the chain is too long.
     """
-    kind = _value(problem, "class")
+    given = Fields(problem, "problem")
+    kind = given.value("class")
     if not isinstance(kind, str) or kind not in _CLASSES:
-        raise PlanError(f"class={kind!r} is not a class of schedules: give 'persistent' or 'flat'")
-    count = _size("n", _value(problem, "n"))
-    sizes = {name: _sizes(problem, name, count) for name in ("saved_size", "forward_transient", "backward_transient")}
-    outputs = _sizes(problem, "x_size", count + 1)
+        raise PlanError(f"problem['class'] is {kind!r}: give 'persistent' or 'flat'")
+    stages = given.size("n")
+    outputs = _read(given, "x_size", stages + 1, size)
     found = _C.plan_checkpoints(
-        outputs[0] if outputs else 0,
+        outputs[0],
         list(
             zip(
-                _times(problem, "forward_time", count),
-                _times(problem, "backward_time", count),
+                _read(given, "forward_time", stages, amount),
+                _read(given, "backward_time", stages, amount),
                 outputs[1:],
-                sizes["saved_size"],
-                sizes["forward_transient"],
-                sizes["backward_transient"],
+                _read(given, "saved_size", stages, size),
+                _read(given, "forward_transient", stages, size),
+                _read(given, "backward_transient", stages, size),
                 strict=True,
             )
         ),
-        memory=_size("memory_limit", _value(problem, "memory_limit")),
+        memory=given.size("memory_limit"),
         type=_CLASSES[kind],
     )
     if found is None:
@@ -85,40 +86,8 @@ def _operation(kind: _C.CheckpointStepKind, index: int) -> list[object]:
     return [_KINDS[kind], index if kind == _C.CheckpointStepKind.DROP else index + 1]
 
 
-def _value(problem: Mapping[str, object], name: str) -> object:
-    if name not in problem:
-        raise PlanError(f"the problem has no {name!r}: a chain needs it, beside {', '.join(map(repr, problem))}")
-    return problem[name]
-
-
-def _numbers(problem: Mapping[str, object], name: str, count: int) -> list[object]:
-    values = _value(problem, name)
-    if not isinstance(values, list | tuple):
-        raise PlanError(f"{name} is {values!r}: give a list of {count} numbers")
-    if len(values) != count:
-        raise PlanError(f"{name} has {len(values)} numbers: n={problem['n']} needs {count}")
-    return list(values)
-
-
-def _times(problem: Mapping[str, object], name: str, count: int) -> list[float]:
-    return [_time(f"{name}[{place}]", each) for place, each in enumerate(_numbers(problem, name, count))]
-
-
-def _sizes(problem: Mapping[str, object], name: str, count: int) -> list[int]:
-    return [_size(f"{name}[{place}]", each) for place, each in enumerate(_numbers(problem, name, count))]
-
-
-def _time(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise PlanError(f"{name} is {value!r}: give a finite number that is not negative")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise PlanError(f"{name} has too many digits for a float: give a smaller number") from error
-
-
-def _size(name: str, value: object) -> int:
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < _MOST_BYTES:
-        raise PlanError(f"{name} is {value!r}: give a whole number from 0 to 2**60")
-    return number
+def _read(given: Fields, key: str, length: int, read: Callable[[object, str], _Number]) -> list[_Number]:
+    values = given.items(key)
+    if len(values) != length:
+        raise PlanError(f"problem['{key}'] has {len(values)} numbers: give {length}, as problem['n'] says")
+    return [read(value, f"problem['{key}'][{i}]") for i, value in enumerate(values)]

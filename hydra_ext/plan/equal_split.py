@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields
-from hydra_ext.plan.layer_graph import SplitProblem, Way, find, read
+from hydra_ext.plan.layer_graph import SplitProblem, Way, read
+from hydra_ext.plan.node_index import find
 from hydra_ext.plan.solution import Solution
 from hydra_ext.plan.width_depth import factors
 

@@ -45,6 +45,28 @@ class Fields:
         """A whole number of at least 1."""
         return count(self.value(key), f"{self._name}['{key}']")
 
+    def size(self, key: str) -> int:
+        """A whole number of at least 0."""
+        return size(self.value(key), f"{self._name}['{key}']")
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        found = self.value(key)
+        if not isinstance(found, bool):
+            raise PlanError(f"{self._name}['{key}'] is {_shown(found)}: give true or false")
+        return found
+
+    def text(self, key: str) -> str:
+        """A text."""
+        found = self.value(key)
+        if not isinstance(found, str):
+            raise PlanError(f"{self._name}['{key}'] is {_shown(found)}: give a text")
+        return found
+
+    def identity(self, key: str) -> int | str:
+        """What plans call a node: a whole number or a text."""
+        return identity(self.value(key), f"{self._name}['{key}']")
+
     def items(self, key: str) -> Sequence[object]:
         """A list."""
         return items(self.value(key), f"{self._name}['{key}']")
@@ -71,6 +93,21 @@ def count(value: object, name: str) -> int:
     """Reads a whole number from 1 to 2^31 - 1 that messages call ``name``."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
         raise PlanError(f"{name} is {_shown(value)}: give a whole number from 1 to {2**31 - 1}")
+    return value
+
+
+def size(value: object, name: str) -> int:
+    """Reads a whole number from 0 to 2^60 - 1 that messages call ``name``. It may be written as a float."""
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**60:
+        raise PlanError(f"{name} is {_shown(value)}: give a whole number from 0 to 2^60 - 1")
+    return number
+
+
+def identity(value: object, name: str) -> int | str:
+    """Reads what plans call a node, and messages call ``name``."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise PlanError(f"{name} is {_shown(value)}: give a whole number or a text")
     return value
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields, amount, items
+from hydra_ext.plan.node_index import NodeId, check_order, find, index_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Layer:
         recomputed: Costs if its forward runs again before its backward.
     """
 
-    id: int | str
+    id: NodeId
     name: str
     parameter_bytes: float
     kept: Way
@@ -84,7 +85,7 @@ class SplitProblem:
 
     layers: tuple[Layer, ...]
     edges: tuple[Edge, ...]
-    index: Mapping[object, int]
+    index: Mapping[NodeId, int]
     memory: float
     devices: int
     microbatches: int
@@ -109,15 +110,10 @@ def read(given: Fields) -> SplitProblem:
     """
     model = given.fields("model")
     layers = tuple(_layer(node, f"nodes[{i}]") for i, node in enumerate(model.items("nodes")))
-    if not layers:
-        raise PlanError("'nodes' is empty: give at least one layer")
-    index: dict[object, int] = {}
-    for i, layer in enumerate(layers):
-        if layer.id in index:
-            raise PlanError(f"nodes[{i}]['id'] is {layer.id!r}, as nodes[{index[layer.id]}]['id']: give each id once")
-        index[layer.id] = i
+    ids = [layer.id for layer in layers]
+    index = index_nodes(ids)
     edges = tuple(_edge(edge, index, f"edges[{i}]") for i, edge in enumerate(model.items("edges")))
-    _check_order(layers, edges)
+    check_order(ids, [(edge.source, edge.target) for edge in edges])
     return SplitProblem(
         layers=layers,
         edges=edges,
@@ -131,12 +127,9 @@ def read(given: Fields) -> SplitProblem:
 
 def _layer(node: object, name: str) -> Layer:
     given = Fields(node, name)
-    title = given.value("name")
-    if not isinstance(title, str):
-        raise PlanError(f"{name}['name'] is a {type(title).__name__}: give a text")
     return Layer(
-        id=_id(given.value("id"), f"{name}['id']"),
-        name=title,
+        id=given.identity("id"),
+        name=given.text("name"),
         parameter_bytes=given.amount("parameter_bytes"),
         kept=_way(given.fields("vanilla")),
         recomputed=_way(given.fields("recompute")),
@@ -151,13 +144,7 @@ def _way(given: Fields) -> Way:
     )
 
 
-def _id(value: object, name: str) -> int | str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PlanError(f"{name} is a {type(value).__name__}: give a whole number or a text")
-    return value
-
-
-def _edge(edge: object, index: Mapping[object, int], name: str) -> Edge:
+def _edge(edge: object, index: Mapping[NodeId, int], name: str) -> Edge:
     parts = items(edge, name)
     if len(parts) != 3:
         raise PlanError(f"{name} has {len(parts)} entries: give two ids and the bytes between them")
@@ -166,28 +153,3 @@ def _edge(edge: object, index: Mapping[object, int], name: str) -> Edge:
         target=find(parts[1], index, f"{name}[1]"),
         nbytes=amount(parts[2], f"{name}[2]"),
     )
-
-
-def find(value: object, index: Mapping[object, int], name: str) -> int:
-    """The index of the layer with the id ``value``, which messages call ``name``."""
-    known = _id(value, name)
-    if known not in index:
-        raise PlanError(f"{name} is {known!r}, which is no id of a node: give one of the {len(index)} ids")
-    return index[known]
-
-
-def _check_order(layers: tuple[Layer, ...], edges: tuple[Edge, ...]) -> None:
-    missing = [0] * len(layers)
-    users: list[list[int]] = [[] for _ in layers]
-    for edge in edges:
-        missing[edge.target] += 1
-        users[edge.source].append(edge.target)
-    ready = [i for i, inputs in enumerate(missing) if not inputs]
-    for layer in ready:  # grows while it is read
-        for user in users[layer]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user)
-    if len(ready) < len(layers):
-        stuck = next(i for i, inputs in enumerate(missing) if inputs)
-        raise PlanError(f"'edges' form a cycle that node {layers[stuck].id!r} waits for: give a graph without cycles")

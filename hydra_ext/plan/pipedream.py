@@ -12,8 +12,9 @@ has the sum of the two times where the paper has the larger one, and 4 where the
 description begins with ``Input``, then nodes without successor whose description begins with ``__getitem__``.)
 
 On two levels, an outer stage is a pipeline on all machines of the inner level, and the time of that takes the place of
-C. The all-reduce term of the first outer stage is divided by the machines of the inner level, as the published program
-has it.
+C. The first stage of an inner pipeline pays for no transfer, its last one for those at its end unless that is the end
+of the graph. The all-reduce term of the first outer stage is divided by the machines of the inner level. Both are as
+the published program has it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.fields import Fields, amount, count, items
+from hydra_ext.plan.node_index import NodeId, check_order, find, index_nodes
 from hydra_ext.plan.solution import Solution
 
 MOST_MACHINES = 1023  # of a level
@@ -33,7 +35,7 @@ _Stage = tuple[int, list[int], list["_Stage"]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Node:
-    id: int | str
+    id: NodeId
     description: str
     compute_ms: float
     activation_bytes: float
@@ -43,8 +45,10 @@ class _Node:
 def solve(problem: Mapping[str, object]) -> Solution:
     """Finds the stages whose slowest one is fastest.
 
-    Graphs with few closed sets get an optimal plan. Others get a plan whose cuts come from a family of closed sets, and
-    a bound from a relaxation; the amount of work is limited, and equal problems have equal solutions.
+    Graphs with few closed sets get an optimal plan. Others get a plan whose cuts come from families of closed sets, and
+    a bound from a relaxation; the amount of work is limited, and equal problems have equal solutions. If the families
+    of such a graph have no plan that fits, there is neither plan nor bound, though another plan may fit. That needs
+    ``straight`` with a memory cap or with hundreds of machines: on replicas of all layers every graph fits.
 
     Args:
         problem: ``profile`` (``nodes`` with ``id``, ``desc``, ``forward_ms``, ``backward_ms``, ``activation_bytes``,
@@ -69,9 +73,9 @@ def solve(problem: Mapping[str, object]) -> Solution:
         edges,
         levels=levels,
         memory_cap=None if cap is None else amount(cap, "problem['memory_cap_bytes']"),
-        straight=_flag(given, "straight"),
-        fewer=_flag(given, "use_fewer_machines"),
-        transfers=_flag(given, "activation_transfers_in_objective"),
+        straight=given.flag("straight"),
+        fewer=given.flag("use_fewer_machines"),
+        transfers=given.flag("activation_transfers_in_objective"),
     )
     if partition is None:
         return Solution(objective=None, plan=None, bound=None)
@@ -89,20 +93,13 @@ def _plan(stages: Sequence[_Stage], nodes: Sequence[_Node], *, inner: bool) -> l
     return plan
 
 
-def _flag(given: Fields, key: str) -> bool:
-    value = given.value(key)
-    if not isinstance(value, bool):
-        raise PlanError(f"problem['{key}'] is a {type(value).__name__}: give true or false")
-    return value
-
-
 def _levels(given: Fields) -> list[tuple[int, float]]:
     machines = [count(each, f"problem['machines'][{i}]") for i, each in enumerate(given.items("machines"))]
     links = [
         amount(each, f"problem['bandwidth_bytes_per_s'][{i}]")
         for i, each in enumerate(given.items("bandwidth_bytes_per_s"))
     ]
-    needed = 2 if _flag(given, "hierarchical") else 1
+    needed = 2 if given.flag("hierarchical") else 1
     for name, values in (("machines", machines), ("bandwidth_bytes_per_s", links)):
         if len(values) != needed:
             raise PlanError(
@@ -120,15 +117,10 @@ def _levels(given: Fields) -> list[tuple[int, float]]:
 def _graph(profile: Fields) -> tuple[list[_Node], list[tuple[int, int]]]:
     """The nodes that stages are made of, and the edges between them by index."""
     nodes = [_node(each, f"nodes[{i}]") for i, each in enumerate(profile.items("nodes"))]
-    if not nodes:
-        raise PlanError("profile['nodes'] is empty: give at least one layer")
-    index: dict[int | str, int] = {}
-    for i, node in enumerate(nodes):
-        if node.id in index:
-            raise PlanError(f"nodes[{i}]['id'] is {node.id!r}, as nodes[{index[node.id]}]['id']: give each id once")
-        index[node.id] = i
+    ids = [node.id for node in nodes]
+    index = index_nodes(ids)
     edges = [_edge(each, index, f"edges[{i}]") for i, each in enumerate(profile.items("edges"))]
-    _check_order(nodes, edges)
+    check_order(ids, edges)
     kept = {i for i, node in enumerate(nodes) if not node.description.startswith("Input")}
     used = {source for source, target in edges if source in kept and target in kept}
     kept = {i for i in kept if i in used or not nodes[i].description.startswith("__getitem__")}
@@ -143,49 +135,17 @@ def _graph(profile: Fields) -> tuple[list[_Node], list[tuple[int, int]]]:
 
 def _node(node: object, name: str) -> _Node:
     given = Fields(node, name)
-    description = given.value("desc")
-    if not isinstance(description, str):
-        raise PlanError(f"{name}['desc'] is a {type(description).__name__}: give a text")
     return _Node(
-        id=_id(given.value("id"), f"{name}['id']"),
-        description=description,
+        id=given.identity("id"),
+        description=given.text("desc"),
         compute_ms=given.amount("forward_ms") + given.amount("backward_ms"),
         activation_bytes=given.amount("activation_bytes"),
         parameter_bytes=given.amount("parameter_bytes"),
     )
 
 
-def _id(value: object, name: str) -> int | str:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise PlanError(f"{name} is a {type(value).__name__}: give a whole number or a text")
-    return value
-
-
-def _edge(edge: object, index: Mapping[int | str, int], name: str) -> tuple[int, int]:
+def _edge(edge: object, index: Mapping[NodeId, int], name: str) -> tuple[int, int]:
     ends = items(edge, name)
     if len(ends) != 2:
         raise PlanError(f"{name} has {len(ends)} entries: give the ids of two nodes")
-    found = []
-    for i, end in enumerate(ends):
-        known = _id(end, f"{name}[{i}]")
-        if known not in index:
-            raise PlanError(f"{name}[{i}] is {known!r}, which is no id of a node: give one of the {len(index)} ids")
-        found.append(index[known])
-    return found[0], found[1]
-
-
-def _check_order(nodes: Sequence[_Node], edges: Sequence[tuple[int, int]]) -> None:
-    missing = [0] * len(nodes)
-    successors: list[list[int]] = [[] for _ in nodes]
-    for source, target in edges:
-        missing[target] += 1
-        successors[source].append(target)
-    ready = [i for i, count_missing in enumerate(missing) if not count_missing]
-    for node in ready:  # grows while it is read
-        for after in successors[node]:
-            missing[after] -= 1
-            if not missing[after]:
-                ready.append(after)
-    if len(ready) < len(nodes):
-        stuck = next(i for i, count_missing in enumerate(missing) if count_missing)
-        raise PlanError(f"'edges' form a cycle that node {nodes[stuck].id!r} waits for: give a graph without cycles")
+    return find(ends[0], index, f"{name}[0]"), find(ends[1], index, f"{name}[1]")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hydra_ext.errors import InvalidArgument, PlanDoesNotFit, PlanError
-from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, partition_chain
+from hydra_ext.plan import Boundary, Event, Partition, SharedParameters, partition_chain
 
 SAME = 1e-9  # relative; sums in another order
 

@@ -17,7 +17,7 @@ from hydra_ext.pipeline.ranks.messages import fingerprint
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.parts import Part, Parts
-from hydra_ext.plan.chain import Boundary, Event, SharedParameters, partition_chain
+from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
 from hydra_ext.schedule import Schedule
 from hydra_ext.schedule.sharing import refuse_late_sums
 from hydra_ext.split import (
