@@ -12,13 +12,11 @@ GENERATED = {"_C", "_build_info"}
 SMALL = {
     "csrc/bindings": "the module, above its two folders",
     "csrc/io": "the only part that knows files",
-    "csrc/plan": "planners, of which there will be more",
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
     "csrc/testing": "scripted faults, which no user meets",
     "hydra_ext/_C": "generated stubs",
     "hydra_ext/cli/demo": "one command",
     "hydra_ext/integrations": "libraries by name, of which there will be more",
-    "hydra_ext/plan": "planners, of which there will be more",
 }
 
 

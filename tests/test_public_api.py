@@ -17,6 +17,7 @@ import hydra_ext
 import hydra_ext.codec
 import hydra_ext.errors
 import hydra_ext.optim
+import hydra_ext.plan
 import hydra_ext.schedule
 import hydra_ext.tiled
 
@@ -26,6 +27,7 @@ MODULES = (
     hydra_ext.codec,
     hydra_ext.errors,
     hydra_ext.optim,
+    hydra_ext.plan,
     hydra_ext.schedule,
     hydra_ext.tiled,
 )

@@ -23,6 +23,9 @@ __all__: list[str] = [
     "BlockUpdate",
     "ChainPartition",
     "Charged",
+    "CheckpointClass",
+    "CheckpointPlan",
+    "CheckpointStepKind",
     "DISK_ALIGNMENT",
     "DISK_LEAST_BYTES",
     "DISK_WORKING_SETS",
@@ -91,12 +94,15 @@ __all__: list[str] = [
     "on_simulated_device",
     "parse_schedule",
     "partition_chain",
+    "partition_pipeline",
+    "plan_checkpoints",
     "random_states",
     "reached_leaves",
     "reached_models",
     "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
+    "split_unequally",
     "sums_of_squares",
     "supported_instruction_sets",
     "suspend_charging",
@@ -769,6 +775,74 @@ class ChainPartition:
     def period_seconds(self) -> float: ...
     @property
     def stages(self) -> list[PlannedStage]: ...
+
+class CheckpointClass:
+    """
+    Members:
+
+      PERSISTENT
+
+      FLAT
+    """
+
+    FLAT: typing.ClassVar[CheckpointClass]
+    PERSISTENT: typing.ClassVar[CheckpointClass]
+    __members__: typing.ClassVar[dict[str, CheckpointClass]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CheckpointStepKind:
+    """
+    Members:
+
+      FORWARD
+
+      FORWARD_SAVING
+
+      BACKWARD
+
+      DROP
+    """
+
+    BACKWARD: typing.ClassVar[CheckpointStepKind]
+    DROP: typing.ClassVar[CheckpointStepKind]
+    FORWARD: typing.ClassVar[CheckpointStepKind]
+    FORWARD_SAVING: typing.ClassVar[CheckpointStepKind]
+    __members__: typing.ClassVar[dict[str, CheckpointStepKind]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class CheckpointPlan:
+    @property
+    def bound(self) -> float: ...
+    @property
+    def steps(self) -> list[tuple[CheckpointStepKind, int]]: ...
+    @property
+    def time(self) -> float: ...
 
 class GradientStatistics:
     @property
@@ -1469,6 +1543,50 @@ def partition_chain(
     Events are (forward seconds, backward seconds, parameter bytes, activation bytes), boundaries (crossing bytes, possible), shared parameters (bytes, events).
     """
 
+def partition_pipeline(
+    layers: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    edges: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex]
+    ],
+    *,
+    levels: collections.abc.Sequence[
+        tuple[typing.SupportsInt | typing.SupportsIndex, typing.SupportsFloat | typing.SupportsIndex]
+    ],
+    memory_cap: typing.SupportsFloat | typing.SupportsIndex | None,
+    straight: bool,
+    fewer: bool,
+    transfers: bool,
+) -> typing.Any:
+    """
+    Layers are (compute ms, activation bytes, parameter bytes), levels (machines, bytes per second), the inner one first. Returns (objective ms, bound ms, [(replicas, layers, inner stages)]), or None if nothing fits.
+    """
+
+def plan_checkpoints(
+    input_bytes: typing.SupportsInt | typing.SupportsIndex,
+    stages: collections.abc.Sequence[
+        tuple[
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+        ]
+    ],
+    *,
+    memory: typing.SupportsInt | typing.SupportsIndex,
+    type: CheckpointClass,
+) -> CheckpointPlan | None:
+    """
+    Stages are (forward time, backward time, output bytes, saved bytes, forward transient, backward transient). Steps count from 0.
+    """
+
 def random_states(generators: collections.abc.Sequence[torch.Generator]) -> list[torch.Tensor]:
     """
     Of each generator; charged to no device.
@@ -1503,6 +1621,31 @@ def rounding_seed(
 def scale_gradient(gradient: torch.Tensor, factor: typing.SupportsFloat | typing.SupportsIndex) -> None:
     """
     In place, wherever the gradient's home is.
+    """
+
+def split_unequally(
+    layers: collections.abc.Sequence[
+        tuple[
+            typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(3)"],
+            typing.Annotated[collections.abc.Sequence[typing.SupportsFloat | typing.SupportsIndex], "FixedSize(3)"],
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    edges: collections.abc.Sequence[
+        tuple[
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsInt | typing.SupportsIndex,
+            typing.SupportsFloat | typing.SupportsIndex,
+        ]
+    ],
+    *,
+    memory: typing.SupportsFloat | typing.SupportsIndex,
+    bandwidth: typing.SupportsFloat | typing.SupportsIndex,
+    devices: typing.SupportsInt | typing.SupportsIndex,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+) -> tuple[list[tuple[int, list[int], list[int]]], float, float | None]:
+    """
+    Layers are (kept, recomputed, parameter bytes), each way (time, bytes a microbatch, fixed bytes); edges (from, to, bytes). Returns stages (replicas, layers, recomputed layers), time and bound.
     """
 
 def sums_of_squares(

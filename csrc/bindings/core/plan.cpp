@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <tuple>
 
 #include "csrc/bindings/bindings.h"
 #include "csrc/plan/chain_partition.h"
+#include "csrc/plan/unequal_split.h"
 
 namespace py = pybind11;
 
@@ -16,6 +18,10 @@ namespace {
 using EventValues = std::tuple<double, double, Bytes, Bytes>;
 using BoundaryValues = std::tuple<Bytes, bool>;
 using SharedValues = std::tuple<Bytes, std::vector<int>>;
+using LayerValues = std::tuple<std::array<double, 3>, std::array<double, 3>, double>;
+using EdgeValues = std::tuple<std::size_t, std::size_t, double>;
+using SplitStageValues = std::tuple<int, std::vector<std::size_t>, std::vector<std::size_t>>;
+using SplitValues = std::tuple<std::vector<SplitStageValues>, double, std::optional<double>>;
 
 void translate_plan_error(std::exception_ptr error) {
   try {
@@ -47,6 +53,25 @@ Chain make_chain(const std::vector<EventValues>& events, const std::vector<Bound
   return chain;
 }
 
+LayerGraph make_layer_graph(const std::vector<LayerValues>& layers, const std::vector<EdgeValues>& edges) {
+  LayerGraph graph;
+  for (const auto& [kept, recomputed, parameters] : layers) {
+    graph.layers.push_back({{kept[0], kept[1], kept[2]}, {recomputed[0], recomputed[1], recomputed[2]}, parameters});
+  }
+  for (const auto& [from, to, bytes] : edges) {
+    graph.edges.push_back({from, to, bytes});
+  }
+  return graph;
+}
+
+SplitValues values_of(const UnequalSplit& split) {
+  std::vector<SplitStageValues> stages;
+  for (const SplitStage& stage : split.stages) {
+    stages.emplace_back(stage.replicas, stage.layers, stage.recomputed);
+  }
+  return {stages, split.time, split.bound};
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
@@ -75,6 +100,17 @@ void bind_plan(py::module_& module) {
       py::arg("latency"), py::arg("overlapped"), py::arg("versions"), py::arg("limits"),
       "Events are (forward seconds, backward seconds, parameter bytes, activation bytes), boundaries (crossing bytes, "
       "possible), shared parameters (bytes, events).");
+  module.def(
+      "split_unequally",
+      [](const std::vector<LayerValues>& layers, const std::vector<EdgeValues>& edges, double memory, double bandwidth,
+         int devices, int microbatches) {
+        const py::gil_scoped_release released;
+        return values_of(split_unequally(make_layer_graph(layers, edges), {memory, bandwidth, devices, microbatches}));
+      },
+      py::arg("layers"), py::arg("edges"), py::kw_only(), py::arg("memory"), py::arg("bandwidth"), py::arg("devices"),
+      py::arg("microbatches"),
+      "Layers are (kept, recomputed, parameter bytes), each way (time, bytes a microbatch, fixed bytes); edges (from, "
+      "to, bytes). Returns stages (replicas, layers, recomputed layers), time and bound.");
 }
 
 }  // namespace hydra

@@ -24,7 +24,7 @@ using test::memory_of;
 using test::restored;
 using test::violations;
 
-constexpr std::array kBounds = {0.0F, 1e-6F, 1e-3F, 0.01F, 0.3F, 2.0F, 1e5F};
+constexpr std::array kCodecBounds = {0.0F, 1e-6F, 1e-3F, 0.01F, 0.3F, 2.0F, 1e5F};
 
 void expect_kept(const Quantizer& quantizer, Choice choice, const Memory& numbers, const std::string& what) {
   const Memory stream = compressed(quantizer, choice, numbers, InstructionSet::kPortable);
@@ -39,7 +39,7 @@ void expect_kept(const Quantizer& quantizer, Choice choice, const Memory& number
 TEST(Codec, KeepsToTheBoundAndAllInstructionSetsAgree) {
   for (const NumberFormat format : kFormats) {
     for (const bool keep_signs : {false, true}) {
-      for (const float bound : kBounds) {
+      for (const float bound : kCodecBounds) {
         const Quantizer quantizer = Quantizer::make(format, bound, keep_signs);
         int content = 0;
         for (const std::vector<float>& values : contents(32 * 300 + 13)) {

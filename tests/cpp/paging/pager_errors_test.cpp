@@ -22,7 +22,7 @@ namespace {
 
 using testing::FaultScript;
 using testing::Operation;
-constexpr Bytes kBlock = 1024;
+constexpr Bytes kErrorBlock = 1024;
 
 /// A simulated device that fails to record a fence on request, as without host memory for one. Its waits can be
 /// replaced, as by a device whose compute waits without the host.
@@ -62,9 +62,9 @@ class PagerErrors : public ::testing::Test {
  protected:
   PagerErrors() {
     for (std::int32_t i = 0; i < 3; ++i) {
-      auto block = std::make_unique<FakeBlock>(random_bytes(kBlock, static_cast<std::uint32_t>(i + 1)));
+      auto block = std::make_unique<FakeBlock>(random_bytes(kErrorBlock, static_cast<std::uint32_t>(i + 1)));
       blocks_.push_back(block.get());
-      pager_.add_block("block " + std::to_string(i), kBlock, std::move(block));
+      pager_.add_block("block " + std::to_string(i), kErrorBlock, std::move(block));
     }
   }
   ~PagerErrors() override {
@@ -103,7 +103,7 @@ class PagerErrors : public ::testing::Test {
 
   std::shared_ptr<FaultScript> faults_ = std::make_shared<FaultScript>();
   Forgetful device_{options(faults_)};
-  Ledger ledger_{kBlock};
+  Ledger ledger_{kErrorBlock};
   LimitedResource slots_{device_.slots(), ledger_, MemoryClass::kWeights};
   std::function<bool()> reliever_;
   std::function<Bytes()> meter_;
@@ -118,7 +118,7 @@ TEST_F(PagerErrors, ASlotWhoseFillHasFailedGoesOnlyInComputeOrder) {
   faults_->fail(Operation::kToDevice, 1, false);
   EXPECT_THROW(visit(1), TransferError);
   EXPECT_EQ(pager_.state(1), BlockState::kStale);
-  EXPECT_EQ(ledger_.in_use(), kBlock) << "given back past the device, that may read it still";
+  EXPECT_EQ(ledger_.in_use(), kErrorBlock) << "given back past the device, that may read it still";
   EXPECT_EQ(device_.returned, 0);
   EXPECT_TRUE(pager_.evict_one(true));
   EXPECT_EQ(device_.returned, 1);
@@ -241,7 +241,7 @@ TEST_F(PagerErrors, ClosesWithoutHostMemoryForAFence) {
 }
 
 TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
-  ASSERT_TRUE(ledger_.try_charge(MemoryClass::kActivations, kBlock));
+  ASSERT_TRUE(ledger_.try_charge(MemoryClass::kActivations, kErrorBlock));
   Gate waiting;
   Gate closed;
   reliever_ = [&] {
@@ -260,7 +260,7 @@ TEST_F(PagerErrors, AThreadThatIsAboutToGetABlockGivesUpWhenThePagerCloses) {
   waiting.wait();
   EXPECT_EQ(pager_.state(0), BlockState::kReserving);
   pager_.close();
-  ledger_.discharge(MemoryClass::kActivations, kBlock);
+  ledger_.discharge(MemoryClass::kActivations, kErrorBlock);
   closed.open();
   late.join();
   EXPECT_EQ(said, "the offload context of this model has ended");

@@ -19,7 +19,7 @@ namespace {
 using test::copy_job;
 using test::message_of;
 using test::random_bytes;
-constexpr Bytes kPiece = WorkerLane::kPieceBytes;
+constexpr Bytes kLanePiece = WorkerLane::kPieceBytes;
 
 /// Moves no bytes, and reports every piece.
 class NotingLane final : public WorkerLane {
@@ -70,13 +70,13 @@ TEST(LaneActivity, AJobIsOneEntryHoweverManyPiecesItHas) {
   ActivityLog log;
   NotingLane lane(log, [] {});
   log.start(100);
-  lane.submit(job_of(1, {2 * kPiece + 5, 7, 0}));
+  lane.submit(job_of(1, {2 * kLanePiece + 5, 7, 0}));
   lane.submit(job_of(2, {0}));
   lane.submit(job_of(3, {9}))->wait();
   const std::vector<Activity> copies = of_kind(log.stop(), ActivityKind::kCopy);
   ASSERT_EQ(copies.size(), 2U) << "where nothing moves nothing is recorded";
   EXPECT_EQ(copies[0].label.block, 1);
-  EXPECT_EQ(copies[0].bytes, 2 * kPiece + 12);
+  EXPECT_EQ(copies[0].bytes, 2 * kLanePiece + 12);
   EXPECT_EQ(copies[1].label.block, 3);
   EXPECT_EQ(copies[1].bytes, 9);
   for (const Activity& copy : copies) {
@@ -99,19 +99,19 @@ TEST(LaneActivity, AJobThatIsInterruptedIsSeveralEntriesThatDoNotOverlap) {
   });
   self = &lane;
   log.start(100);
-  const TicketPtr big = lane.submit(job_of(1, {2 * kPiece + 1}));
+  const TicketPtr big = lane.submit(job_of(1, {2 * kLanePiece + 1}));
   ready.open();
   big->wait();
   lane.drain();
   const std::vector<Activity> copies = of_kind(log.stop(), ActivityKind::kCopy);
   ASSERT_EQ(copies.size(), 3U);
   EXPECT_EQ(copies[0].label.block, 1);
-  EXPECT_EQ(copies[0].bytes, kPiece);
+  EXPECT_EQ(copies[0].bytes, kLanePiece);
   EXPECT_FALSE(copies[0].continued);
   EXPECT_EQ(copies[1].label.block, 2);
   EXPECT_FALSE(copies[1].continued);
   EXPECT_EQ(copies[2].label.block, 1);
-  EXPECT_EQ(copies[2].bytes, kPiece + 1);
+  EXPECT_EQ(copies[2].bytes, kLanePiece + 1);
   EXPECT_TRUE(copies[2].continued);
   expect_apart(copies);
 }
@@ -125,10 +125,10 @@ TEST(LaneActivity, OfAJobThatFailsTheBytesThatMovedAreThere) {
     }
   });
   log.start(100);
-  EXPECT_EQ(message_of(*lane.submit(job_of(1, {3 * kPiece}))), "piece");
+  EXPECT_EQ(message_of(*lane.submit(job_of(1, {3 * kLanePiece}))), "piece");
   const std::vector<Activity> copies = of_kind(log.stop(), ActivityKind::kCopy);
   ASSERT_EQ(copies.size(), 1U);
-  EXPECT_EQ(copies[0].bytes, kPiece);
+  EXPECT_EQ(copies[0].bytes, kLanePiece);
 }
 
 TEST(LaneActivity, FunctionsThatHoldTheLaneUpAreThereBesideTheCopies) {
@@ -155,7 +155,7 @@ TEST(LaneActivity, FunctionsThatHoldTheLaneUpAreThereBesideTheCopies) {
 TEST(LaneActivity, OfTheSimulatedDeviceCoversEveryByteInItsDirection) {
   SimulatedDevice device;
   ActivityLog& log = device.activity();
-  const std::vector<std::uint8_t> source = random_bytes(3 * kPiece + 11, 1);
+  const std::vector<std::uint8_t> source = random_bytes(3 * kLanePiece + 11, 1);
   std::vector<std::uint8_t> target(source.size());
   Job in = copy_job(target.data(), source);
   in.label = {.block = 5};

@@ -18,7 +18,7 @@ namespace {
 using test::Gate;
 using test::ManualFence;
 using test::message_of;
-constexpr Bytes kPiece = WorkerLane::kPieceBytes;
+constexpr Bytes kWorkerPiece = WorkerLane::kPieceBytes;
 
 class ScriptedLane final : public WorkerLane {
  public:
@@ -106,7 +106,7 @@ TEST(WorkerLane, LetsAMoreUrgentJobInBetweenTwoPieces) {
     }
   });
   self = &lane;
-  const TicketPtr big = lane.submit(job_of(1, 2 * kPiece + 1, Priority::kPrefetch));
+  const TicketPtr big = lane.submit(job_of(1, 2 * kWorkerPiece + 1, Priority::kPrefetch));
   ready.open();
   big->wait();
   lane.drain();
@@ -117,24 +117,25 @@ TEST(WorkerLane, CutsSegmentsIntoPiecesThatCoverEveryByteOnceInOrder) {
   std::vector<Segment> pieces;
   ScriptedLane lane([&](const Segment& piece) { pieces.push_back(piece); });
   Job job;
-  job.segments = {{.destination = tag(kFar), .source = tag(2 * kFar), .bytes = 2 * kPiece + 5},
+  job.segments = {{.destination = tag(kFar), .source = tag(2 * kFar), .bytes = 2 * kWorkerPiece + 5},
                   {.destination = nullptr, .source = nullptr, .bytes = 0},
                   {.destination = tag(3 * kFar), .source = tag(4 * kFar), .bytes = 7}};
   lane.submit(std::move(job))->wait();
   ASSERT_EQ(pieces.size(), 4U);
-  const std::vector<Bytes> sizes = {kPiece, kPiece, 5, 7};
-  const std::vector<char*> destinations = {tag(kFar), tag(kFar) + kPiece, tag(kFar) + 2 * kPiece, tag(3 * kFar)};
+  const std::vector<Bytes> sizes = {kWorkerPiece, kWorkerPiece, 5, 7};
+  const std::vector<char*> destinations = {tag(kFar), tag(kFar) + kWorkerPiece, tag(kFar) + 2 * kWorkerPiece,
+                                           tag(3 * kFar)};
   for (std::size_t i = 0; i < pieces.size(); ++i) {
     EXPECT_EQ(pieces[i].bytes, sizes[i]);
     EXPECT_EQ(pieces[i].destination, destinations[i]);
   }
-  EXPECT_EQ(pieces[2].source, tag(2 * kFar) + 2 * kPiece);
+  EXPECT_EQ(pieces[2].source, tag(2 * kFar) + 2 * kWorkerPiece);
 }
 
 TEST(WorkerLane, RunsBeforeThenTheBytesThenAfter) {
   std::vector<std::string> order;
   ScriptedLane lane([&](const Segment&) { order.emplace_back("move"); });
-  Job job = job_of(1, kPiece + 1);
+  Job job = job_of(1, kWorkerPiece + 1);
   job.before = [&] { order.emplace_back("before"); };
   job.after = [&] { order.emplace_back("after"); };
   lane.submit(std::move(job))->wait();
@@ -216,7 +217,7 @@ TEST(WorkerLane, AnErrorInAPieceLeavesOutTheRestAndTheLaneGoesOn) {
       throw TransferError("copy failed");
     }
   });
-  const TicketPtr failed = lane.submit(job_of(1, 4 * kPiece));
+  const TicketPtr failed = lane.submit(job_of(1, 4 * kWorkerPiece));
   const TicketPtr next = lane.submit(job_of(2, 8));
   EXPECT_THROW(failed->wait(), TransferError);
   EXPECT_NO_THROW(next->wait());
@@ -265,16 +266,16 @@ TEST(WorkerLane, CountsWhatItMovedAndHowJobsEnded) {
       throw TransferError("second piece");
     }
   });
-  const TicketPtr whole = lane.submit(job_of(1, kPiece + 3));
-  const TicketPtr half = lane.submit(job_of(2, 2 * kPiece));
+  const TicketPtr whole = lane.submit(job_of(1, kWorkerPiece + 3));
+  const TicketPtr half = lane.submit(job_of(2, 2 * kWorkerPiece));
   half->wait_quietly();
   const LaneStatistics statistics = lane.statistics();
-  EXPECT_EQ(statistics.bytes, 2 * kPiece + 3);
+  EXPECT_EQ(statistics.bytes, 2 * kWorkerPiece + 3);
   EXPECT_EQ(statistics.jobs, 2);
   EXPECT_EQ(statistics.failures, 1);
   EXPECT_EQ(statistics.busy_seconds, 0.75);
   EXPECT_EQ(whole->seconds(), 0.5);
-  EXPECT_EQ(whole->bytes(), kPiece + 3);
+  EXPECT_EQ(whole->bytes(), kWorkerPiece + 3);
 }
 
 TEST(WorkerLane, DrainWaitsForAllSubmittedBeforeThoughLaterOnesOvertake) {
@@ -286,7 +287,7 @@ TEST(WorkerLane, DrainWaitsForAllSubmittedBeforeThoughLaterOnesOvertake) {
     }
   });
   for (int i = 0; i < 300; ++i) {
-    const TicketPtr slow = lane.submit(job_of(1, 6 * kPiece, Priority::kPrefetch));
+    const TicketPtr slow = lane.submit(job_of(1, 6 * kWorkerPiece, Priority::kPrefetch));
     const TicketPtr quick = lane.submit(job_of(2, 8, Priority::kGradient));
     lane.drain();
     EXPECT_TRUE(slow->finished());
@@ -312,7 +313,7 @@ TEST(WorkerLane, DestructionFinishesWhatWasSubmitted) {
     first.before = [&] { gate.wait(); };
     tickets.push_back(lane.submit(std::move(first)));
     for (std::uintptr_t number = 2; number <= 20; ++number) {
-      tickets.push_back(lane.submit(job_of(number, 2 * kPiece)));
+      tickets.push_back(lane.submit(job_of(number, 2 * kWorkerPiece)));
     }
     gate.open();
   }

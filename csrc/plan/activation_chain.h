@@ -1,0 +1,96 @@
+// A training step as a chain of segments: what a planner of activations is given, measured in one microbatch.
+//
+// A segment is a module, or several in a row, that runs in one piece. Forward passes the segments in order, backward in
+// reverse. A step has several microbatches. A round takes `round_size` of them through each segment before the next
+// segment, with the segment's weights pinned; with rounds of 1 microbatches follow each other, and weights come piece
+// by piece. What a segment saves for its backward is treated by one option:
+//
+//   keep                 stays on the device
+//   offload              leaves as it is saved, and comes back for backward
+//   compress             likewise, as a stream
+//   recompute            is dropped; the inputs stay on the device, and the segment runs forward again in backward
+//   recompute offloaded  likewise, but the inputs leave and come back
+//
+// What leaves or comes ahead of its use is in the stash, which has room for `stash_bytes`. If the room cannot hold what
+// one microbatch moves, moving does not overlap computing.
+//
+// Units are bytes, seconds and bytes a second. Plain values.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "csrc/base/types.h"
+
+namespace hydra {
+
+enum class ActivationOption : std::uint8_t { kKeep, kOffload, kCompress, kRecompute, kRecomputeOffloaded };
+
+inline constexpr std::array kActivationOptions = {ActivationOption::kKeep, ActivationOption::kOffload,
+                                                  ActivationOption::kCompress, ActivationOption::kRecompute,
+                                                  ActivationOption::kRecomputeOffloaded};
+
+/// Bytes of storages. One that an earlier segment has saved is not new, but it stays if any segment keeps it.
+struct StorageBytes {
+  Bytes fresh = 0;
+  Bytes all = 0;  // at least `fresh`
+};
+
+struct SegmentCoding {
+  Bytes stream_bytes = 0;  // of all that is fresh
+  double seconds = 0;      // to compress and to decode
+};
+
+/// One microbatch of a segment.
+struct ActivationSegment {
+  double forward_seconds = 0;   // without waits
+  double backward_seconds = 0;  // without waits and without running forward again
+  StorageBytes saved;           // for backward
+  StorageBytes inputs;          // that a second forward needs
+  Bytes parked_bytes = 0;       // alive after it: outputs, and what later segments read of earlier ones
+  Bytes forward_bytes = 0;      // the most in use at once if what is saved leaves at once
+  Bytes backward_bytes = 0;     // likewise, if what was saved comes when it is read
+  Bytes weight_bytes = 0;
+  Bytes slot_bytes = 0;                 // of its largest block: the least of its weights that is on the device
+  Bytes gradient_bytes = 0;             // that leave after its backward
+  std::optional<SegmentCoding> coding;  // none: not to be compressed
+  bool may_recompute = false;
+};
+
+struct ActivationMachine {
+  Bytes budget = 0;
+  double to_device = std::numeric_limits<double>::infinity();  // bytes a second
+  double to_host = std::numeric_limits<double>::infinity();
+  Bytes host_bytes = std::numeric_limits<Bytes>::max();  // for activations
+  double update_seconds = 0;                             // of the optimizer, behind the next step's forward
+};
+
+/// What decides how a step runs.
+struct ActivationTreatment {
+  std::vector<ActivationOption> options;  // one for each segment
+  int round_size = 1;
+  Bytes stash_bytes = 0;
+
+  bool operator==(const ActivationTreatment&) const = default;
+};
+
+inline bool allows(const ActivationSegment& segment, ActivationOption option) {
+  switch (option) {
+    case ActivationOption::kCompress:
+      return segment.coding.has_value();
+    case ActivationOption::kRecompute:
+    case ActivationOption::kRecomputeOffloaded:
+      return segment.may_recompute;
+    default:
+      return true;
+  }
+}
+
+inline bool runs_again(ActivationOption option) {
+  return option == ActivationOption::kRecompute || option == ActivationOption::kRecomputeOffloaded;
+}
+
+}  // namespace hydra

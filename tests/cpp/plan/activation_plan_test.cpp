@@ -1,0 +1,300 @@
+#include "csrc/plan/activation_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "csrc/plan/chain.h"
+
+namespace hydra {
+namespace {
+
+using Option = ActivationOption;
+
+constexpr double kNoActivationLimit = std::numeric_limits<double>::infinity();
+
+class Chains {
+ public:
+  explicit Chains(unsigned seed) : generator_(seed) {}
+
+  double between(double low, double high) { return std::uniform_real_distribution<double>(low, high)(generator_); }
+  template <typename Value>
+  Value one_of(std::initializer_list<Value> values) {
+    return *(values.begin() + generator_() % values.size());
+  }
+
+  ActivationSegment segment(bool may_recompute, bool may_compress) {
+    const auto mib = [&](double low, double high) { return static_cast<Bytes>(1'000'000 * between(low, high)); };
+    ActivationSegment segment;
+    segment.forward_seconds = one_of({1, 2, 3, 5}) * between(0.5, 1.5);
+    segment.backward_seconds = 2 * segment.forward_seconds * between(0.8, 1.2);
+    segment.saved.fresh = static_cast<Bytes>(1'000'000 * one_of({4, 8, 16, 32}) * between(0.5, 1.5));
+    segment.saved.all = segment.saved.fresh + one_of({0, 1}) * mib(0, 2);
+    segment.inputs.fresh = static_cast<Bytes>(static_cast<double>(segment.saved.fresh) * between(0.03, 0.4));
+    segment.inputs.all = segment.inputs.fresh + one_of({0, 1}) * mib(0, 1);
+    segment.parked_bytes = mib(0.5, 3);
+    segment.forward_bytes = mib(1, 6);
+    segment.backward_bytes = mib(1, 8);
+    segment.weight_bytes = mib(0.5, 8);
+    segment.slot_bytes = std::min<Bytes>(500'000, segment.weight_bytes);
+    segment.gradient_bytes = mib(0.5, 8);
+    segment.may_recompute = may_recompute && between(0, 1) < 0.9;
+    if (may_compress) {
+      segment.coding = SegmentCoding{segment.saved.fresh / 5, 0.3 * segment.forward_seconds};
+    }
+    return segment;
+  }
+
+  /// Something has to give: the budget is between the least and what keeps all at rounds of 1.
+  ActivationProblem problem(std::size_t count, bool may_compress = false) {
+    ActivationProblem problem;
+    problem.cuts.emplace_back();
+    double compute = 0;
+    double saved = 0;
+    Bytes in_use = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      const ActivationSegment& added = problem.cuts[0].emplace_back(segment(true, may_compress));
+      compute += added.forward_seconds + added.backward_seconds;
+      saved += static_cast<double>(added.saved.fresh);
+      in_use = std::max(in_use, added.backward_bytes + added.slot_bytes);
+    }
+    problem.microbatches = one_of({2, 4});
+    const double least = static_cast<double>(least_budget(problem));
+    const double most = saved + static_cast<double>(in_use);
+    problem.machine.budget = static_cast<Bytes>(least + std::max(0.0, most - least) * between(0.02, 0.9));
+    problem.machine.to_device = saved / compute * one_of({0.4, 0.7, 1.0, 1.5});
+    problem.machine.to_host = problem.machine.to_device;
+    return problem;
+  }
+
+ private:
+  std::mt19937 generator_;
+};
+
+/// The least seconds over all options of the first cut, sizes of rounds and of the stash.
+double least_seconds(const ActivationProblem& problem) {
+  const std::vector<ActivationSegment>& segments = problem.cuts[0];
+  std::size_t combinations = 1;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    combinations *= kActivationOptions.size();
+  }
+  double least = kNoActivationLimit;
+  ActivationTreatment treatment;
+  for (std::size_t number = 0; number < combinations; ++number) {
+    treatment.options.clear();
+    bool allowed = true;
+    for (std::size_t rest = number; treatment.options.size() < segments.size(); rest /= kActivationOptions.size()) {
+      treatment.options.push_back(kActivationOptions[rest % kActivationOptions.size()]);
+      allowed = allowed && allows(segments[treatment.options.size() - 1], treatment.options.back());
+    }
+    if (!allowed) {
+      continue;
+    }
+    for (const int round_size : round_sizes(problem.microbatches)) {
+      for (const Bytes stash_bytes : stash_sizes(segments)) {
+        treatment.round_size = round_size;
+        treatment.stash_bytes = stash_bytes;
+        if (peak_bytes(segments, treatment) <= problem.machine.budget) {
+          least = std::min(least, simulate_step(segments, problem.machine, problem.microbatches, treatment).seconds);
+        }
+      }
+    }
+  }
+  return least;
+}
+
+ActivationSegment plain_segment() {
+  ActivationSegment segment;
+  segment.forward_seconds = 1;
+  segment.backward_seconds = 2;
+  segment.saved = {100, 100};
+  segment.inputs = {10, 10};
+  segment.forward_bytes = 5;
+  segment.backward_bytes = 7;
+  segment.may_recompute = true;
+  return segment;
+}
+
+ActivationMachine machine_of(Bytes budget, double speed = kNoActivationLimit) {
+  ActivationMachine machine;
+  machine.budget = budget;
+  machine.to_device = speed;
+  machine.to_host = speed;
+  return machine;
+}
+
+double seconds_of(const ActivationSegment& segment, std::size_t count, const ActivationMachine& machine,
+                  int microbatches, Option option, int round_size = 1, Bytes stash_bytes = 0) {
+  const std::vector<ActivationSegment> segments(count, segment);
+  return simulate_step(segments, machine, microbatches, {std::vector<Option>(count, option), round_size, stash_bytes})
+      .seconds;
+}
+
+TEST(StepSimulation, WithoutMovingAStepTakesItsCompute) {
+  const ActivationMachine machine = machine_of(10'000);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kKeep), 18);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kRecompute), 24);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kOffload), 18);
+}
+
+TEST(StepSimulation, WithoutAStashMovingDoesNotOverlapComputing) {
+  const ActivationMachine machine = machine_of(10'000, 100);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kOffload), 18 + 2 * 3 * 2);
+  EXPECT_DOUBLE_EQ(seconds_of(plain_segment(), 3, machine, 2, Option::kRecomputeOffloaded), 24 + 2 * 3 * 0.2);
+}
+
+TEST(StepSimulation, AStashHidesMovingBehindComputing) {
+  const ActivationMachine machine = machine_of(10'000, 100);
+  // Forward waits for no departure, and the first of backward comes while nothing runs, after the last has left.
+  EXPECT_EQ(seconds_of(plain_segment(), 3, machine, 1, Option::kOffload, 1, 200), 9 + 1);
+  // On a slow lane compute waits for what comes, also in backward.
+  const ActivationMachine slow = machine_of(10'000, 50);
+  EXPECT_EQ(seconds_of(plain_segment(), 3, slow, 1, Option::kOffload, 1, 1000), 3 + 2 + 6);
+}
+
+TEST(StepSimulation, WeightsThatHaveRoomComeOnce) {
+  ActivationSegment segment = plain_segment();
+  segment.weight_bytes = 1000;
+  segment.slot_bytes = 10;
+  EXPECT_EQ(seconds_of(segment, 1, machine_of(10'000, 1000), 2, Option::kKeep), 6 + 1);
+  // Nothing stays, so each pass of each microbatch waits.
+  EXPECT_EQ(seconds_of(segment, 2, machine_of(300, 1000), 2, Option::kKeep), 12 + 8);
+}
+
+TEST(StepSimulation, GradientsLeaveBehindTheNextBackward) {
+  ActivationSegment segment = plain_segment();
+  segment.gradient_bytes = 100;
+  EXPECT_EQ(seconds_of(segment, 2, machine_of(10'000, 100), 1, Option::kKeep), 6 + 1);
+}
+
+TEST(StepSimulation, AnUpdateCountsAsFarAsForwardDoesNotHideIt) {
+  ActivationMachine machine = machine_of(10'000);
+  machine.update_seconds = 5;
+  EXPECT_EQ(seconds_of(plain_segment(), 2, machine, 2, Option::kKeep), 12 + 1);
+}
+
+TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
+  ActivationSegment segment = plain_segment();
+  segment.parked_bytes = 3;
+  segment.weight_bytes = 1000;
+  segment.slot_bytes = 400;
+  segment.gradient_bytes = 600;
+  segment.inputs.all = 20;
+  EXPECT_EQ(needed_bytes(segment, Option::kKeep, 1), 100 + 400 + 7 + 400);
+  EXPECT_EQ(needed_bytes(segment, Option::kOffload, 3), 2 * 3 + 1000 + 7 + 600);
+  EXPECT_EQ(needed_bytes(segment, Option::kRecompute, 3), 60 + 2 * 3 + 1000 + 7 + 600 + 100);
+  EXPECT_EQ(peak_bytes({segment, segment}, {{Option::kKeep, Option::kOffload}, 3, 50}), 50 + 300 + 6 + 1607 + 0);
+  EXPECT_EQ(host_bytes({segment, segment}, {{Option::kRecomputeOffloaded, Option::kOffload}, 3, 50}), 3 * 110);
+}
+
+TEST(ActivationPlan, RoomForEverythingKeepsEverything) {
+  const ActivationProblem problem = {{{plain_segment(), plain_segment()}}, 2, machine_of(1000, 1)};
+  const ActivationPlan plan = plan_activations(problem);
+  EXPECT_EQ(plan.step.seconds, 12);
+  EXPECT_EQ(plan.treatment.options, std::vector<Option>(2, Option::kKeep));
+}
+
+TEST(ActivationPlan, TheLeastBudgetIsEnough) {
+  Chains chains(7);
+  for (int round = 0; round < 20; ++round) {
+    ActivationProblem problem = chains.problem(6, round % 2 == 0);
+    problem.machine.budget = least_budget(problem);
+    const ActivationPlan plan = plan_activations(problem, 0.1);
+    EXPECT_LE(plan.peak_bytes, problem.machine.budget);
+    --problem.machine.budget;
+    try {
+      plan_activations(problem, 0.1);
+      FAIL() << "it fitted";
+    } catch (const PlanDoesNotFit& error) {
+      EXPECT_EQ(error.needed, problem.machine.budget + 1);
+    }
+  }
+}
+
+TEST(ActivationPlan, AFinerCutIsTakenWhereItHelps) {
+  ActivationProblem problem = {{{plain_segment()}}, 1, machine_of(80, 1)};
+  problem.cuts[0][0].backward_bytes = 70;
+  ActivationSegment half = plain_segment();
+  half.forward_seconds = 0.5;
+  half.backward_seconds = 1;
+  half.saved = {30, 30};
+  problem.cuts.push_back({half, half});
+  const ActivationPlan plan = plan_activations(problem);
+  EXPECT_EQ(plan.cut, 1);
+  EXPECT_EQ(plan.step.seconds, 3);
+}
+
+TEST(ActivationPlan, SmallChainsAreAlmostAlwaysTreatedInTheBestWay) {
+  Chains chains(11);
+  int optimal = 0;
+  double sum = 0;
+  double worst = 0;
+  constexpr int kRounds = 60;
+  for (int round = 0; round < kRounds; ++round) {
+    const ActivationProblem problem = chains.problem(round % 3 == 2 ? 4 : 5, round % 3 == 2);
+    const double least = least_seconds(problem);
+    const ActivationPlan plan = plan_activations(problem);
+    ASSERT_LE(plan.peak_bytes, problem.machine.budget);
+    const double gap = plan.step.seconds / least - 1;
+    ASSERT_GE(gap, -1e-9);
+    optimal += gap < 1e-9 ? 1 : 0;
+    sum += gap;
+    worst = std::max(worst, gap);
+  }
+  RecordProperty("optimal", optimal);
+  EXPECT_GE(optimal, kRounds * 9 / 10);
+  EXPECT_LE(sum / kRounds, 0.005);
+  EXPECT_LE(worst, 0.05);
+}
+
+TEST(ActivationPlan, TheSameProblemHasTheSamePlan) {
+  Chains chains(3);
+  const ActivationProblem problem = chains.problem(40, true);
+  EXPECT_EQ(plan_activations(problem, 0.2).treatment, plan_activations(problem, 0.2).treatment);
+}
+
+TEST(ActivationPlan, MoreEffortIsNotSlower) {
+  Chains chains(5);
+  const ActivationProblem problem = chains.problem(30);
+  double before = kNoActivationLimit;
+  for (const double effort : {0.0, 0.1, 1.0}) {
+    const ActivationPlan plan = plan_activations(problem, effort);
+    EXPECT_LE(plan.peak_bytes, problem.machine.budget);
+    EXPECT_LE(plan.step.seconds, before * 1.001);
+    before = plan.step.seconds;
+  }
+}
+
+TEST(ActivationPlan, SenselessProblemsAreRefused) {
+  const ActivationProblem good = {{{plain_segment()}}, 1, machine_of(1000)};
+  EXPECT_NO_THROW(plan_activations(good, 0));
+  ActivationProblem problem = good;
+  problem.cuts.clear();
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.cuts[0].clear();
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.microbatches = 0;
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.machine.to_host = 0;
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.cuts[0][0].forward_seconds = kNoActivationLimit;
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.cuts[0][0].saved.fresh = -1;
+  EXPECT_THROW(plan_activations(problem), PlanError);
+  problem = good;
+  problem.machine.host_bytes = 1;
+  problem.machine.budget = 50;
+  EXPECT_THROW(plan_activations(problem), PlanError);
+}
+
+}  // namespace
+}  // namespace hydra
