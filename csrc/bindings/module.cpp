@@ -14,10 +14,10 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_checkpoint_chain(module);
   hydra::bind_pipeline_partition(module);
   hydra::bind_values(module);
+  hydra::bind_stash(module);
   hydra::bind_pytorch(module);
   hydra::bind_tensors(module);
   hydra::bind_rounds(module);
-  hydra::bind_stash(module);
   hydra::bind_testing(module);
 #ifdef HYDRA_WITH_CUDA
   hydra::bind_cuda(module);

@@ -23,9 +23,9 @@ namespace hydra {
 /// Ways to make room outside the pager. Each returns whether it made room, and may be empty.
 struct Relief {
   /// Called before a block is evicted for a use, or for an allocation outside the pager. It frees memory that costs no
-  /// extra traffic (a gradient that is leaving anyway).
+  /// extra traffic (a gradient or a saved tensor that is leaving anyway).
   std::function<bool()> reliever{};
-  /// Called when no block can be evicted. It moves a settled block, or a part of it, to the host.
+  /// Called when no block can be evicted. It moves a saved tensor, a settled block, or a part of one to the host.
   std::function<bool()> last_resort{};
 };
 

@@ -904,6 +904,164 @@ class BlockUpdate:
 class SiteVisit:
     def __init__(self) -> None: ...
 
+class StashStatistics:
+    @property
+    def backward_wait_seconds(self) -> float: ...
+    @property
+    def encoded(self) -> int: ...
+    @property
+    def encoded_bytes(self) -> int: ...
+    @property
+    def held_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def intervals(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def peak_held_bytes(self) -> int: ...
+    @property
+    def prefetched(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def stayed(self) -> int: ...
+    @property
+    def stream_bytes(self) -> int: ...
+    @property
+    def tensors(self) -> int: ...
+    @property
+    def to_device_bytes(self) -> int: ...
+    @property
+    def to_host_bytes(self) -> int: ...
+    @property
+    def wait_seconds(self) -> float: ...
+
+class StashPass:
+    """
+    From when nothing was saved until there was nothing again.
+    """
+    def __init__(self) -> None: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+
+class LayerFigures:
+    @property
+    def bound(self) -> float: ...
+    @property
+    def forwards(self) -> int: ...
+    @property
+    def relative_error(self) -> float: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def saved_bytes(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+class LayerBounds:
+    """
+    How far off each layer's stored input may be.
+    """
+    def __init__(
+        self,
+        *,
+        fixed: typing.SupportsFloat | typing.SupportsIndex | None,
+        fraction: typing.SupportsFloat | typing.SupportsIndex,
+        every: typing.SupportsInt | typing.SupportsIndex,
+    ) -> None: ...
+    def layers(self) -> list[LayerFigures]: ...
+    def set_momentum(
+        self, weight: torch.Tensor, over_gradient: typing.SupportsFloat | typing.SupportsIndex
+    ) -> None: ...
+
+class Treatment:
+    """
+    What is to become of what a thread saves.
+    """
+    @staticmethod
+    def compress(bounds: LayerBounds) -> Treatment: ...
+    @staticmethod
+    def keep() -> Treatment: ...
+    @staticmethod
+    def move() -> Treatment: ...
+    @staticmethod
+    def move_convolution_inputs() -> Treatment: ...
+
+class StashPart:
+    """
+    What became of what a part of a model saved, in bytes.
+    """
+    @property
+    def encoded(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
+    @property
+    def stayed(self) -> int: ...
+    @property
+    def streams(self) -> int: ...
+
+class SavedTensor:
+    """
+    What a stash hands to autograd.
+    """
+
+class Stash:
+    """
+    Saved tensors, off the device until backward.
+    """
+    def __init__(
+        self,
+        *,
+        backend: DeviceBackend,
+        arena: HostArena,
+        device: torch.device,
+        budget: typing.SupportsInt | typing.SupportsIndex | None,
+    ) -> None: ...
+    def begin_scope(
+        self,
+        key: typing.SupportsInt | typing.SupportsIndex,
+        *,
+        treatment: Treatment = None,
+        part: typing.SupportsInt | typing.SupportsIndex = -1,
+    ) -> None:
+        """
+        What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
+        """
+    def close(self) -> None: ...
+    def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def exact(self) -> dict[str, tuple[int, int]]:
+        """
+        Intervals and bytes that were not encoded, by the operator that needs them exactly.
+        """
+    def last_pass(self) -> StashPass | None:
+        """
+        The last one that has ended.
+        """
+    def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
+    def parts(self) -> dict[int, StashPart]: ...
+    def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
+    def set_budget(self, budget: typing.SupportsInt | typing.SupportsIndex | None) -> None:
+        """
+        None: as much as transfers need. Intervals above the budget leave.
+        """
+    def statistics(self) -> StashStatistics:
+        """
+        Once the transfers under way have ended.
+        """
+    def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
+
 class PagedModel:
     """
     One model under one budget, by its parts.
@@ -920,6 +1078,7 @@ class PagedModel:
         poison_hosts: bool = False,
         fault_path: bool = True,
         device: torch.device = ...,
+        stash: Stash = None,
     ) -> None: ...
     def add_block(self, name: str, parameters: collections.abc.Sequence[tuple[str, torch.Tensor]]) -> int: ...
     def close(self) -> None: ...
@@ -1327,160 +1486,6 @@ class StagedBackward:
     def nested(self) -> bool: ...
     @property
     def refusal(self) -> str: ...
-
-class StashStatistics:
-    @property
-    def backward_wait_seconds(self) -> float: ...
-    @property
-    def encoded(self) -> int: ...
-    @property
-    def encoded_bytes(self) -> int: ...
-    @property
-    def held_bytes(self) -> int: ...
-    @property
-    def host_bytes(self) -> int: ...
-    @property
-    def intervals(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def peak_held_bytes(self) -> int: ...
-    @property
-    def prefetched(self) -> int: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    @property
-    def saved_bytes(self) -> int: ...
-    @property
-    def stayed(self) -> int: ...
-    @property
-    def stream_bytes(self) -> int: ...
-    @property
-    def tensors(self) -> int: ...
-    @property
-    def to_device_bytes(self) -> int: ...
-    @property
-    def to_host_bytes(self) -> int: ...
-    @property
-    def wait_seconds(self) -> float: ...
-
-class StashPass:
-    """
-    From when nothing was saved until there was nothing again.
-    """
-    def __init__(self) -> None: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def saved_bytes(self) -> int: ...
-
-class LayerFigures:
-    @property
-    def bound(self) -> float: ...
-    @property
-    def forwards(self) -> int: ...
-    @property
-    def relative_error(self) -> float: ...
-    @property
-    def samples(self) -> int: ...
-    @property
-    def saved_bytes(self) -> int: ...
-    @property
-    def stored_bytes(self) -> int: ...
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-class LayerBounds:
-    """
-    How far off each layer's stored input may be.
-    """
-    def __init__(
-        self,
-        *,
-        fixed: typing.SupportsFloat | typing.SupportsIndex | None,
-        fraction: typing.SupportsFloat | typing.SupportsIndex,
-        every: typing.SupportsInt | typing.SupportsIndex,
-    ) -> None: ...
-    def layers(self) -> list[LayerFigures]: ...
-    def set_momentum(
-        self, weight: torch.Tensor, over_gradient: typing.SupportsFloat | typing.SupportsIndex
-    ) -> None: ...
-
-class Treatment:
-    """
-    What is to become of what a thread saves.
-    """
-    @staticmethod
-    def compress(bounds: LayerBounds) -> Treatment: ...
-    @staticmethod
-    def keep() -> Treatment: ...
-    @staticmethod
-    def move() -> Treatment: ...
-    @staticmethod
-    def move_convolution_inputs() -> Treatment: ...
-
-class StashPart:
-    """
-    What became of what a part of a model saved, in bytes.
-    """
-    @property
-    def encoded(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def moved(self) -> int: ...
-    @property
-    def stayed(self) -> int: ...
-    @property
-    def streams(self) -> int: ...
-
-class SavedTensor:
-    """
-    What a stash hands to autograd.
-    """
-
-class Stash:
-    """
-    Saved tensors, off the device until backward.
-    """
-    def __init__(
-        self,
-        *,
-        backend: DeviceBackend,
-        arena: HostArena,
-        device: torch.device,
-        budget: typing.SupportsInt | typing.SupportsIndex | None,
-    ) -> None: ...
-    def begin_scope(
-        self,
-        key: typing.SupportsInt | typing.SupportsIndex,
-        *,
-        treatment: Treatment = None,
-        part: typing.SupportsInt | typing.SupportsIndex = -1,
-    ) -> None:
-        """
-        What the calling thread saves in this stash is treated so, and counted for that part, until its end_scope().
-        """
-    def close(self) -> None: ...
-    def end_scope(self, key: typing.SupportsInt | typing.SupportsIndex) -> None: ...
-    def exact(self) -> dict[str, tuple[int, int]]:
-        """
-        Intervals and bytes that were not encoded, by the operator that needs them exactly.
-        """
-    def last_pass(self) -> StashPass | None:
-        """
-        The last one that has ended.
-        """
-    def pack(self, tensor: torch.Tensor) -> SavedTensor: ...
-    def parts(self) -> dict[int, StashPart]: ...
-    def protect(self, tensors: collections.abc.Sequence[torch.Tensor]) -> None: ...
-    def statistics(self) -> StashStatistics:
-        """
-        Once the transfers under way have ended.
-        """
-    def unpack(self, saved: SavedTensor) -> torch.Tensor: ...
 
 def clip_factor(
     norm: typing.SupportsFloat | typing.SupportsIndex, max_norm: typing.SupportsFloat | typing.SupportsIndex

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hydra_ext import _C
 from hydra_ext.state.contents import (
     ATTRIBUTES,
     FIXED,
@@ -34,7 +35,16 @@ from hydra_ext.state.contents import (
 from hydra_ext.state.iterators import independent_copy, is_iterator
 from hydra_ext.state.layout import Layout, copied
 from hydra_ext.state.memory import storage_key
-from hydra_ext.state.numbers import clone, differ, has_plain_numbers, is_small, may_have_changed, put, version_of
+from hydra_ext.state.numbers import (
+    clone,
+    differ,
+    has_plain_numbers,
+    is_small,
+    may_have_changed,
+    on_host,
+    put,
+    version_of,
+)
 from hydra_ext.state.snapshot import Snapshot
 
 _ABSENT: Any = object()
@@ -296,7 +306,7 @@ class _Original:
     """A tensor that the second call must not write to.
 
     Attributes:
-        value: Copy to restore it from if the call writes all the same; None for a tensor too large to copy.
+        value: Copy on the host, which restores it if the call writes all the same; None if it is too large to copy.
     """
 
     tensor: Tensor
@@ -305,7 +315,8 @@ class _Original:
 
     @staticmethod
     def of(tensor: Tensor, *, copies: bool) -> _Original:
-        return _Original(tensor, version_of(tensor), clone(tensor) if copies else None)
+        with _C.Uncharged():
+            return _Original(tensor, version_of(tensor), on_host(tensor) if copies else None)
 
     def has_moved(self) -> bool:
         return version_of(self.tensor) != self.version or (is_small(self.tensor) and self.differs())

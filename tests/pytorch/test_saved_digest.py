@@ -73,6 +73,30 @@ def test_large_ones_are_cut_and_each_part_counts() -> None:
         assert not equal(numbers, other)
 
 
+@pytest.mark.parametrize("layout", ["dense", "columns with gaps", "expanded", "conjugated"])
+def test_no_tensor_is_copied_as_a_whole(layout: str) -> None:
+    """On the host nothing is copied, on a GPU a part whose size does not depend on the tensor's."""
+
+    def taken(rows: int, reduce: Callable[[Tensor], object]) -> int:
+        base = torch.zeros(rows, 2048)
+        tensor = {
+            "dense": lambda: base,
+            "columns with gaps": lambda: base[:, ::2],
+            "expanded": lambda: base[:, :1].expand(rows, 2048),
+            "conjugated": lambda: torch.view_as_complex(base.view(rows, 1024, 2)).conj(),
+        }[layout]()
+        meter = _C.testing.Meter()
+        meter.begin()
+        try:
+            reduce(tensor)
+        finally:
+            meter.end()
+        return meter.ledger.peak
+
+    assert taken(4096, lambda tensor: _C.SavedDigest([]).add(tensor)) == 0
+    assert taken(2048, _C.reduced_by_place) == taken(4096, _C.reduced_by_place) > 0
+
+
 def test_shapes_dtypes_and_order_count() -> None:
     zeros = torch.zeros(4, 6)
     assert not equal(zeros, torch.zeros(6, 4))

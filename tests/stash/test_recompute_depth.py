@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hydra_ext import _C
 from support.stash.recomputed import X, recomputing
 from support.stash.stashed import assert_same, gradients
 
@@ -330,3 +331,39 @@ def test_what_was_replaced_meanwhile_is_there_again_afterwards() -> None:
     assert block.calls is later
     assert (later, first) == ([70], [2, 5])
     assert_same([parameter.grad for parameter in model.parameters()], expected[1:])
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+def test_a_second_call_has_one_copy_of_a_buffer_on_the_device() -> None:
+    """The call writes to that copy; what restores the buffer afterwards is on the host."""
+
+    def taken(size: int) -> int:
+        class Written(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("seen", torch.zeros(size))
+                self.linear = nn.Linear(64, 64)
+
+            def forward(self, x: Tensor) -> Tensor:
+                self.seen.add_(1)
+                y: Tensor = self.linear(x).tanh()
+                return y
+
+        model = nn.Sequential(nn.Linear(64, 64), Written())
+        stash = recomputing(model, "1", budget="64MiB")
+        meter = _C.testing.Meter()
+        for _ in range(2):  # in the second pass nothing leaves
+            with stash:
+                loss = model(X).sum()
+            meter.ledger.reset_peak()
+            meter.begin()
+            try:
+                loss.backward()
+            finally:
+                meter.end()
+        assert stash.report().recomputed == 2
+        return meter.ledger.peak
+
+    size = 2**17
+    copies = (taken(size) - taken(1)) / (4 * size)
+    assert round(copies, 1) == 1

@@ -98,7 +98,7 @@ void bind_stash(py::module_& module) {
       .def(
           "end_scope", [](const Stash& stash, ScopeKey key) { end_scope(stash.identity(), key); }, py::arg("key"))
       .def("set_budget", &Stash::set_budget, py::arg("budget"),
-           "Device bytes that may stay from now on; None for as little as transfers need.")
+           "None: as much as transfers need. Intervals above the budget leave.")
       .def("protect", &Stash::protect, py::arg("tensors"))
       .def("last_pass", &Stash::last_pass, "The last one that has ended.")
       .def("parts", &Stash::parts)

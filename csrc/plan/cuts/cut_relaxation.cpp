@@ -377,6 +377,9 @@ std::vector<Interval> CutRelaxation::usable(const Relaxed& all, double limit) {
 }
 
 void CutRelaxation::narrow(double limit) {
+  if (terms_.levels.size() > 1) {
+    return;  // inner pipelines may be cut where no outer stage ends
+  }
   const Relaxed all = relaxed();
   const std::vector<Interval> kept = usable(all, limit);
   const double slack = kSumRounding * total_.compute_ms;

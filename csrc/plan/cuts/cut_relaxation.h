@@ -16,9 +16,10 @@
 // chain is allowed, with the same replicas and at most the plan's value. On two levels the same holds for the inner
 // pipelines first: the relaxed inner value is at most the true one, which takes the place of C.
 //
-// A cell that no chain within a limit has is dropped: the cells that are left are a relaxation of all plans within the
-// limit. Cells are halved, and their boxes divided at a node: the sets with the node, and those without it. On one
-// level cut_reach.h is used, which loses less than the chains of cut_chain.h.
+// On one level, a cell that no chain within a limit has is dropped: the cells that are left are a relaxation of all
+// plans within the limit. On two, the inner pipelines need all cells. Cells are halved, and their boxes divided at a
+// node: the sets with the node, and those without it. On one level cut_reach.h is used, which loses less than the
+// chains of cut_chain.h.
 //
 // One thread uses an object. Work is counted, not timed.
 #pragma once
@@ -43,7 +44,7 @@ class CutRelaxation {
   /// Divides the boxes that cells with chains within `limit` owe their crossing and the ends of their sums to, until
   /// there are `boxes`. Returns whether there was one.
   bool refine(double limit, std::size_t boxes);
-  /// Drops the cells, and the parts of cells, without chains within `limit`.
+  /// On one level, drops the cells, and the parts of cells, without chains within `limit`.
   void narrow(double limit);
   /// Halves the cells with chains within `limit`, until there are `cells`. Returns whether there was one.
   bool halve(double limit, std::size_t cells);

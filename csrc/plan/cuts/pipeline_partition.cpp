@@ -30,7 +30,7 @@ struct PartitionLimits {
 };
 
 constexpr PartitionLimits kOneLevel{3000, 300000, 2000, 2000, 4000};
-constexpr PartitionLimits kTwoLevels{3000, 300000, 250, 250, 1500};
+constexpr PartitionLimits kTwoLevels{3000, 300000, 250, 500, 1500};
 constexpr std::int64_t kMostWork = 7'000'000'000;  // steps; a round that may be too long is not begun
 constexpr std::int64_t kOrderWork = 500'000'000;   // for the first plan
 

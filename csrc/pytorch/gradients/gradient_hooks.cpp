@@ -32,13 +32,19 @@ void note_arrival(HostParameter& parameter) {
 class HandOver final : public autograd::PostAccumulateGradHook {
  public:
   HandOver(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering, BlockHomes& homes,
-           std::function<bool()> active)
-      : parameter_(parameter), sink_(sink), gathering_(gathering), homes_(homes), active_(std::move(active)) {}
+           std::function<bool()> active, std::function<void()> summed)
+      : parameter_(parameter),
+        sink_(sink),
+        gathering_(gathering),
+        homes_(homes),
+        active_(std::move(active)),
+        summed_(std::move(summed)) {}
 
   void operator()(const autograd::Variable& face) override {
     note_arrival(parameter_);
     const ReleaseGilIfHeld released;
     try {
+      summed_();  // first: the block may make room for what follows
       at::Tensor& slot = face.unsafeGetTensorImpl()->mutable_grad();
       const bool settled = homes_.home_of(parameter_.page->block) == Home::kDevice;
       if (!slot.defined() || (settled ? gathering_.keep_early(parameter_) : gathering_.keep(parameter_))) {
@@ -63,6 +69,7 @@ class HandOver final : public autograd::PostAccumulateGradHook {
   GradientGathering& gathering_;
   BlockHomes& homes_;
   std::function<bool()> active_;
+  std::function<void()> summed_;
 };
 
 /// Runs the hooks that users registered on the host parameter, as autograd would.
@@ -111,10 +118,11 @@ class Diversion final : public autograd::FunctionPreHook {
 }  // namespace
 
 void install_gradient_hooks(HostParameter& parameter, GradientSink& sink, GradientGathering& gathering,
-                            BlockHomes& homes, std::function<bool()> active) {
+                            BlockHomes& homes, std::function<bool()> active, std::function<void()> summed) {
   autograd::impl::add_hook(parameter.face, std::make_unique<HostHooks>(parameter));
   autograd::impl::set_post_acc_grad_hooks(
-      parameter.face, std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active)));
+      parameter.face,
+      std::make_unique<HandOver>(parameter, sink, gathering, homes, std::move(active), std::move(summed)));
 }
 
 void clear_gradient_hooks(HostParameter& parameter) {

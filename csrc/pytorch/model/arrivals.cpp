@@ -22,9 +22,13 @@ void Arrivals::arrive(const BlockList& blocks, PassKind kind) {
 
 void Arrivals::leave(const BlockList& blocks) noexcept {
   for (const std::int32_t block : blocks) {
-    dropped_copies_ += derived_pages_.drop(block);
-    pager_.release(block, AcquireReason::kHook);
+    leave(block);
   }
+}
+
+void Arrivals::leave(std::int32_t block) noexcept {
+  dropped_copies_ += derived_pages_.drop(block);
+  pager_.release(block, AcquireReason::kHook);
 }
 
 void Arrivals::drop_copies(const BlockList& blocks) noexcept {

@@ -20,6 +20,7 @@ class Arrivals {
   /// Pins all blocks, or none if it throws.
   void arrive(const BlockList& blocks, PassKind kind);
   void leave(const BlockList& blocks) noexcept;
+  void leave(std::int32_t block) noexcept;
   /// Drops the low-precision copies of these blocks. The next microbatch makes its own.
   void drop_copies(const BlockList& blocks) noexcept;
   /// Moves blocks whose home is the device to the host, if the device is crowded and its allocator cannot wait for

@@ -29,8 +29,8 @@ GradientPath::GradientPath(DeviceBackend& backend, std::shared_ptr<HostArena> ar
   });
 }
 
-void GradientPath::install_hooks(HostParameter& parameter) {
-  install_gradient_hooks(parameter, sink_, gathering_, homes_, [this] { return gate_.open(); });
+void GradientPath::install_hooks(HostParameter& parameter, std::function<void()> summed) {
+  install_gradient_hooks(parameter, sink_, gathering_, homes_, [this] { return gate_.open(); }, std::move(summed));
 }
 
 void GradientPath::divert(HostParameter& parameter) {

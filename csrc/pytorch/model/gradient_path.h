@@ -6,6 +6,7 @@
 // Threads: any. One thread at a time takes and returns a block's gradients.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -24,8 +25,8 @@ class GradientPath {
   GradientPath(DeviceBackend& backend, std::shared_ptr<HostArena> arena, ModelBlocks& blocks, BlockHomes& homes,
                WindowGate& gate, std::optional<at::ScalarType> transfer_dtype, Bytes bound);
 
-  /// Makes the parameter's face hand its gradients over from now on.
-  void install_hooks(HostParameter& parameter);
+  /// Makes the parameter's face hand its gradients over from now on. `summed` is called before each time.
+  void install_hooks(HostParameter& parameter, std::function<void()> summed);
   /// While a window is open, also hands over the gradients that autograd computes for the host parameter itself.
   void divert(HostParameter& parameter);
   void clear_hooks();

@@ -15,8 +15,7 @@ namespace hydra {
 
 PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<HostArena> arena,
                        const PagedModelOptions& options)
-    : stash_(options.stash),
-      memory_(std::move(backend), std::move(arena), options.budget, options.device.is_cpu()),
+    : memory_(std::move(backend), std::move(arena), options.budget, options.device.is_cpu()),
       blocks_(memory_.arena(), options.device, options.face_dtype),
       pager_(memory_.backend(), memory_.slots(), memory_.ledger(), pager_options(options)),
       homes_(memory_.backend(), pager_, memory_.optimizer_state(), memory_.arena(), blocks_, gate_),
@@ -26,7 +25,7 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
       changes_(blocks_, pager_, homes_, gradients_, gate_, options.poison_hosts),
       moves_(blocks_, homes_, gradients_.spill(), update_, changes_, gate_),
       arrivals_(memory_, blocks_, pager_, homes_),
-      rounds_(memory_, pager_, gradients_, arrivals_, gate_),
+      rounds_(memory_, blocks_, pager_, gradients_, arrivals_, gate_),
       window_(*this) {
   register_fault_path();
   memory_.open(
@@ -43,10 +42,12 @@ PagedModel::PagedModel(std::shared_ptr<DeviceBackend> backend, std::shared_ptr<H
 
 PagerOptions PagedModel::pager_options(const PagedModelOptions& options) {
   PagerOptions made;
-  made.relief.reliever = [this] { return gradients_.sink().relieve() || (stash_ && stash_->await_leaving()); };
-  made.relief.last_resort = [this] {
+  made.relief.reliever = [this, stash = options.stash] {
+    return gradients_.sink().relieve() || (stash && stash->await_leaving());
+  };
+  made.relief.last_resort = [this, stash = options.stash] {
     const ReleaseGilIfHeld released;
-    return (stash_ && stash_->give_one_up()) || homes_.device().give_one_up();
+    return (stash && stash->give_one_up()) || homes_.device().give_one_up();
   };
   made.activations.meter = memory_.backend().activation_meter();
   // The meter counts gradients on their way as activations until they have left, and it is too late to wait for them
@@ -69,8 +70,9 @@ PagedModel::~PagedModel() {
 
 std::int32_t PagedModel::add_block(std::string name,
                                    const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
-  auto backing = blocks_.add(name, parameters, weak_from_this(),
-                             [this](HostParameter& parameter) { gradients_.install_hooks(parameter); });
+  auto backing = blocks_.add(name, parameters, weak_from_this(), [this](HostParameter& parameter) {
+    gradients_.install_hooks(parameter, [this, &parameter] { rounds_.note_summed(parameter); });
+  });
   const Bytes bytes = backing->slot_bytes();
   return pager_.add_block(std::move(name), bytes, std::move(backing));
 }

@@ -38,7 +38,7 @@ struct PagedModelOptions {
   Bytes gradient_bound = 0;                      // the most bytes of gradients on their way at once; 0 sets no bound
   bool poison_hosts = false;
   bool fault_path = true;
-  std::shared_ptr<Stash> stash;  // of the tensors that the model saves, on the same backend; makes room when asked
+  std::shared_ptr<Stash> stash;  // of the tensors that the model saves, on the same backend; it makes room for others
 };
 
 class PagedModel : public std::enable_shared_from_this<PagedModel> {
@@ -72,7 +72,6 @@ class PagedModel : public std::enable_shared_from_this<PagedModel> {
   /// The functions refer to parts declared after the pager, so the pager calls none before blocks are used.
   PagerOptions pager_options(const PagedModelOptions& options);
 
-  const std::shared_ptr<Stash> stash_;
   WindowGate gate_;
   ModelMemory memory_;
   ModelBlocks blocks_;

@@ -1,5 +1,7 @@
 #include "csrc/pytorch/model/round_stay.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -33,7 +35,7 @@ void RoundStay::stay_in(const BlockList& blocks, PassKind kind) {
   const BlockList left = without(before, blocks);
   const BlockList reached = without(blocks, before);
   exchange(stays_, without(before, left));
-  arrivals_.leave(exchange(backward_, {}));
+  leave_backward();
   arrivals_.leave(left);
   if (kind == PassKind::kBackward) {
     gradients_.spill().note_left(left);
@@ -63,15 +65,54 @@ void RoundStay::arrive_backward(const BlockList& blocks) {
     exchange_thread_charge({.account = memory_.charged()});  // one backward may run through several models
   }
   gradients_.sink().norm().release();
-  const BlockList left = exchange(backward_, {});
-  arrivals_.leave(left);
-  gradients_.spill().note_left(left);
+  gradients_.spill().note_left(leave_backward());
   arrivals_.arrive(blocks, PassKind::kBackward);
-  arrivals_.leave(exchange(backward_, blocks));
+  leave_backward(blocks);  // another thread may have reached others meanwhile
+}
+
+void RoundStay::note_summed(const HostParameter& parameter) {
+  const std::int32_t block = parameter.page->block;
+  {
+    const std::lock_guard lock(mutex_);
+    if (summing_.backward != torch::autograd::get_current_graph_task_id()) {
+      return;
+    }
+    const auto found = std::find_if(summing_.blocks.begin(), summing_.blocks.end(),
+                                    [&](const auto& pinned) { return pinned.first == block; });
+    if (found == summing_.blocks.end() || found->second < 0 || --found->second > 0) {
+      return;
+    }
+    summing_.blocks.erase(found);
+  }
+  arrivals_.leave(block);
+}
+
+BlockList RoundStay::leave_backward(const BlockList& reached) {
+  Summing summed = summing(reached);
+  BlockList left = exchange(backward_, reached);
+  {
+    const std::lock_guard lock(mutex_);
+    std::swap(summing_, summed);
+  }
+  for (const auto& [block, to_come] : summed.blocks) {
+    arrivals_.leave(block);
+  }
+  return left;
+}
+
+RoundStay::Summing RoundStay::summing(const BlockList& blocks) const {
+  Summing found{.backward = torch::autograd::get_current_graph_task_id(), .blocks = {}};
+  for (const std::int32_t block : blocks) {
+    const std::vector<HostParameter*>& parameters = blocks_.parameters_of(block);
+    const bool all =
+        std::ranges::all_of(parameters, [](const HostParameter* each) { return each->face.requires_grad(); });
+    found.blocks.emplace_back(block, all && !parameters.empty() ? static_cast<int>(parameters.size()) : -1);
+  }
+  return found;
 }
 
 void RoundStay::end() noexcept {
-  arrivals_.leave(exchange(backward_, {}));
+  leave_backward();
   gradients_.gathering().discard();
   arrivals_.leave(exchange(stays_, {}));
 }

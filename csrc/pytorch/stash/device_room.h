@@ -38,7 +38,7 @@ class DeviceRoom final {
   /// pass, whichever is more.
   explicit DeviceRoom(std::optional<Bytes> budget) : budget_(budget) {}
 
-  /// Counts from the next interval on.
+  /// Intervals that were planned for before keep their plan.
   void set_budget(std::optional<Bytes> budget) noexcept { budget_ = budget; }
   bool has_room(Bytes bytes) const noexcept;
   /// Whether `bytes` more may come back ahead of their use. Without a budget, only as much as the largest interval, or

@@ -15,7 +15,7 @@ namespace hydra {
 namespace {
 
 constexpr Bytes kChunk = Bytes{1} << 20;                // one thread's share of a large tensor
-constexpr std::int64_t kItems = std::int64_t{1} << 20;  // how many are reduced at a time on a device
+constexpr std::int64_t kItems = std::int64_t{1} << 20;  // the most that are reduced at a time on a device
 // Odd numbers without a pattern, taken from XXH64.
 constexpr auto kFactor1 = static_cast<std::int64_t>(0x9E3779B185EBCA87ULL);
 constexpr auto kFactor2 = static_cast<std::int64_t>(0xC2B2AE3D27D4EB4FULL);
@@ -101,6 +101,31 @@ bool is_comparable(const at::Tensor& tensor) {
          tensor.has_storage() && !tensor.key_set().has(at::DispatchKey::Python);
 }
 
+/// Adds a part of a tensor to `sum`; `first` is the place of its first number. A large part is halved until at most
+/// kItems numbers are copied at a time, whatever the strides.
+void add_by_place(const at::Tensor& part, std::int64_t first, at::Tensor& sum) {
+  if (part.numel() > kItems) {
+    const auto sizes = part.sizes();
+    const auto longest = std::max_element(sizes.begin(), sizes.end());
+    const std::int64_t dimension = longest - sizes.begin();
+    const at::Tensor half = part.narrow(dimension, 0, *longest / 2);
+    add_by_place(half, first, sum);
+    add_by_place(part.narrow(dimension, *longest / 2, *longest - *longest / 2), first + half.numel(), sum);
+    return;
+  }
+  at::Tensor items = part.resolve_conj().resolve_neg().contiguous().view({part.numel()});
+  if (items.is_complex()) {
+    items = at::view_as_real(items).view({2 * items.numel()});
+    first *= 2;
+  }
+  items = items.view(integer_of(items.itemsize()));
+  at::Tensor mixed = items.to(at::kLong, /*non_blocking=*/false, /*copy=*/true);
+  mixed.mul_(kFactor1).add_(at::arange(first, first + items.numel(), mixed.options()).mul_(kFactor2));
+  mixed.bitwise_xor_(mixed.bitwise_right_shift(29)).mul_(kFactor3);
+  mixed.bitwise_xor_(mixed.bitwise_right_shift(32));
+  sum.add_(mixed.sum());
+}
+
 }  // namespace
 
 SavedDigest::SavedDigest(const std::vector<at::Tensor>& parameters) {
@@ -152,23 +177,8 @@ bool SavedDigest::equals(const SavedDigest& other) const {
 
 at::Tensor reduced_by_place(const at::Tensor& tensor) {
   const at::AutoDispatchBelowAutograd numbers_only;
-  const at::Tensor plain = tensor.resolve_conj().resolve_neg();
-  at::Tensor items = plain.is_non_overlapping_and_dense()
-                         ? plain.as_strided({plain.numel()}, {1}, plain.storage_offset())
-                         : plain.contiguous().view({plain.numel()});
-  if (items.is_complex()) {
-    items = at::view_as_real(items).view({2 * items.numel()});
-  }
-  items = items.view(integer_of(items.itemsize()));
-  at::Tensor sum = at::zeros({}, items.options().dtype(at::kLong));
-  for (std::int64_t begin = 0; begin < items.numel(); begin += kItems) {
-    const std::int64_t end = std::min(begin + kItems, items.numel());
-    at::Tensor mixed = items.slice(0, begin, end).to(at::kLong, /*non_blocking=*/false, /*copy=*/true);
-    mixed.mul_(kFactor1).add_(at::arange(begin, end, mixed.options()).mul_(kFactor2));
-    mixed.bitwise_xor_(mixed.bitwise_right_shift(29)).mul_(kFactor3);
-    mixed.bitwise_xor_(mixed.bitwise_right_shift(32));
-    sum.add_(mixed.sum());
-  }
+  at::Tensor sum = at::zeros({}, tensor.options().dtype(at::kLong));
+  add_by_place(tensor, 0, sum);
   return sum;
 }
 

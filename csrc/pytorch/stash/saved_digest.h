@@ -2,10 +2,9 @@
 //
 // The digest covers, in order, the dtype, sizes, strides and numbers of each tensor, and depends on each number's
 // position. For parameters and their views it has the identity of the parameter instead of the numbers, since two
-// parameters may have equal numbers today. Numbers on a GPU are reduced there; the results come to the host when two
-// digests are compared.
-// Ownership: keeps the parameters' storages alive, so that no other storage gets their addresses.
-// Threads: one at a time.
+// parameters may have equal numbers today. Numbers on a GPU are reduced there, a bounded part at a time; the results
+// come to the host when two digests are compared. Numbers on the host are read in place. Ownership: keeps the
+// parameters' storages alive, so that no other storage gets their addresses. Threads: one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>

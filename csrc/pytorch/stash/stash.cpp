@@ -213,8 +213,11 @@ bool Stash::give_one_up() {
 
 // ---- life -----------------------------------------------------------------------------------------------------------
 void Stash::set_budget(std::optional<Bytes> budget) {
-  const Lock lock(*index_);
-  index_->room(lock).set_budget(budget);
+  {
+    const Lock lock(*index_);
+    index_->room(lock).set_budget(budget);
+  }
+  make_room(0, /*in_backward=*/false);
 }
 
 void Stash::protect(const std::vector<at::Tensor>& tensors) {

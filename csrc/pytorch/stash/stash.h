@@ -64,7 +64,7 @@ class Stash final {
   /// Frees the oldest interval that the host has too, or sends one that could have stayed.
   bool give_one_up();
 
-  /// Changes what may stay, for what is saved and read from now on. `budget`: see DeviceRoom.
+  /// Changes the budget (see DeviceRoom). Returns when no more than that is held, or nothing else can leave.
   void set_budget(std::optional<Bytes> budget);
   /// Never moves tensors in the storages of these.
   void protect(const std::vector<at::Tensor>& tensors);

@@ -15,7 +15,7 @@ namespace {
 
 using Option = ActivationOption;
 
-constexpr double kInfinite = std::numeric_limits<double>::infinity();
+constexpr double kNoActivationLimit = std::numeric_limits<double>::infinity();
 
 class Chains {
  public:
@@ -82,7 +82,7 @@ double least_seconds(const ActivationProblem& problem) {
   for (std::size_t i = 0; i < segments.size(); ++i) {
     combinations *= kActivationOptions.size();
   }
-  double least = kInfinite;
+  double least = kNoActivationLimit;
   ActivationTreatment treatment;
   for (std::size_t number = 0; number < combinations; ++number) {
     treatment.options.clear();
@@ -119,7 +119,7 @@ ActivationSegment plain_segment() {
   return segment;
 }
 
-ActivationMachine machine_of(Bytes budget, double speed = kInfinite) {
+ActivationMachine machine_of(Bytes budget, double speed = kNoActivationLimit) {
   ActivationMachine machine;
   machine.budget = budget;
   machine.to_device = speed;
@@ -260,7 +260,7 @@ TEST(ActivationPlan, TheSameProblemHasTheSamePlan) {
 TEST(ActivationPlan, MoreEffortIsNotSlower) {
   Chains chains(5);
   const ActivationProblem problem = chains.problem(30);
-  double before = kInfinite;
+  double before = kNoActivationLimit;
   for (const double effort : {0.0, 0.1, 1.0}) {
     const ActivationPlan plan = plan_activations(problem, effort);
     EXPECT_LE(plan.peak_bytes, problem.machine.budget);
@@ -285,7 +285,7 @@ TEST(ActivationPlan, SenselessProblemsAreRefused) {
   problem.machine.to_host = 0;
   EXPECT_THROW(plan_activations(problem), PlanError);
   problem = good;
-  problem.cuts[0][0].forward_seconds = kInfinite;
+  problem.cuts[0][0].forward_seconds = kNoActivationLimit;
   EXPECT_THROW(plan_activations(problem), PlanError);
   problem = good;
   problem.cuts[0][0].saved.fresh = -1;
