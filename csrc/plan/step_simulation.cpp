@@ -256,10 +256,12 @@ double compute_seconds(const ActivationSegment& segment, ActivationOption option
 Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, int round_size) {
   const bool in_rounds = round_size > 1;
   const Bytes gradients = in_rounds ? segment.gradient_bytes : std::min(segment.gradient_bytes, segment.slot_bytes);
-  const Bytes again = runs_again(option) ? std::max(segment.saved.fresh, segment.saved.all) : 0;
+  const bool runs_twice = runs_again(option);
+  const Bytes again = runs_twice ? std::max(segment.saved.fresh, segment.saved.all) : 0;
+  const Bytes in_use = runs_twice ? std::max(segment.forward_bytes, segment.backward_bytes) : segment.backward_bytes;
   return round_size * kept_bytes(segment, option) + (round_size - 1) * segment.parked_bytes +
          (in_rounds ? segment.weight_bytes : segment.slot_bytes) +
-         std::max(segment.forward_bytes, segment.backward_bytes + gradients + again);
+         std::max(segment.forward_bytes, in_use + gradients + again);
 }
 
 Bytes peak_bytes(const std::vector<ActivationSegment>& segments, const ActivationTreatment& treatment) {

@@ -206,6 +206,7 @@ class Profiler:
     def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
         measured = self._measured[name]
         forward_bytes, backward_bytes = peaks.get(name, (0, 0))
+        is_leaf = next(module.children(), None) is None  # code around inner modules counts for these
         return ModuleFigures(
             name=name,
             order=measured.order,
@@ -216,6 +217,8 @@ class Profiler:
             parked_bytes=measured.parked,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
+            own_forward_bytes=forward_bytes if is_leaf else 0,
+            own_backward_bytes=backward_bytes if is_leaf else 0,
             is_repeatable=measured.calls == 1 and not measured.writes and not _has_hooks(module),
         )
 

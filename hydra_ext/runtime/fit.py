@@ -27,8 +27,8 @@ from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import PlanError
-from hydra_ext.plan.segments import segments_of
-from hydra_ext.profile import ModuleFigures, Profile, cuts_of
+from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.runtime.placement.residents import buffer_bytes
 from hydra_ext.runtime.rounds.choice import Decision
 
@@ -73,7 +73,8 @@ class PlannedStep:
         names: The segments.
         options: What becomes of what each segment saves.
         round_size: Microbatches that run together; 1 for one after the other.
-        room: Device bytes of saved tensors that may stay.
+        room: Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way. The stash
+            keeps the newest ones, whatever the plan has kept: they are read first.
         seconds: Of a step, as foreseen.
         compute_seconds: Of these, those in which the device computes.
         peak_bytes: Of the device, as foreseen.
@@ -290,34 +291,33 @@ class Fit:
         return [best, other] if near and other is not None else [best]
 
     def _plan(self, profile: Profile, asked: _Asked, round_sizes: list[int]) -> PlannedStep | None:
-        cuts = cuts_of(profile)
-        buffers = buffer_bytes(self._owner.model)
-        budget = int(self._budget * self._share) - buffers
-        if budget <= 0:
-            return None
-        problem = [segments_of(profile, names, recompute=asked.recompute, slowness=self._slowness) for names in cuts]
         to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
+        setting = StepSetting(
+            microbatches=asked.microbatches,
+            to_device=to_device,
+            to_host=to_host,
+            buffer_bytes=buffer_bytes(self._owner.model),
+            round_sizes=tuple(round_sizes),
+            recompute=asked.recompute,
+            slowness=self._slowness,
+        )
+        problem = StepProblem(profile, setting)
         try:
-            plan = _C.plan_activations(
-                problem,
-                microbatches=asked.microbatches,
-                budget=budget,
-                to_device=to_device,
-                to_host=to_host,
-                round_sizes=round_sizes,
-            )
+            found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
             logger.info("no plan for the step's activations: %s", error)
             return None
         self.plans += 1
+        keeps_all = all(option == _C.ActivationOption.KEEP for option in found.options)
+        room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
         planned = PlannedStep(
-            names=cuts[plan.cut],
-            options=tuple(plan.options),
-            round_size=plan.round_size,
-            room=_room(plan, cuts[plan.cut], profile, self._budget),
-            seconds=plan.seconds,
-            compute_seconds=plan.compute_seconds,
-            peak_bytes=plan.peak_bytes + buffers,
+            names=problem.names[found.cut],
+            options=tuple(found.options),
+            round_size=found.round_size,
+            room=self._budget if keeps_all else max(_STRICT, room),
+            seconds=found.seconds,
+            compute_seconds=found.compute_seconds,
+            peak_bytes=found.peak_bytes + setting.buffer_bytes,
         )
         logger.info("activations: %s", planned)
         return planned
@@ -343,18 +343,3 @@ class _LaneSpeed:
         now = self._statistics()
         moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
         return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
-
-
-def _room(plan: _C.ActivationPlan, names: tuple[str, ...], profile: Profile, budget: int) -> int:
-    """Device bytes that the plan gives to saved tensors: those that it keeps, and those on their way.
-
-    The stash keeps the newest ones, whatever the plan has kept: they are read first.
-    """
-    if all(option == _C.ActivationOption.KEEP for option in plan.options):
-        return budget
-    kept = 0
-    for name, option in zip(names, plan.options, strict=True):
-        figures = profile.modules[name]
-        kept += figures.saved.all if option == _C.ActivationOption.KEEP else 0
-        kept += figures.inputs.all if option == _C.ActivationOption.RECOMPUTE else 0
-    return max(_STRICT, plan.stash_bytes + plan.round_size * min(kept, profile.modules[""].saved.fresh))

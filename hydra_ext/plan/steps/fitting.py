@@ -65,9 +65,11 @@ def fit(
         InvalidArgument: The card is unknown, or a number is not positive.
     """
     card = card_named(device) if isinstance(device, str) else device
+    speed = _link_of(link, card)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
-        link=_link_of(link, card),
+        to_device=speed,
+        to_host=speed,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         update_seconds=update_seconds,
     )
@@ -150,7 +152,7 @@ def _segments(problem: StepProblem, found: _C.ActivationPlan) -> tuple[PlannedSe
                 kept_bytes=kept,
                 moved_bytes=moved,
                 seconds=setting.microbatches * (forward + backward + (forward if again else 0.0)),
-                why=_why(figures.saved.fresh, moved, forward, setting.link, again=again),
+                why=_why(figures.saved.fresh, moved, forward, setting.to_device, again=again),
             )
         )
     return tuple(planned)
@@ -186,8 +188,8 @@ def _advice(problem: StepProblem, budget: int, seconds: float) -> tuple[Advice, 
     """What would make steps faster, the best first. Seconds are of as many microbatches as the step has."""
     more = problem.solve(int(budget * _MORE_BUDGET)).seconds
     tries = {f"{_MORE_BUDGET:g} times the budget": more}
-    if problem.setting.link < math.inf:
-        tries["twice the link's speed"] = problem.solve(budget, link=2 * problem.setting.link).seconds
+    if problem.setting.to_device < math.inf:
+        tries["twice the link's speed"] = problem.solve(budget, faster=2.0).seconds
     if 2 * problem.setting.microbatches <= _MOST_MICROBATCHES:
         twice = problem.solve(budget, microbatches=2 * problem.setting.microbatches).seconds
         tries["twice the microbatches in a step"] = twice / 2

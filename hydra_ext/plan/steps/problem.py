@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hydra_ext import _C
 from hydra_ext.errors import BudgetTooSmall
 from hydra_ext.plan.segments import segments_of
-from hydra_ext.profile import Profile, cuts_of
+from hydra_ext.profile import Amount, Profile, cuts_of
 
 REST = "(outside of the segments)"
 
@@ -19,15 +19,23 @@ class StepSetting:
 
     Attributes:
         microbatches: Of a step.
-        link: Bytes a second between host and device, each way.
+        to_device: Bytes a second from the host to the device.
+        to_host: Bytes a second back.
         buffer_bytes: Of the model's buffers, which stay on the device.
         update_seconds: Of the optimizer's step.
+        round_sizes: Numbers of microbatches that may run together; empty for those that the planner tries.
+        recompute: Whether segments may run again in backward.
+        slowness: Seconds of compute for each one of the profile.
     """
 
     microbatches: int
-    link: float
+    to_device: float
+    to_host: float
     buffer_bytes: int
-    update_seconds: float
+    update_seconds: float = 0.0
+    round_sizes: tuple[int, ...] = ()
+    recompute: bool = True
+    slowness: float = 1.0
 
 
 class StepProblem:
@@ -43,7 +51,13 @@ class StepProblem:
         self.profile = profile
         self.setting = setting
         self.names = [(*names, REST) for names in cuts_of(profile)]
-        self.cuts = [[*segments_of(profile, names), _rest(profile, names)] for names in cuts_of(profile)]
+        self.cuts = [
+            [
+                *segments_of(profile, names, recompute=setting.recompute, slowness=setting.slowness),
+                _rest(profile, names, setting.slowness),
+            ]
+            for names in cuts_of(profile)
+        ]
         least = max(_C.least_activation_budget(self.cuts), profile.least_bytes())
         self.least_bytes = least + setting.buffer_bytes
         self.ideal_bytes = max(self.least_bytes, self._ideal())
@@ -65,18 +79,33 @@ class StepProblem:
         return min(peaks) + weights + self.setting.buffer_bytes
 
     def solve(
-        self, budget: int, *, link: float | None = None, microbatches: int | None = None, effort: float = 1.0
+        self, budget: int, *, faster: float = 1.0, microbatches: int | None = None, effort: float = 1.0
     ) -> _C.ActivationPlan:
-        link = self.setting.link if link is None else link
+        """The best plan under a budget; ``faster``: how many times as fast the link is as in the setting."""
+        setting = self.setting
         return _C.plan_activations(
             self.cuts,
-            microbatches=microbatches or self.setting.microbatches,
-            budget=budget - self.setting.buffer_bytes,
-            to_device=link,
-            to_host=link,
-            update_seconds=self.setting.update_seconds,
+            microbatches=microbatches or setting.microbatches,
+            budget=budget - setting.buffer_bytes,
+            to_device=setting.to_device * faster,
+            to_host=setting.to_host * faster,
+            update_seconds=setting.update_seconds,
+            round_sizes=setting.round_sizes,
             effort=effort,
         )
+
+    def kept_bytes(self, found: _C.ActivationPlan) -> int:
+        """Bytes of one microbatch that a plan leaves on the device; at most what the whole model saves."""
+        profile, whole = self.profile, self.profile.modules[""].saved.fresh
+        kept, inside = 0, 0
+        for name, option in zip(self.names[found.cut], found.options, strict=True):
+            saved, inputs = Amount(fresh=whole - inside, all=whole - inside), Amount()
+            if name != REST:
+                saved, inputs = profile.modules[name].saved, profile.modules[name].inputs
+            inside += saved.fresh
+            kept += saved.all if option == _C.ActivationOption.KEEP else 0
+            kept += inputs.all if option == _C.ActivationOption.RECOMPUTE else 0
+        return min(kept, whole)
 
     def too_small(self, budget: int) -> BudgetTooSmall:
         moment, name, terms = self._neediest()
@@ -116,12 +145,12 @@ class StepProblem:
         return f"{way} of {name or 'the model'}", name, terms
 
 
-def _rest(profile: Profile, names: Sequence[str]) -> _C.ActivationSegment:
+def _rest(profile: Profile, names: Sequence[str], slowness: float) -> _C.ActivationSegment:
     """What runs outside of the segments, such as the loss, as one more segment behind them."""
     whole = profile.modules[""]
     inside = [profile.modules[name] for name in names]
     outside = [figures for figures in profile.modules.values() if not _is_within(figures.name, names)]
-    forward_seconds = max(0.0, whole.forward_seconds - sum(figures.forward_seconds for figures in inside))
+    forward_seconds = slowness * max(0.0, whole.forward_seconds - sum(figures.forward_seconds for figures in inside))
     saved = max(0, whole.saved.fresh - sum(figures.saved.fresh for figures in inside))
     used = {block for name in names for block in profile.blocks_of(name)}
     blocks = [block for number, block in enumerate(profile.blocks) if number not in used]
