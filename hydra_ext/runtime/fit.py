@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -36,11 +36,13 @@ logger = logging.getLogger(__name__)
 
 _STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _SHARE = 0.97  # of the budget that a plan may take
+_LOOP_SHARE = 0.85  # of that, in a loop of the user with modules that are recomputed
 _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in pieces
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _MOST_FAILURES = 3  # in one step, before the frugal way
 _OFF = 0.3  # a step that differs by more from its forecast is planned again; a plan that is slower is not timed
 _REPLANS = 3  # for this reason, without new measurements
+_LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
 _NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
 
@@ -107,6 +109,41 @@ class _Asked:
     recompute: bool
 
 
+_LOOP = _Asked(1, 1, recompute=True)  # a loop of the user
+
+
+@dataclass
+class _Trials:
+    """The plans for steps of one kind, and their times.
+
+    Attributes:
+        planned: The step as it runs now.
+        candidates: Other plans, to be timed.
+        seconds: Of a step as planned.
+        warm: The plan by which the last step ran: the first step by a plan is slower than those that follow.
+        replans: Number of times that a forecast was far off.
+    """
+
+    planned: PlannedStep
+    candidates: list[PlannedStep]
+    seconds: dict[PlannedStep, float] = field(default_factory=dict)
+    warm: PlannedStep | None = None
+    replans: int = 0
+
+    def note(self, seconds: float) -> bool:
+        """Notes a step's time, and goes on to the next candidate, or to the fastest plan. Returns whether it is new."""
+        if self.planned is not self.warm:
+            self.warm = self.planned
+            return False
+        known = self.seconds.get(self.planned)
+        self.seconds[self.planned] = seconds if known is None else min(known, seconds)
+        if self.candidates:
+            self.planned = self.candidates.pop(0)
+        elif known is None:
+            self.planned = min(self.seconds, key=self.seconds.__getitem__)
+        return known is None
+
+
 class Fit:
     """The activations of one run. Its methods are called by the thread that makes the steps.
 
@@ -117,7 +154,6 @@ class Fit:
 
     Attributes:
         profile: What one microbatch cost; None before it was measured.
-        planned: The step as it runs now; None before.
         plans: Number of plans that were made.
     """
 
@@ -130,30 +166,33 @@ class Fit:
         self._rung = Rung.MEASURED if on_gpu else Rung.GIVEN
         self._share = _CUDA_SHARE if on_gpu else _SHARE
         self._slowness = 1.0  # measured seconds of compute over those of the measured microbatch
-        self._replans = 0
-        self._failures = 0
-        self._times: dict[PlannedStep, float] = {}  # seconds of a step
-        self._candidates: list[PlannedStep] = []  # to be timed
-        self._warm: PlannedStep | None = None  # the one by which the last step ran
+        self._failures = 0  # in this step
+        self._plan_failed = False
+        self._frugal_steps = 0  # since a microbatch was measured
+        self._asked = _LOOP
+        self._trials: dict[_Asked, _Trials] = {}
+        self._applied: PlannedStep | None = None
         self._profiler: Profiler | None = None
-        self._asked: _Asked | None = None
         self._began: float | None = None
         self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
         self.profile: Profile | None = None
-        self.planned: PlannedStep | None = None
         self.plans = 0
+
+    @property
+    def planned(self) -> PlannedStep | None:
+        """The step as it runs now; None before a plan, or if none fits."""
+        return self._applied
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
 
     def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
         """A step of ``count`` microbatches begins; ``size`` and ``recompute`` are the user's arguments."""
-        self._failures = 0
+        self._asked = _Asked(count, size, recompute is not False)
         if self._rung is Rung.FRUGAL:
-            self._rung = Rung.MEASURED
-        asked = _Asked(count, size, recompute is not False)
-        if asked != self._asked:
-            self._asked = asked
-            self._forget_plans()
+            self._frugal_steps += 1
+            if self._failures or self._frugal_steps >= _LOOK_AGAIN:
+                self._rung = Rung.MEASURED
+        self._failures = 0
         self._began = time.perf_counter() if self._rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
@@ -163,24 +202,20 @@ class Fit:
             self._saving.set_room(self._budget)
             return Decision(wanted, recompute=recompute is True)
         if self._rung is Rung.PLANNED:
-            if self.planned is None:
-                self.planned, *self._candidates = self._plans() or [None]
-            planned = self.planned
-            if planned is not None:
-                self._apply(planned)
+            trials = self._trials_now()
+            if trials is not None:
+                planned = trials.planned
+                self._apply(planned, keeps_all=planned.keeps_all)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
             self._rung = Rung.FRUGAL
-        self._saving.leaves_all_on_device = False
-        self._saving.recompute((), self._owner.device)
-        self._saving.set_room(_STRICT)
+        self._go_frugal()
         if self._rung is not Rung.FRUGAL:
-            self._rung = Rung.MEASURED
             self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
 
-    def learn(self, _decision: Decision, *, held: int = 0, peak: int = 0) -> None:
+    def learn(self, _decision: Decision, *, held: int, peak: int) -> None:
         """A round has ended."""
         self._settle()
 
@@ -189,10 +224,10 @@ class Fit:
         self._profiler = None
         self._saving.measure(None)
         self._failures += 1
-        failed, self._rung = self._rung, Rung.FRUGAL
         self._began = None
-        self._forget_plans()
+        failed, self._rung = self._rung, Rung.FRUGAL
         if failed in (Rung.GIVEN, Rung.PLANNED):
+            self._plan_failed = failed is Rung.PLANNED
             if self._failures < _MOST_FAILURES:
                 self._rung = Rung.MEASURED
             return ""
@@ -200,46 +235,34 @@ class Fit:
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
-        """A step has ended well. Plans that a forecast cannot tell apart are timed, and the fastest one stays."""
-        if self._began is None or self.planned is None:
+        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
+        trials = self._trials.get(self._asked)
+        if self._began is None or trials is None:
             return
-        seconds = time.perf_counter() - self._began
-        if self.planned is not self._warm:  # a first step as planned is slower than those that follow
-            self._warm = self.planned
-            return
-        known = self._times.get(self.planned, math.inf)
-        self._times[self.planned] = min(known, seconds)
-        if known < math.inf and not self._candidates:
-            return
-        if not self._candidates and self._replans < _REPLANS and self._is_off(self.planned, seconds):
-            self._replans += 1
-            self._candidates = [plan for plan in self._plans() if plan not in self._times]
-        self.planned = self._candidates.pop(0) if self._candidates else min(self._times, key=self._times.__getitem__)
-
-    def _is_off(self, planned: PlannedStep, seconds: float) -> bool:
-        """Whether the forecast was far off. Takes compute to be slower or faster from now on, if compute binds."""
-        ratio = seconds / planned.seconds if planned.seconds > 0 else 1.0
-        if abs(math.log(ratio)) <= math.log(1 + _OFF):
-            return False
-        rest = planned.seconds - planned.compute_seconds
-        self._slowness *= min(max((seconds - rest) / max(planned.compute_seconds, 1e-9), 0.5), 2.0)
-        return True
+        planned, seconds = trials.planned, time.perf_counter() - self._began
+        if trials.note(seconds) and not trials.candidates and trials.replans < _REPLANS:
+            slowness = _slowness(planned, seconds)
+            if slowness is not None:
+                trials.replans += 1
+                self._slowness *= slowness
+                trials.candidates = [plan for plan in self._plans() if plan not in trials.seconds]
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
+        self._asked = _LOOP
         profiler = self._profiler
         if self._rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
-            self._rung = Rung.MEASURED
-            self._saving.set_room(_STRICT)
+            self._go_frugal()
             self._measure()
-        elif self._rung is Rung.PLANNED and self._asked is None:
-            self._asked = _Asked(1, 1, recompute=True)
-            self.planned = next(iter(self._plans()), None)
-            if self.planned is not None:
-                self._apply(self.planned)
-                self._saving.leaves_all_on_device = False  # nothing can be undone: what is kept can still leave
+        elif self._rung is Rung.PLANNED:
+            trials = self._trials_now()
+            if trials is None:
+                self._rung = Rung.FRUGAL
+                self._go_frugal()
+            else:  # nothing can be undone, so even if all is kept it can still leave
+                self._apply(trials.planned, keeps_all=False)
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
@@ -248,8 +271,16 @@ class Fit:
 
     # ---- measuring --------------------------------------------------------------------------------------------------
 
+    def _go_frugal(self) -> None:
+        self._applied = None
+        self._saving.leaves_all_on_device = False
+        self._saving.recompute((), self._owner.device)
+        self._saving.set_room(_STRICT)
+
     def _measure(self) -> None:
         owner = self._owner
+        self._rung = Rung.MEASURED
+        self._frugal_steps = 0
         self._profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
         self._saving.measure(self._profiler)
         backend = owner.core.memory.backend
@@ -259,51 +290,58 @@ class Fit:
         )
 
     def _settle(self) -> None:
-        """Takes what was measured. A plan for nothing follows if no forward was seen, or hooks of others were there."""
+        """Takes what was measured: nothing if no forward was seen, or hooks of others were there."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
         self._saving.measure(None)
         known, self.profile = self.profile, profiler.profile() if profiler.has_run else _NOTHING
-        if known is not None and known.modules[""].saved == self.profile.modules[""].saved:
-            self._share *= _TIGHTER
+        is_alike = known is not None and known.modules[""].saved == self.profile.modules[""].saved
+        self._share *= _TIGHTER if self._plan_failed and is_alike else 1.0
+        self._plan_failed = False
         self._rung = Rung.PLANNED
-        self._forget_plans()
-
-    def _forget_plans(self) -> None:
-        self.planned, self._warm = None, None
-        self._candidates.clear()
-        self._times.clear()
+        self._trials.clear()
 
     # ---- planning ---------------------------------------------------------------------------------------------------
 
+    def _trials_now(self) -> _Trials | None:
+        """The plans for the present kind of step; None if none fits."""
+        if self._asked not in self._trials:
+            plans = self._plans()
+            if plans:
+                self._trials[self._asked] = _Trials(plans[0], plans[1:])
+        return self._trials.get(self._asked)
+
     def _plans(self) -> list[PlannedStep]:
         """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""
-        if self.profile is None or self._asked is None:
-            return []
-        asked = self._asked
-        best = self._plan(self.profile, asked, [] if asked.size is None else [min(asked.size, asked.microbatches)])
-        if best is None or asked.size is not None or asked.microbatches == 1:
+        asked, count = self._asked, self._asked.microbatches
+        if asked is _LOOP:
+            # What a second forward saves cannot leave, and a failure cannot be undone.
+            plans = [self._plan([1], recompute=True, share=_LOOP_SHARE), self._plan([1], recompute=False)]
+            return sorted(filter(None, plans), key=lambda plan: plan.seconds)[:1]
+        best = self._plan([] if asked.size is None else [min(asked.size, count)], recompute=asked.recompute)
+        if best is None or asked.size is not None or count == 1:
             return [] if best is None else [best]
-        others = [1] if best.round_size > 1 else list(range(2, asked.microbatches + 1))
-        other = self._plan(self.profile, asked, others)
-        near = other is not None and other.seconds <= (1 + _OFF) * best.seconds
-        return [best, other] if near and other is not None else [best]
+        other = self._plan([1] if best.round_size > 1 else list(range(2, count + 1)), recompute=asked.recompute)
+        is_near = other is not None and other.seconds <= (1 + _OFF) * best.seconds
+        return [best, other] if is_near and other is not None else [best]
 
-    def _plan(self, profile: Profile, asked: _Asked, round_sizes: list[int]) -> PlannedStep | None:
+    def _plan(self, round_sizes: list[int], *, recompute: bool, share: float = 1.0) -> PlannedStep | None:
+        if self.profile is None:
+            return None
         to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
         setting = StepSetting(
-            microbatches=asked.microbatches,
+            microbatches=self._asked.microbatches,
             to_device=to_device,
             to_host=to_host,
             buffer_bytes=buffer_bytes(self._owner.model),
             round_sizes=tuple(round_sizes),
-            recompute=asked.recompute,
+            recompute=recompute,
             slowness=self._slowness,
         )
-        problem = StepProblem(profile, setting)
+        problem = StepProblem(self.profile, setting)
         try:
-            found = problem.solve(int(self._budget * self._share))
+            found = problem.solve(int(self._budget * self._share * share))
         except PlanError as error:
             logger.info("no plan for the step's activations: %s", error)
             return None
@@ -322,11 +360,23 @@ class Fit:
         logger.info("activations: %s", planned)
         return planned
 
-    def _apply(self, planned: PlannedStep) -> None:
+    def _apply(self, planned: PlannedStep, *, keeps_all: bool) -> None:
+        self._saving.leaves_all_on_device = keeps_all
+        if planned is self._applied:
+            return
         modules = dict(self._owner.model.named_modules())
         self._saving.recompute([modules[name] for name in planned.recomputed], self._owner.device)
         self._saving.set_room(planned.room)
-        self._saving.leaves_all_on_device = planned.keeps_all
+        self._applied = planned
+
+
+def _slowness(planned: PlannedStep, seconds: float) -> float | None:
+    """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not."""
+    ratio = seconds / planned.seconds if planned.seconds > 0 else 1.0
+    if abs(math.log(ratio)) <= math.log(1 + _OFF):
+        return None
+    rest = planned.seconds - planned.compute_seconds
+    return min(max((seconds - rest) / max(planned.compute_seconds, 1e-9), 0.5), 2.0)
 
 
 class _LaneSpeed:
