@@ -26,6 +26,7 @@ Example = TypeVar("Example")
 _USABLE = 0.92  # of a card's memory: the rest is the driver's, and lost between allocations
 _POINTS = 8  # of the curve
 _EFFORT_OF_POINT = 0.1
+_EFFORT_OF_ADVICE = 0.3
 _MORE_BUDGET = 1.25  # as advice
 _GAIN = 0.97  # of the seconds: advice that gains less is none
 _MOST_MICROBATCHES = 1023  # that the planner takes
@@ -186,12 +187,12 @@ def _curve(problem: StepProblem, budget: int, seconds: float) -> tuple[tuple[int
 
 def _advice(problem: StepProblem, budget: int, seconds: float) -> tuple[Advice, ...]:
     """What would make steps faster, the best first. Seconds are of as many microbatches as the step has."""
-    more = problem.solve(int(budget * _MORE_BUDGET)).seconds
+    more = problem.solve(int(budget * _MORE_BUDGET), effort=_EFFORT_OF_ADVICE).seconds
     tries = {f"{_MORE_BUDGET:g} times the budget": more}
     if problem.setting.to_device < math.inf:
-        tries["twice the link's speed"] = problem.solve(budget, faster=2.0).seconds
+        tries["twice the link's speed"] = problem.solve(budget, faster=2.0, effort=_EFFORT_OF_ADVICE).seconds
     if 2 * problem.setting.microbatches <= _MOST_MICROBATCHES:
-        twice = problem.solve(budget, microbatches=2 * problem.setting.microbatches).seconds
+        twice = problem.solve(budget, microbatches=2 * problem.setting.microbatches, effort=_EFFORT_OF_ADVICE).seconds
         tries["twice the microbatches in a step"] = twice / 2
     good = [Advice(change=change, seconds=each) for change, each in tries.items() if each < _GAIN * seconds]
     return tuple(sorted(good, key=lambda advice: advice.seconds))
