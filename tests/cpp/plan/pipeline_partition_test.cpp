@@ -192,7 +192,7 @@ TEST(PipelinePartition, OfAWideGraphIsAPlanWithABound) {
   for (const PipelineTerms& terms : {pipeline_terms({3}), pipeline_terms({2, 2})}) {
     const PipelinePartition found = partition_pipeline(graph, terms);
     EXPECT_LE(found.bound_ms, found.objective_ms);
-    EXPECT_GE(found.bound_ms, (terms.levels.size() == 1 ? 0.9 : 0.8) * found.objective_ms);
+    EXPECT_GE(found.bound_ms, (terms.levels.size() == 1 ? 0.9 : 0.7) * found.objective_ms);
     int replicas = 0;
     std::size_t nodes = 0;
     for (const PipelineStage& stage : found.stages) {
