@@ -61,18 +61,23 @@ class StepRun {
   }
 
   void round(int microbatches, bool is_last) {
+    turn(Way::kForward);
     for (std::size_t i = 0; i < segments_.size(); ++i) {
-      enter(i, Way::kForward, is_last);
+      enter(i);
       for (int n = 0; n < microbatches; ++n) {
         forward(visits_[i]);
       }
+      passed_.bytes += resident_[i];
     }
     turned_ = now_;
+    turn(Way::kBackward);
     for (std::size_t i = segments_.size(); i-- > 0;) {
-      enter(i, Way::kBackward, is_last);
+      enter(i);
       for (int n = 0; n < microbatches; ++n) {
         backward(visits_[i]);
       }
+      resident_[i] = is_last ? 0 : resident_[i];  // not used again
+      passed_.bytes += resident_[i];
       send_gradients(i);
     }
   }
@@ -96,49 +101,54 @@ class StepRun {
     double bringing_seconds;
   };
 
-  /// Brings the segment's weights.
-  void enter(std::size_t i, Way way, bool is_last) {
+  /// Weights that stay, of segments that are used one after another.
+  struct Staying {
+    Bytes bytes = 0;
+    std::size_t last_used = 0;  // segment with weights that are used last, or one after it
+    bool upwards = false;       // the one that is used before it has a higher number
+  };
+
+  /// Brings the weights of the pass's next segment. Those of segments that have passed are used after these, the others
+  /// before.
+  void enter(std::size_t i) {
     const ActivationSegment& segment = segments_[i];
-    now_ = gradients_.wait(now_, std::max<Bytes>(visits_[i].room, 0));
-    shrink_to(visits_[i].room, i, way, is_last);
+    const Bytes slot = in_rounds_ ? segment.weight_bytes : std::min(segment.slot_bytes, segment.weight_bytes);
+    const Bytes room = std::max<Bytes>(visits_[i].room, 0);  // beside the slot
+    now_ = gradients_.wait(now_, room);
     const double before = std::exchange(entered_, now_);
-    if (resident_[i] != 0 || segment.weight_bytes == 0) {
-      return;
+    const Bytes here = std::min(std::exchange(resident_[i], 0), room + slot);
+    coming_.bytes -= here;
+    shrink(coming_, room + slot - std::max(here, slot));
+    const Bytes stays = std::min(segment.weight_bytes, room + slot - coming_.bytes);
+    shrink(passed_, room + slot - coming_.bytes - stays);
+    const Bytes lacking = segment.weight_bytes - here;
+    if (lacking > 0) {
+      // Beside the segment before it, if both have room.
+      to_device_ = std::max(to_device_, room - coming_.bytes >= segment.weight_bytes ? before : now_);
+      bring(static_cast<double>(lacking) / machine_.to_device);
+      now_ = std::max(now_, to_device_);
     }
-    const Bytes left = visits_[i].room - resident_bytes_;
-    // Beside the segment before it, if both have room.
-    to_device_ = std::max(to_device_, left >= segment.weight_bytes ? before : now_);
-    bring(static_cast<double>(segment.weight_bytes) / machine_.to_device);
-    now_ = std::max(now_, to_device_);
-    if (in_rounds_ || left >= segment.weight_bytes - segment.slot_bytes) {
-      resident_[i] = 1;
-      resident_bytes_ += segment.weight_bytes;
-    }
+    resident_[i] = stays;
   }
 
-  /// Drops weights that stayed, those that are used last first.
-  void shrink_to(Bytes room, std::size_t used, Way way, bool is_last) {
-    const ActivationSegment& segment = segments_[used];
-    if (resident_[used] != 0) {  // part of what the segment needs
-      room += in_rounds_ ? segment.weight_bytes : std::min(segment.slot_bytes, segment.weight_bytes);
-    }
-    if (way == Way::kForward) {
-      for (std::size_t i = 0; i < used && resident_bytes_ > room; ++i) {
-        drop(i);
+  /// Drops those that are used last, in part if that is enough.
+  void shrink(Staying& staying, Bytes room) {
+    while (staying.bytes > room) {
+      Bytes& bytes = resident_[staying.last_used];
+      const Bytes dropped = std::min(bytes, staying.bytes - room);
+      bytes -= dropped;
+      staying.bytes -= dropped;
+      if (bytes == 0) {
+        staying.last_used = staying.upwards ? staying.last_used + 1 : staying.last_used - 1;
       }
     }
-    const bool not_used_again = way == Way::kBackward && is_last;
-    for (std::size_t i = segments_.size(); i-- > used + 1 && (resident_bytes_ > room || not_used_again);) {
-      drop(i);
-    }
-    for (std::size_t i = 0; i <= used && resident_bytes_ > room; ++i) {
-      drop(i);
-    }
   }
 
-  void drop(std::size_t i) {
-    resident_bytes_ -= resident_[i] != 0 ? segments_[i].weight_bytes : 0;
-    resident_[i] = 0;
+  /// Starts a pass in which segments are used in the order opposite to that of the pass before.
+  void turn(Way way) {
+    const std::size_t last = segments_.size() - 1;
+    coming_ = {passed_.bytes, way == Way::kForward ? last : 0, way == Way::kBackward};
+    passed_ = {0, way == Way::kForward ? 0 : last, way == Way::kForward};
   }
 
   void forward(const Visit& visit) {
@@ -197,10 +207,11 @@ class StepRun {
   const Bytes stash_;
   const bool in_rounds_;
   std::vector<Visit> visits_;
-  std::vector<char> resident_;
-  Bytes resident_bytes_ = 0;
-  double now_ = 0;        // when compute is free
-  double to_device_ = 0;  // when the lane is free
+  std::vector<Bytes> resident_;  // weights that stay
+  Staying coming_;               // of segments that this pass will come to
+  Staying passed_;               // of those that it has left
+  double now_ = 0;               // when compute is free
+  double to_device_ = 0;         // when the lane is free
   double to_host_ = 0;
   double entered_ = 0;  // when the present segment began
   double turned_ = 0;   // when the round's backward began

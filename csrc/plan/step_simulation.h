@@ -8,8 +8,9 @@
 // Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. With rounds of 1, weights are those
 // of the largest block, else the segment's.
 //
-// Time: compute and two lanes, one to the device and one to the host. Weights stay as long as there is room, those that
-// are used last leave first, and come one segment ahead if there is room. What is saved leaves while forward goes on,
+// Time: compute and two lanes, one to the device and one to the host. Weights stay as far as there is room: those that
+// are used last leave first, in part if that is enough, so that more room is never slower. They come one segment ahead
+// if there is room. What is saved leaves while forward goes on,
 // as long as the stash has room; else forward waits. Backward's bytes come in the order of their use, as far ahead as
 // the stash has room. Gradients leave after each backward of a segment. The optimizer's seconds count as far as they
 // exceed the forward that they run behind.

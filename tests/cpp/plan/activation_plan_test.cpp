@@ -161,8 +161,11 @@ TEST(StepSimulation, WeightsThatHaveRoomComeOnce) {
   segment.weight_bytes = 1000;
   segment.slot_bytes = 10;
   EXPECT_EQ(seconds_of(segment, 1, machine_of(10'000, 1000), 2, Option::kKeep), 6 + 1);
-  // Nothing stays, so each pass of each microbatch waits.
-  EXPECT_EQ(seconds_of(segment, 2, machine_of(300, 1000), 2, Option::kKeep), 12 + 8);
+  // Nothing stays, so each pass of each microbatch waits. With more room a part stays from each pass to the next.
+  segment.saved = {};
+  segment.slot_bytes = 0;
+  EXPECT_EQ(seconds_of(segment, 2, machine_of(7, 1000), 2, Option::kKeep), 12 + 8);
+  EXPECT_EQ(seconds_of(segment, 2, machine_of(507, 1000), 2, Option::kKeep), 12 + 8 - 3 * 0.5);
 }
 
 TEST(StepSimulation, GradientsLeaveBehindTheNextBackward) {
