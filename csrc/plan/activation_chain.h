@@ -33,6 +33,13 @@ inline constexpr std::array kActivationOptions = {ActivationOption::kKeep, Activ
                                                   ActivationOption::kCompress, ActivationOption::kRecompute,
                                                   ActivationOption::kRecomputeOffloaded};
 
+/// Where a segment may run forward again. Inside a round, blocks that begin in the segment forbid it.
+enum class RecomputeScope : std::uint8_t {
+  kNever,
+  kAlone,     // with rounds of 1
+  kInRounds,  // with rounds of any size
+};
+
 /// Bytes of storages. One that an earlier segment has saved is not new, but it stays if any segment keeps it.
 struct StorageBytes {
   Bytes fresh = 0;
@@ -57,7 +64,7 @@ struct ActivationSegment {
   Bytes slot_bytes = 0;                 // of its largest block: the least of its weights that is on the device
   Bytes gradient_bytes = 0;             // that leave after its backward
   std::optional<SegmentCoding> coding;  // none: not to be compressed
-  bool may_recompute = false;
+  RecomputeScope recompute = RecomputeScope::kNever;
 };
 
 struct ActivationMachine {
@@ -77,13 +84,14 @@ struct ActivationTreatment {
   bool operator==(const ActivationTreatment&) const = default;
 };
 
-inline bool allows(const ActivationSegment& segment, ActivationOption option) {
+inline bool allows(const ActivationSegment& segment, ActivationOption option, int round_size) {
   switch (option) {
     case ActivationOption::kCompress:
       return segment.coding.has_value();
     case ActivationOption::kRecompute:
     case ActivationOption::kRecomputeOffloaded:
-      return segment.may_recompute;
+      return segment.recompute == RecomputeScope::kInRounds ||
+             (segment.recompute == RecomputeScope::kAlone && round_size == 1);
     default:
       return true;
   }

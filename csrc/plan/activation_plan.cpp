@@ -39,6 +39,11 @@ void check_activation_problem(const ActivationProblem& problem) {
   HYDRA_EXPECT(!problem.cuts.empty(), PlanError, "a step needs its segments, in one cut at least");
   HYDRA_EXPECT(problem.microbatches > 0 && problem.microbatches < 1 << 10, PlanError,
                "a step has 1 to 1023 microbatches; " + std::to_string(problem.microbatches) + " were given");
+  for (const int size : problem.round_sizes) {
+    HYDRA_EXPECT(size > 0 && size <= problem.microbatches, PlanError,
+                 "a round has 1 to " + std::to_string(problem.microbatches) + " microbatches, those of a step; " +
+                     std::to_string(size) + " were given");
+  }
   HYDRA_EXPECT(problem.machine.to_device > 0 && problem.machine.to_host > 0, PlanError,
                "the lanes need more than 0 bytes a second");
   HYDRA_EXPECT(std::isfinite(problem.machine.update_seconds) && problem.machine.update_seconds >= 0, PlanError,
@@ -52,11 +57,15 @@ void check_activation_problem(const ActivationProblem& problem) {
   }
 }
 
+std::vector<int> tried_round_sizes(const ActivationProblem& problem) {
+  return problem.round_sizes.empty() ? round_sizes(problem.microbatches) : problem.round_sizes;
+}
+
 /// The option with which the segment needs and keeps the least.
 ActivationOption frugal_option(const ActivationSegment& segment, int round_size) {
   ActivationOption best = ActivationOption::kOffload;
   for (const ActivationOption option : {ActivationOption::kCompress, ActivationOption::kRecomputeOffloaded}) {
-    if (allows(segment, option) &&
+    if (allows(segment, option, round_size) &&
         needed_bytes(segment, option, round_size) < needed_bytes(segment, best, round_size)) {
       best = option;
     }
@@ -147,9 +156,9 @@ class CheapestOptions {
 
   std::optional<Move> move_of(const ActivationSegment& segment, ActivationOption option, const LaneWeights& weights,
                               const OptionSet& set) const {
-    const bool others = set.offloads || segment.may_recompute;
+    const bool others = set.offloads || allows(segment, ActivationOption::kRecompute, setting_.round_size);
     const Bytes left = room_ - needed_bytes_if_allowed(segment, option);
-    if (!allows(segment, option) || (!set.has(option) && others) || left < 0) {
+    if (!allows(segment, option, setting_.round_size) || (!set.has(option) && others) || left < 0) {
       return std::nullopt;
     }
     const Bytes kept = setting_.round_size * kept_bytes(segment, option);
@@ -165,7 +174,7 @@ class CheapestOptions {
   }
 
   Bytes needed_bytes_if_allowed(const ActivationSegment& segment, ActivationOption option) const {
-    return allows(segment, option) ? needed_bytes(segment, option, setting_.round_size) : 0;
+    return allows(segment, option, setting_.round_size) ? needed_bytes(segment, option, setting_.round_size) : 0;
   }
 
   OptionChain options_to(std::size_t cell, const std::vector<std::vector<double>>& costs, const LaneWeights& weights,
@@ -214,7 +223,7 @@ class SearchDraws {
 class ActivationSearch {
  public:
   ActivationSearch(const ActivationProblem& problem, double effort)
-      : problem_(problem), work_(static_cast<std::int64_t>(effort * kWork)) {}
+      : problem_(problem), round_sizes_(tried_round_sizes(problem)), work_(static_cast<std::int64_t>(effort * kWork)) {}
 
   JudgedTreatment find() {
     std::vector<Start> starts = candidates();
@@ -250,6 +259,9 @@ class ActivationSearch {
     for (const TreatmentSetting& setting : settings()) {
       Start start = {setting, {setting.cut, {{}, setting.round_size, setting.stash_bytes}, kNoSeconds}};
       offer(start, frugal_options(setting));
+      for (const ActivationOption option : kActivationOptions) {
+        offer(start, uniform_options(setting, option));
+      }
       ask(start, {{{1, 1}, {}}});
       if (start.best.seconds < kNoSeconds) {
         starts.push_back(std::move(start));
@@ -275,7 +287,7 @@ class ActivationSearch {
       for (const ActivationSegment& segment : problem_.cuts[cut]) {
         weights += segment.weight_bytes;
       }
-      for (const int round_size : round_sizes(problem_.microbatches)) {
+      for (const int round_size : round_sizes_) {
         for (const Bytes stash_bytes : stash_sizes(problem_.cuts[cut])) {
           // The cheapest options do not know that weights that stay need not come again.
           for (const Bytes reserved :
@@ -292,6 +304,15 @@ class ActivationSearch {
     OptionChain options;
     for (const ActivationSegment& segment : problem_.cuts[setting.cut]) {
       options.push_back(frugal_option(segment, setting.round_size));
+    }
+    return options;
+  }
+
+  /// The option wherever it is allowed, else keep.
+  OptionChain uniform_options(const TreatmentSetting& setting, ActivationOption option) const {
+    OptionChain options;
+    for (const ActivationSegment& segment : problem_.cuts[setting.cut]) {
+      options.push_back(allows(segment, option, setting.round_size) ? option : ActivationOption::kKeep);
     }
     return options;
   }
@@ -317,7 +338,7 @@ class ActivationSearch {
   double seconds_of(std::size_t cut, const ActivationTreatment& treatment) {
     const SegmentChain& segments = problem_.cuts[cut];
     for (std::size_t i = 0; i < segments.size(); ++i) {
-      if (!allows(segments[i], treatment.options[i])) {
+      if (!allows(segments[i], treatment.options[i], treatment.round_size)) {
         return kNoSeconds;
       }
     }
@@ -370,7 +391,7 @@ class ActivationSearch {
 
   bool change_setting(JudgedTreatment& here, std::int64_t until) {
     bool improved = false;
-    for (const int round_size : round_sizes(problem_.microbatches)) {
+    for (const int round_size : round_sizes_) {
       improved |= work_ > until && improve(here, [&](ActivationTreatment& it) { it.round_size = round_size; });
     }
     for (const Bytes stash_bytes : stash_sizes(problem_.cuts[here.cut])) {
@@ -437,6 +458,7 @@ class ActivationSearch {
   }
 
   const ActivationProblem& problem_;
+  const std::vector<int> round_sizes_;
   std::int64_t work_;
   JudgedTreatment best_;
   std::unordered_map<std::string, double> seen_;
@@ -448,11 +470,13 @@ class ActivationSearch {
 Bytes least_budget(const ActivationProblem& problem) {
   Bytes least = std::numeric_limits<Bytes>::max();
   for (const SegmentChain& segments : problem.cuts) {
-    Bytes needed = 0;
-    for (const ActivationSegment& segment : segments) {
-      needed = std::max(needed, needed_bytes(segment, frugal_option(segment, 1), 1));
+    for (const int round_size : tried_round_sizes(problem)) {
+      Bytes needed = 0;
+      for (const ActivationSegment& segment : segments) {
+        needed = std::max(needed, needed_bytes(segment, frugal_option(segment, round_size), round_size));
+      }
+      least = std::min(least, needed);
     }
-    least = std::min(least, needed);
   }
   return least;
 }

@@ -24,6 +24,7 @@ struct ActivationProblem {
   std::vector<std::vector<ActivationSegment>> cuts;
   int microbatches = 1;
   ActivationMachine machine;
+  std::vector<int> round_sizes;  // the only ones to try; empty: those of round_sizes(microbatches)
 };
 
 struct ActivationPlan {
@@ -33,14 +34,15 @@ struct ActivationPlan {
   Bytes peak_bytes = 0;
 };
 
-/// The least budget that any treatment fits: that of the neediest segment of the best cut, with nothing kept.
+/// The least budget that any treatment fits: that of the neediest segment in the best cut and size of rounds, with
+/// nothing kept.
 Bytes least_budget(const ActivationProblem& problem);
 
-/// The sizes of rounds, and of the stash, that are tried.
+/// The sizes of rounds that are tried unless others are given, and those of the stash.
 std::vector<int> round_sizes(int microbatches);
 std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments);
 
-/// `effort` of 1 is about a third of a second. Throws PlanDoesNotFit if the budget is below the least, and PlanError if
+/// `effort` of 1 is about a tenth of a second. Throws PlanDoesNotFit if the budget is below the least, and PlanError if
 /// the problem makes no sense.
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort = 1.0);
 

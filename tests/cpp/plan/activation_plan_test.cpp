@@ -27,7 +27,7 @@ class Chains {
     return *(values.begin() + generator_() % values.size());
   }
 
-  ActivationSegment segment(bool may_recompute, bool may_compress) {
+  ActivationSegment segment(bool may_compress) {
     const auto mib = [&](double low, double high) { return static_cast<Bytes>(1'000'000 * between(low, high)); };
     ActivationSegment segment;
     segment.forward_seconds = one_of({1, 2, 3, 5}) * between(0.5, 1.5);
@@ -42,7 +42,10 @@ class Chains {
     segment.weight_bytes = mib(0.5, 8);
     segment.slot_bytes = std::min<Bytes>(500'000, segment.weight_bytes);
     segment.gradient_bytes = mib(0.5, 8);
-    segment.may_recompute = may_recompute && between(0, 1) < 0.9;
+    const double drawn = between(0, 1);
+    segment.recompute = drawn < 0.6   ? RecomputeScope::kInRounds
+                        : drawn < 0.9 ? RecomputeScope::kAlone
+                                      : RecomputeScope::kNever;
     if (may_compress) {
       segment.coding = SegmentCoding{segment.saved.fresh / 5, 0.3 * segment.forward_seconds};
     }
@@ -57,7 +60,7 @@ class Chains {
     double saved = 0;
     Bytes in_use = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      const ActivationSegment& added = problem.cuts[0].emplace_back(segment(true, may_compress));
+      const ActivationSegment& added = problem.cuts[0].emplace_back(segment(may_compress));
       compute += added.forward_seconds + added.backward_seconds;
       saved += static_cast<double>(added.saved.fresh);
       in_use = std::max(in_use, added.backward_bytes + added.slot_bytes);
@@ -75,6 +78,15 @@ class Chains {
   std::mt19937 generator_;
 };
 
+bool allow(const std::vector<ActivationSegment>& segments, const std::vector<Option>& options, int round_size) {
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (!allows(segments[i], options[i], round_size)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 /// The least seconds over all options of the first cut, sizes of rounds and of the stash.
 double least_seconds(const ActivationProblem& problem) {
   const std::vector<ActivationSegment>& segments = problem.cuts[0];
@@ -86,15 +98,13 @@ double least_seconds(const ActivationProblem& problem) {
   ActivationTreatment treatment;
   for (std::size_t number = 0; number < combinations; ++number) {
     treatment.options.clear();
-    bool allowed = true;
     for (std::size_t rest = number; treatment.options.size() < segments.size(); rest /= kActivationOptions.size()) {
       treatment.options.push_back(kActivationOptions[rest % kActivationOptions.size()]);
-      allowed = allowed && allows(segments[treatment.options.size() - 1], treatment.options.back());
-    }
-    if (!allowed) {
-      continue;
     }
     for (const int round_size : round_sizes(problem.microbatches)) {
+      if (!allow(segments, treatment.options, round_size)) {
+        continue;
+      }
       for (const Bytes stash_bytes : stash_sizes(segments)) {
         treatment.round_size = round_size;
         treatment.stash_bytes = stash_bytes;
@@ -115,7 +125,7 @@ ActivationSegment plain_segment() {
   segment.inputs = {10, 10};
   segment.forward_bytes = 5;
   segment.backward_bytes = 7;
-  segment.may_recompute = true;
+  segment.recompute = RecomputeScope::kInRounds;
   return segment;
 }
 
@@ -195,7 +205,7 @@ TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
 }
 
 TEST(ActivationPlan, RoomForEverythingKeepsEverything) {
-  const ActivationProblem problem = {{{plain_segment(), plain_segment()}}, 2, machine_of(1000, 1)};
+  const ActivationProblem problem = {{{plain_segment(), plain_segment()}}, 2, machine_of(1000, 1), {}};
   const ActivationPlan plan = plan_activations(problem);
   EXPECT_EQ(plan.step.seconds, 12);
   EXPECT_EQ(plan.treatment.options, std::vector<Option>(2, Option::kKeep));
@@ -218,8 +228,69 @@ TEST(ActivationPlan, TheLeastBudgetIsEnough) {
   }
 }
 
+TEST(ActivationPlan, SegmentsRunAgainOnlyWhereTheyMay) {
+  ActivationSegment segment = plain_segment();
+  segment.recompute = RecomputeScope::kAlone;
+  EXPECT_TRUE(allows(segment, Option::kRecompute, 1));
+  EXPECT_FALSE(allows(segment, Option::kRecomputeOffloaded, 2));
+  segment.recompute = RecomputeScope::kNever;
+  EXPECT_FALSE(allows(segment, Option::kRecompute, 1));
+  Chains chains(13);
+  for (int round = 0; round < 20; ++round) {
+    const ActivationProblem problem = chains.problem(8);
+    const ActivationTreatment treatment = plan_activations(problem, 0.1).treatment;
+    EXPECT_TRUE(allow(problem.cuts[0], treatment.options, treatment.round_size));
+  }
+}
+
+TEST(ActivationPlan, OnlyTheGivenRoundSizesAreTried) {
+  ActivationSegment segment = plain_segment();
+  segment.weight_bytes = 1000;
+  segment.slot_bytes = 1000;
+  segment.recompute = RecomputeScope::kAlone;
+  // A round of all brings the weights once each way.
+  ActivationProblem problem = {{{segment, segment, segment}}, 3, machine_of(1950, 100), {}};
+  EXPECT_EQ(plan_activations(problem).treatment.round_size, 3);
+  for (const int size : {1, 2}) {
+    problem.round_sizes = {size};
+    EXPECT_EQ(plan_activations(problem).treatment.round_size, size);
+  }
+  // Frugal treatments of larger rounds keep what is parked.
+  problem.cuts[0][0].parked_bytes = 1000;
+  problem.round_sizes = {2};
+  EXPECT_EQ(least_budget(problem), least_budget({problem.cuts, 3, problem.machine, {1, 2}}) + 1000);
+  EXPECT_THROW(plan_activations(problem), PlanDoesNotFit);
+  for (const int size : {0, 4}) {
+    problem.round_sizes = {size};
+    EXPECT_THROW(plan_activations(problem), PlanError);
+  }
+}
+
+TEST(ActivationPlan, IsNeverSlowerThanOneOptionForAll) {
+  Chains chains(17);
+  for (int round = 0; round < 20; ++round) {
+    const ActivationProblem problem = chains.problem(20);
+    const std::vector<ActivationSegment>& segments = problem.cuts[0];
+    const double found = plan_activations(problem, 0).step.seconds;
+    for (const Option option : {Option::kKeep, Option::kOffload, Option::kRecompute}) {
+      for (const int size : round_sizes(problem.microbatches)) {
+        std::vector<Option> options;
+        for (const ActivationSegment& segment : segments) {
+          options.push_back(allows(segment, option, size) ? option : Option::kKeep);
+        }
+        for (const Bytes stash_bytes : stash_sizes(segments)) {
+          const ActivationTreatment treatment = {options, size, stash_bytes};
+          if (peak_bytes(segments, treatment) <= problem.machine.budget) {
+            EXPECT_LE(found, simulate_step(segments, problem.machine, problem.microbatches, treatment).seconds);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(ActivationPlan, AFinerCutIsTakenWhereItHelps) {
-  ActivationProblem problem = {{{plain_segment()}}, 1, machine_of(80, 1)};
+  ActivationProblem problem = {{{plain_segment()}}, 1, machine_of(80, 1), {}};
   problem.cuts[0][0].backward_bytes = 70;
   ActivationSegment half = plain_segment();
   half.forward_seconds = 0.5;
@@ -273,7 +344,7 @@ TEST(ActivationPlan, MoreEffortIsNotSlower) {
 }
 
 TEST(ActivationPlan, SenselessProblemsAreRefused) {
-  const ActivationProblem good = {{{plain_segment()}}, 1, machine_of(1000)};
+  const ActivationProblem good = {{{plain_segment()}}, 1, machine_of(1000), {}};
   EXPECT_NO_THROW(plan_activations(good, 0));
   ActivationProblem problem = good;
   problem.cuts.clear();
