@@ -28,7 +28,7 @@ CPP_LAYERS: dict[str, tuple[str, ...]] = {
     "optim": ("base",),
     "plan": ("base",),
     "schedule": ("base", "plan"),
-    "testing": ("base", "memory", "io", "transfer", "paging"),
+    "testing": ("base", "memory", "io", "transfer", "paging", "plan"),
     "pytorch": _CORE,
     "bindings": (*_CORE, "testing", "pytorch"),
 }

@@ -13,7 +13,6 @@ SMALL = {
     "csrc/bindings": "the module, above its two folders",
     "csrc/io": "the only part that knows files",
     "csrc/pytorch/threads": "what all other folders of pytorch need, and no memory",
-    "csrc/testing": "scripted faults, which no user meets",
     "hydra_ext/_C": "generated stubs",
     "hydra_ext/cli/demo": "one command",
     "hydra_ext/integrations": "libraries by name, of which there will be more",

@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, module) {
   hydra::bind_codec(module);
   hydra::bind_schedule(module);
   hydra::bind_plan(module);
+  hydra::bind_activation_plan(module);
   hydra::bind_checkpoint_chain(module);
   hydra::bind_pipeline_partition(module);
   hydra::bind_values(module);

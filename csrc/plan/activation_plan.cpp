@@ -57,6 +57,27 @@ void check_activation_problem(const ActivationProblem& problem) {
   }
 }
 
+void check_treatment(const ActivationProblem& problem, std::size_t cut, const ActivationTreatment& treatment) {
+  HYDRA_EXPECT(cut < problem.cuts.size() && treatment.options.size() == problem.cuts[cut].size(), PlanError,
+               "a treatment has one option for each segment of a cut");
+  HYDRA_EXPECT(treatment.round_size > 0 && treatment.round_size <= problem.microbatches, PlanError,
+               "a round has 1 to " + std::to_string(problem.microbatches) + " microbatches; " +
+                   std::to_string(treatment.round_size) + " were given");
+  HYDRA_EXPECT(treatment.stash_bytes >= 0 && treatment.stash_bytes < Bytes{1} << 50, PlanError,
+               "the stash's bytes are negative, or too many to count");
+  for (std::size_t i = 0; i < treatment.options.size(); ++i) {
+    HYDRA_EXPECT(allows(problem.cuts[cut][i], treatment.options[i], treatment.round_size), PlanError,
+                 "segment " + std::to_string(i) + " does not allow its option in rounds of " +
+                     std::to_string(treatment.round_size));
+  }
+}
+
+ActivationPlan judged_plan(const ActivationProblem& problem, std::size_t cut, const ActivationTreatment& treatment) {
+  const SegmentChain& segments = problem.cuts[cut];
+  return {cut, treatment, simulate_step(segments, problem.machine, problem.microbatches, treatment),
+          peak_bytes(segments, treatment)};
+}
+
 std::vector<int> tried_round_sizes(const ActivationProblem& problem) {
   return problem.round_sizes.empty() ? round_sizes(problem.microbatches) : problem.round_sizes;
 }
@@ -468,6 +489,7 @@ class ActivationSearch {
 }  // namespace
 
 Bytes least_budget(const ActivationProblem& problem) {
+  check_activation_problem(problem);
   Bytes least = std::numeric_limits<Bytes>::max();
   for (const SegmentChain& segments : problem.cuts) {
     for (const int round_size : tried_round_sizes(problem)) {
@@ -500,7 +522,6 @@ std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments) {
 }
 
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort) {
-  check_activation_problem(problem);
   const Bytes least = least_budget(problem);
   if (least > problem.machine.budget) {
     throw PlanDoesNotFit("no treatment of activations fits " + human_bytes(problem.machine.budget) +
@@ -512,9 +533,20 @@ ActivationPlan plan_activations(const ActivationProblem& problem, double effort)
                "no treatment of activations was found that fits both " + human_bytes(problem.machine.budget) +
                    " on the device and " + human_bytes(problem.machine.host_bytes) +
                    " on the host: give more of either");
-  const SegmentChain& segments = problem.cuts[found.cut];
-  return {found.cut, found.treatment, simulate_step(segments, problem.machine, problem.microbatches, found.treatment),
-          peak_bytes(segments, found.treatment)};
+  return judged_plan(problem, found.cut, found.treatment);
+}
+
+ActivationPlan judge_activations(const ActivationProblem& problem, std::size_t cut,
+                                 const ActivationTreatment& treatment) {
+  check_activation_problem(problem);
+  check_treatment(problem, cut, treatment);
+  const Bytes peak = peak_bytes(problem.cuts[cut], treatment);
+  if (peak > problem.machine.budget) {
+    throw PlanDoesNotFit("the treatment does not fit " + human_bytes(problem.machine.budget) + ": it takes " +
+                             std::to_string(peak) + " bytes",
+                         0, peak, problem.machine.budget);
+  }
+  return judged_plan(problem, cut, treatment);
 }
 
 }  // namespace hydra

@@ -35,7 +35,7 @@ struct ActivationPlan {
 };
 
 /// The least budget that any treatment fits: that of the neediest segment in the best cut and size of rounds, with
-/// nothing kept.
+/// nothing kept. Throws PlanError if the problem makes no sense.
 Bytes least_budget(const ActivationProblem& problem);
 
 /// The sizes of rounds that are tried unless others are given, and those of the stash.
@@ -45,5 +45,10 @@ std::vector<Bytes> stash_sizes(const std::vector<ActivationSegment>& segments);
 /// `effort` of 1 is about a tenth of a second. Throws PlanDoesNotFit if the budget is below the least, and PlanError if
 /// the problem makes no sense.
 ActivationPlan plan_activations(const ActivationProblem& problem, double effort = 1.0);
+
+/// What a treatment of a cut takes. Throws PlanDoesNotFit if its peak exceeds the budget, and PlanError if it makes no
+/// sense.
+ActivationPlan judge_activations(const ActivationProblem& problem, std::size_t cut,
+                                 const ActivationTreatment& treatment);
 
 }  // namespace hydra

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/plan/chain.h"
+#include "csrc/testing/activation_enumeration.h"
 
 namespace hydra {
 namespace {
@@ -85,36 +86,6 @@ bool allow(const std::vector<ActivationSegment>& segments, const std::vector<Opt
     }
   }
   return true;
-}
-
-/// The least seconds over all options of the first cut, sizes of rounds and of the stash.
-double least_seconds(const ActivationProblem& problem) {
-  const std::vector<ActivationSegment>& segments = problem.cuts[0];
-  std::size_t combinations = 1;
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    combinations *= kActivationOptions.size();
-  }
-  double least = kNoActivationLimit;
-  ActivationTreatment treatment;
-  for (std::size_t number = 0; number < combinations; ++number) {
-    treatment.options.clear();
-    for (std::size_t rest = number; treatment.options.size() < segments.size(); rest /= kActivationOptions.size()) {
-      treatment.options.push_back(kActivationOptions[rest % kActivationOptions.size()]);
-    }
-    for (const int round_size : round_sizes(problem.microbatches)) {
-      if (!allow(segments, treatment.options, round_size)) {
-        continue;
-      }
-      for (const Bytes stash_bytes : stash_sizes(segments)) {
-        treatment.round_size = round_size;
-        treatment.stash_bytes = stash_bytes;
-        if (peak_bytes(segments, treatment) <= problem.machine.budget) {
-          least = std::min(least, simulate_step(segments, problem.machine, problem.microbatches, treatment).seconds);
-        }
-      }
-    }
-  }
-  return least;
 }
 
 ActivationSegment plain_segment() {
@@ -243,6 +214,24 @@ TEST(ActivationPlan, SegmentsRunAgainOnlyWhereTheyMay) {
   }
 }
 
+TEST(ActivationPlan, ATreatmentIsJudgedAsItIsGiven) {
+  const ActivationProblem problem = {{{plain_segment(), plain_segment()}}, 2, machine_of(250), {}};
+  EXPECT_EQ(judge_activations(problem, 0, {{Option::kKeep, Option::kKeep}, 1, 10}).peak_bytes, 217);
+  try {
+    judge_activations(problem, 0, {{Option::kKeep, Option::kKeep}, 2, 0});
+    FAIL() << "it fitted";
+  } catch (const PlanDoesNotFit& error) {
+    EXPECT_EQ(error.needed, 407);
+  }
+  for (const ActivationTreatment& senseless :
+       {ActivationTreatment{{Option::kKeep}, 1, 0}, ActivationTreatment{{Option::kKeep, Option::kKeep}, 3, 0},
+        ActivationTreatment{{Option::kKeep, Option::kKeep}, 1, -1},
+        ActivationTreatment{{Option::kKeep, Option::kCompress}, 1, 0}}) {
+    EXPECT_THROW(judge_activations(problem, 0, senseless), PlanError);
+  }
+  EXPECT_THROW(judge_activations(problem, 1, {{Option::kKeep, Option::kKeep}, 1, 0}), PlanError);
+}
+
 TEST(ActivationPlan, OnlyTheGivenRoundSizesAreTried) {
   ActivationSegment segment = plain_segment();
   segment.weight_bytes = 1000;
@@ -310,7 +299,7 @@ TEST(ActivationPlan, SmallChainsAreAlmostAlwaysTreatedInTheBestWay) {
   constexpr int kRounds = 60;
   for (int round = 0; round < kRounds; ++round) {
     const ActivationProblem problem = chains.problem(round % 3 == 2 ? 4 : 5, round % 3 == 2);
-    const double least = least_seconds(problem);
+    const double least = testing::least_activation_seconds(problem);
     const ActivationPlan plan = plan_activations(problem);
     ASSERT_LE(plan.peak_bytes, problem.machine.budget);
     const double gap = plan.step.seconds / least - 1;

@@ -1,0 +1,143 @@
+"""The planner of activations, as the core gives it to Python. Its own tests are in tests/cpp/plan."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from hydra_ext import _C
+from hydra_ext.errors import PlanDoesNotFit, PlanError
+
+KEEP, OFFLOAD = _C.ActivationOption.KEEP, _C.ActivationOption.OFFLOAD
+
+
+def segment(**changed: Any) -> _C.ActivationSegment:
+    given: dict[str, Any] = {
+        "forward_seconds": 1.0,
+        "backward_seconds": 2.0,
+        "saved_fresh": 100,
+        "saved_all": 100,
+        "inputs_fresh": 10,
+        "inputs_all": 10,
+        "parked_bytes": 0,
+        "forward_bytes": 5,
+        "backward_bytes": 7,
+        "weight_bytes": 0,
+        "slot_bytes": 0,
+        "gradient_bytes": 0,
+    }
+    return _C.ActivationSegment(**{**given, **changed})
+
+
+def figures(plan: _C.ActivationPlan) -> tuple[Any, ...]:
+    times = plan.seconds, plan.compute_seconds, plan.to_device_seconds, plan.to_host_seconds
+    return plan.cut, plan.options, plan.round_size, plan.stash_bytes, *times, plan.peak_bytes
+
+
+def test_room_for_everything_keeps_everything() -> None:
+    plan = _C.plan_activations([[segment()] * 3], microbatches=2, budget=1000, to_device=1.0, to_host=1.0)
+    assert plan.options == [KEEP] * 3
+    assert plan.seconds == plan.compute_seconds == 18
+    assert plan.to_device_seconds == plan.to_host_seconds == 0
+    assert plan.peak_bytes <= 1000
+
+
+def test_a_plan_is_what_the_simulation_of_its_treatment_says() -> None:
+    cuts = [[segment(), segment(recompute=_C.RecomputeScope.IN_ROUNDS), segment()], [segment(saved_fresh=300)]]
+    lanes = {"to_device": 90.0, "to_host": 110.0, "update_seconds": 5.0}
+    plan = _C.plan_activations(cuts, microbatches=2, budget=250, **lanes)
+    cut, options, round_size, stash_bytes, *times = figures(plan)
+    simulated = _C.simulate_activations(
+        cuts[cut],
+        options=options,
+        round_size=round_size,
+        stash_bytes=stash_bytes,
+        microbatches=2,
+        budget=250,
+        **lanes,
+    )
+    assert tuple(times) == simulated
+
+
+def test_the_same_problem_has_the_same_plan() -> None:
+    cuts = [[segment(saved_fresh=50 + 37 * i % 90, forward_seconds=1 + 0.3 * (i % 5)) for i in range(40)]]
+    plans = [
+        _C.plan_activations(cuts, microbatches=4, budget=1500, to_device=60.0, to_host=60.0, effort=0.3)
+        for _ in range(2)
+    ]
+    assert figures(plans[0]) == figures(plans[1])
+
+
+def test_compressing_needs_a_stream() -> None:
+    compressed = segment(stream_bytes=10, coding_seconds=0.1)
+    plan = _C.plan_activations([[compressed] * 2], microbatches=1, budget=150, to_device=10.0, to_host=10.0)
+    assert _C.ActivationOption.COMPRESS in plan.options
+    treatment = {"options": [_C.ActivationOption.COMPRESS], "round_size": 1, "stash_bytes": 0}
+    with pytest.raises(PlanError, match="segment 0 does not allow its option"):
+        _C.simulate_activations([segment()], **treatment, microbatches=1, budget=1000)
+
+
+def test_segments_may_run_again_only_in_their_scope() -> None:
+    recompute = {"options": [_C.ActivationOption.RECOMPUTE], "stash_bytes": 0, "microbatches": 2, "budget": 1000}
+    for scope, allowed in (
+        (_C.RecomputeScope.NEVER, []),
+        (_C.RecomputeScope.ALONE, [1]),
+        (_C.RecomputeScope.IN_ROUNDS, [1, 2]),
+    ):
+        for round_size in (1, 2):
+            if round_size in allowed:
+                seconds, *_ = _C.simulate_activations([segment(recompute=scope)], round_size=round_size, **recompute)
+                assert seconds == 8
+            else:
+                with pytest.raises(PlanError, match=f"rounds of {round_size}"):
+                    _C.simulate_activations([segment(recompute=scope)], round_size=round_size, **recompute)
+
+
+def test_given_round_sizes_are_kept_to() -> None:
+    for size in (1, 2, 3):
+        plan = _C.plan_activations([[segment()]], microbatches=3, budget=1000, round_sizes=[size])
+        assert plan.round_size == size
+    with pytest.raises(PlanError, match="1 to 3 microbatches"):
+        _C.plan_activations([[segment()]], microbatches=3, budget=1000, round_sizes=[4])
+
+
+def test_a_budget_that_is_too_small_names_the_one_that_is_not() -> None:
+    cuts = [[segment(), segment(backward_bytes=70, parked_bytes=3)]]
+    least = _C.least_activation_budget(cuts)
+    assert least == 70
+    assert _C.least_activation_budget(cuts, round_sizes=[3]) == 76
+    assert _C.plan_activations(cuts, microbatches=3, budget=least).peak_bytes == least
+    with pytest.raises(PlanDoesNotFit, match="give at least 70 bytes") as error:
+        _C.plan_activations(cuts, microbatches=3, budget=least - 1)
+    assert (error.value.needed_bytes, error.value.limit_bytes) == (70, 69)
+    with pytest.raises(PlanDoesNotFit, match="it takes 270 bytes") as error:
+        _C.simulate_activations(cuts[0], options=[KEEP, KEEP], round_size=1, stash_bytes=0, microbatches=3, budget=100)
+    assert error.value.needed_bytes == 270
+
+
+@pytest.mark.parametrize(
+    ("cuts", "changed", "message"),
+    [
+        ([], {}, "needs its segments"),
+        ([[]], {}, "1 to 4095 segments"),
+        ([[segment(saved_fresh=-1)]], {}, "segment 0: its bytes"),
+        ([[segment(), segment(forward_seconds=math.nan)]], {}, "segment 1: its seconds"),
+        ([[segment()]], {"microbatches": 0}, "1 to 1023 microbatches"),
+        ([[segment()]], {"to_host": 0.0}, "more than 0 bytes a second"),
+        ([[segment()]], {"update_seconds": -1.0}, "the optimizer's seconds"),
+        ([[segment()]], {"budget": 50, "host_bytes": 1}, "on the host: give more of either"),
+    ],
+)
+def test_senseless_problems_are_refused(cuts: Any, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        _C.plan_activations(cuts, **{"microbatches": 1, "budget": 1000, **changed})
+
+
+def test_the_enumeration_finds_nothing_faster() -> None:
+    segments = [segment(saved_fresh=60 + 30 * i, recompute=_C.RecomputeScope.IN_ROUNDS) for i in range(4)]
+    given = {"microbatches": 2, "budget": 260, "to_device": 80.0, "to_host": 80.0}
+    least = _C.testing.least_activation_seconds(segments, **given)
+    assert _C.plan_activations([segments], **given).seconds == pytest.approx(least, rel=1e-12)
+    assert _C.testing.least_activation_seconds(segments, **{**given, "budget": 0}) == math.inf
