@@ -328,7 +328,7 @@ double worst_rise(ActivationProblem problem) {
   for (int step = 0; step < 30; ++step) {
     problem.machine.budget =
         static_cast<Bytes>(least * std::pow(static_cast<double>(most) / least + 1, step / 29.0)) + 1;
-    const double seconds = plan_activations(problem, 0.3).step.seconds;
+    const double seconds = plan_activations(problem, 0.1).step.seconds;
     worst = std::max(worst, seconds / before - 1);
     before = std::min(before, seconds);
   }
