@@ -27,6 +27,8 @@ from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.errors import PlanError
+from hydra_ext.plan.steps.answer import answer
+from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.runtime.placement.residents import buffer_bytes
@@ -80,6 +82,8 @@ class PlannedStep:
         seconds: Of a step, as foreseen.
         compute_seconds: Of these, those in which the device computes.
         peak_bytes: Of the device, as foreseen.
+        problem: What the planner was asked.
+        found: Its answer.
     """
 
     names: tuple[str, ...]
@@ -89,6 +93,8 @@ class PlannedStep:
     seconds: float
     compute_seconds: float
     peak_bytes: int
+    problem: StepProblem = field(compare=False, repr=False)
+    found: _C.ActivationPlan = field(compare=False, repr=False)
 
     @property
     def keeps_all(self) -> bool:
@@ -182,6 +188,16 @@ class Fit:
     def planned(self) -> PlannedStep | None:
         """The step as it runs now; None before a plan, or if none fits."""
         return self._applied
+
+    def answer(self) -> Plan | None:
+        """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits."""
+        planned = self._applied
+        if planned is None:
+            return None
+        times = [trials.seconds[planned] for trials in self._trials.values() if planned in trials.seconds]
+        peak = self._owner.core.memory.ledger.peak
+        seconds = min(times, default=None)
+        return answer(planned.problem, self._budget, planned.found, measured_seconds=seconds, measured_peak_bytes=peak)
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
 
@@ -356,6 +372,8 @@ class Fit:
             seconds=found.seconds,
             compute_seconds=found.compute_seconds,
             peak_bytes=found.peak_bytes + setting.buffer_bytes,
+            problem=problem,
+            found=found,
         )
         logger.info("activations: %s", planned)
         return planned

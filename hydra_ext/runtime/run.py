@@ -43,6 +43,7 @@ from hydra_ext.tracing import not_traced
 if TYPE_CHECKING:
     from hydra_ext.checkpoint.helper_state import Stateful
     from hydra_ext.checkpoint.loading import Loaded
+    from hydra_ext.plan.steps.forecast import Plan
 
 
 class Run:
@@ -113,6 +114,23 @@ class Run:
         peak = self._place.peak_bytes()
         report = report if peak is None else replace(report, peak_bytes=peak)
         return report if self._saving is None else replace(report, activations=self._saving.report())
+
+    def plan(self) -> Plan:
+        """How a step treats activations now, foreseen beside measured. ``str()`` of the plan is a table.
+
+        Takes about a second, for the curve over budgets and the advice.
+
+        Raises:
+            StateError: no step was planned yet; the budget leaves nothing to plan, since saved tensors leave at once;
+                or the user has chosen (``activations=``).
+        """
+        plan = None if self.fit is None else self.fit.answer()
+        if plan is None:
+            raise StateError(
+                "run.plan(): nothing was planned. A plan follows the first microbatch, with activations='auto'; just "
+                "above the smallest budget there is none, and all saved tensors leave"
+            )
+        return plan
 
     def step(
         self,
