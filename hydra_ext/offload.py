@@ -239,7 +239,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Offload() if self._activations in (None, "auto") else self._activations,
+            Offload() if self._activations is None or self._activations == "auto" else self._activations,
             self._model,
             whole,
             optimizer=self._optimizer,

@@ -127,9 +127,9 @@ class Profiler:
         size = storage.nbytes()
         key = storage._cdata, tensor._version
         known = self._known.get(key)
-        fresh = known is None or known.expired()
+        fresh = known is None or known.expired()  # type: ignore[no-untyped-call]
         if fresh:
-            self._known[key] = StorageWeakRef(storage)
+            self._known[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._largest = max(self._largest, size)
         for module in self._running:
             if fresh or key not in module.seen:
@@ -171,7 +171,8 @@ class Profiler:
         for tensor in storages.values():
             storage = tensor.untyped_storage()
             known = self._known.get((storage._cdata, tensor._version))
-            measured.inputs[0] += storage.nbytes() if known is None or known.expired() else 0
+            fresh = known is None or known.expired()  # type: ignore[no-untyped-call]
+            measured.inputs[0] += storage.nbytes() if fresh else 0
             measured.inputs[1] += storage.nbytes()
         return [(tensor, version_of(tensor)) for tensor in given.values()]
 
@@ -296,7 +297,7 @@ class _Clock:
     def mark(self) -> Any:
         if not self._on_gpu:
             return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
