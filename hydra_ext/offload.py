@@ -194,13 +194,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             budget=self._budget,
             place=self._place,
             replicas=replicas,
-            casts=self._casts(),
             saving=None if stash is None else self._make_saving(stash),
             fitted=self._activations == "auto",
             spilling=spilling,
         )
         try:
-            self._run.open(self._optimizer, arena)
+            self._run.open(self._optimizer, arena, casts=self._casts())
         except BaseException:  # re-raised: Python does not call __exit__ after a failed __enter__
             self._run.close()
             raise

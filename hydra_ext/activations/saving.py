@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,15 @@ from hydra_ext.activations.choice import Choice, Policy, default_policy, policie
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
-from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
 from hydra_ext.tracing import not_traced, nothing_traced
+
+if TYPE_CHECKING:
+    from hydra_ext.activations.profiler import Profiler
 
 
 class Saving:

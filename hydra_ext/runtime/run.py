@@ -76,7 +76,6 @@ class Run:
         budget: int,
         place: Place,
         replicas: Replicas | None = None,
-        casts: str = "",
         saving: Saving | None = None,
         fitted: bool = False,
         spilling: Spilling | None = None,
@@ -84,7 +83,6 @@ class Run:
         self.budget = budget
         self.device = place.device
         self._place = place
-        self._casts = casts
         self._saving = saving
         self._spilling = spilling
         self.model = model
@@ -101,7 +99,7 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self.fit = Fit(weakref.proxy(self), saving, budget) if fitted and saving is not None else None
+        self.fit = Fit(weakref.proxy(self), saving) if fitted and saving is not None else None
         self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False
@@ -405,8 +403,12 @@ class Run:
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
-        """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+    def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena, *, casts: str = "") -> None:
+        """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine.
+
+        Args:
+            casts: Why types change on the way between host and device; empty if they do not.
+        """
         self._place.open(self.model, arena)
         self.core.memory.charge_buffers(self._place.uncounted_bytes(self.model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
@@ -436,16 +438,16 @@ class Run:
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._why_no_homes(),
+                refusal=self._why_no_homes(casts),
             )
             self.updates = Updates(self, optimizer, self._homes, self._spilling)
         engine.join(self)
 
-    def _why_no_homes(self) -> str:
+    def _why_no_homes(self, casts: str) -> str:
         if self._spilling is not None:
             return "with host_budget= their weights, gradients and state may be on the disk"
         on_host = self.replicas is not None and not self.replicas.takes_gathered
-        return self._casts or ("gradients are averaged over the ranks on the host" if on_host else "")
+        return casts or ("gradients are averaged over the ranks on the host" if on_host else "")
 
     def close(self) -> None:
         """Undoes :meth:`open` and closes the core; an error in one part does not stop the others. Idempotent."""
@@ -560,8 +562,3 @@ class Run:
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))
-
-    def to_host(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A copy on the host of a gradient that the caller requested by its host parameter."""
-        _C.suspend_charging()
-        return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")
