@@ -34,6 +34,7 @@ class BackwardParticipant(Protocol):
 
     def backward_ended(self, *, accumulated: bool) -> None: ...
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+    def to_host(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
 class EngineWrapper:
@@ -128,19 +129,13 @@ class _Wanted:
     def gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """The gradients of the caller's inputs, each on its input's device; a host parameter's two parts are summed."""
         asked = list(gradients[: self._asked])
-        for index in self._owners:
+        for index, owner in self._owners.items():
             if asked[index] is not None:
-                asked[index] = _on_host(asked[index])
+                asked[index] = owner.to_host(asked[index])
         for index, part in zip(self._also, gradients[self._asked :], strict=True):
             if part is not None:
                 asked[index] = part if asked[index] is None else asked[index] + part
         return tuple(asked)
-
-
-def _on_host(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy on the host of a gradient that the caller requested by its host parameter."""
-    _C.suspend_charging()
-    return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")
 
 
 def _leaves_behind(nodes: list[Any]) -> set[int]:

@@ -562,3 +562,8 @@ class Run:
 
     def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._faces.get(id(tensor))
+
+    def to_host(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A copy on the host of a gradient that the caller requested by its host parameter."""
+        _C.suspend_charging()
+        return gradient.clone() if gradient.device.type == "cpu" else gradient.to("cpu")
