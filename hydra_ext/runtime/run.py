@@ -151,15 +151,15 @@ class Run:
 
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
         blocks happen in another order than in a loop, and twice if a round runs out of device memory. Such a round is
-        undone and retried with fewer microbatches, then with recomputation. Microbatches run one at a time if together
-        they would draw random numbers, or access state that modules hold, in another order than a loop.
+        undone and run in another way. Microbatches run one at a time if together they would draw random numbers, or
+        access state that modules hold, in another order than a loop; or if that is planned.
 
         Args:
             microbatches: Arguments for ``fn``, one for each call.
             fn: Function that returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: Total norm that gradients are clipped to.
-            round_size: Number of microbatches that run together, without a retry; by default, all that fit.
-            recompute: Whether backward recomputes blocks' activations, hooks included; by default, the budget decides.
+            round_size: Number of microbatches that run together; by default, as planned.
+            recompute: Whether backward recomputes all blocks' activations, hooks included; by default, as planned.
             reduction: "mean", or "sum", which leaves out the division.
             scaler: Scaler of the losses; it may skip the step.
             seeds: Random seeds, one for each microbatch; drawn by default.
