@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hydra_ext.plan.solution import Solution
     from hydra_ext.plan.steps.fitting import fit
     from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
+    from hydra_ext.plan.steps.memory import MemoryPoint
     from hydra_ext.profile.cards import CARDS, Card
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Boundary",
     "Card",
     "Event",
+    "MemoryPoint",
     "Partition",
     "Plan",
     "PlannedSegment",
@@ -37,6 +39,7 @@ _ON_FIRST_USE = {  # a run imports one planner
     "CARDS": "hydra_ext.profile.cards",
     "Card": "hydra_ext.profile.cards",
     "Event": "hydra_ext.plan.chain",
+    "MemoryPoint": "hydra_ext.plan.steps.memory",
     "Partition": "hydra_ext.plan.chain",
     "Plan": "hydra_ext.plan.steps.forecast",
     "PlannedSegment": "hydra_ext.plan.steps.forecast",
