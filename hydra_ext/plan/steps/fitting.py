@@ -43,10 +43,9 @@ def fit(
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
 ) -> Plan:
-    """Plans a training step from a dry run: no step is made, and no memory is taken.
+    """Plans a training step from a dry run, which makes no step and takes no memory.
 
-    Seconds are from operations, bytes and the speeds of the device. A card's published speeds are peaks, so a real step
-    takes longer; plans compare with each other.
+    Seconds come from speeds that are peaks: a real step takes longer. Plans compare with each other.
 
     Args:
         model: Any module, also one on meta.
