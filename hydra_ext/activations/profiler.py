@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_ext import _C
@@ -71,11 +72,6 @@ class Profiler:
         self._running: list[_Measured] = []
         self._calls = itertools.count(1)
         self._forward = _Forward()
-        self._stand_ins = [
-            _MeasuredCall(self, module)
-            for module in self._names
-            if module is not model and not isinstance(module, torch.jit.ScriptModule)
-        ]
 
     @property
     def has_run(self) -> bool:
@@ -101,7 +97,13 @@ class Profiler:
         model.calls += 1
         model.order = model.order or next(self._calls)
         self._running.append(model)
-        for call in self._stand_ins:
+        # Not kept: they hold this object, and the calls that they stand in for hold the run.
+        calls = [
+            _MeasuredCall(self, module)
+            for module, name in self._names.items()
+            if name and not isinstance(module, torch.jit.ScriptModule)
+        ]
+        for call in calls:
             call.install()
         begin = self._clock.mark()
         this.failed = True
@@ -110,7 +112,7 @@ class Profiler:
             this.failed = False
         finally:
             self._running.clear()
-            for call in self._stand_ins:
+            for call in calls:
                 call.remove()
         this.end = self._clock.mark()
         self._marks.append((model, begin, this.end))
@@ -179,7 +181,7 @@ class Profiler:
                 )
                 for block in self._layout.blocks
             ),
-            sites={site.name: site.blocks for site in self._layout.sites},
+            sites={site.name: site.blocks for site in self._layout.sites if site.name in self._measured},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
             largest_saved_bytes=self._storages.largest,
         )
@@ -230,13 +232,13 @@ class _Storages:
 
     def __init__(self, model: nn.Module) -> None:
         own = [*model.parameters(), *model.buffers()]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
         self._known: dict[_Key, StorageWeakRef] = {}
         self.largest = 0
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a stash would take the tensor."""
-        if tensor.layout is not torch.strided or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
+        if not _has_storage(tensor) or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
             return False
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if (base.is_leaf and base.requires_grad) or _C.is_face(base):
@@ -257,8 +259,12 @@ class _Storages:
         return key, size, fresh
 
 
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
 def _key_of(tensor: Tensor) -> _Key:
-    return tensor.untyped_storage()._cdata, tensor._version
+    return tensor.untyped_storage()._cdata, version_of(tensor)
 
 
 class _Peaks:
