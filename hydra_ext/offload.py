@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -190,6 +191,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         except BaseException:  # re-raised: the core has no other owner yet
             core.close()
             raise
+        entered: weakref.WeakSet[Run] = weakref.WeakSet()
         self._run = Run(
             self._model,
             self._layout,
@@ -197,10 +199,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             budget=self._budget,
             place=self._place,
             replicas=replicas,
-            saving=None if stash is None else self._make_saving(stash),
+            saving=None if stash is None else self._make_saving(stash, entered),
             fitted=self._activations == "auto",
             spilling=spilling,
         )
+        entered.add(self._run)
         try:
             self._run.open(self._optimizer, arena, casts=self._casts())
         except BaseException:  # re-raised: Python does not call __exit__ after a failed __enter__
@@ -222,20 +225,22 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients_stay=replicas is not None,
         )
 
-    def _make_saving(self, stash: _C.Stash) -> Saving:
+    def _make_saving(self, stash: _C.Stash, entered: weakref.WeakSet[Run]) -> Saving:
+        """Makes the stash's hooks. What they hold does not hold the run, which holds them; ``entered`` has it."""
+        layout, budget = self._layout, self._budget
         stays: dict[nn.Module, list[tuple[int, Site]]] = {}
 
         def whole(module: nn.Module) -> AbstractContextManager[object] | None:
             """In a round other microbatches run before each site, so one around several sites has all blocks pinned."""
             fiber = fibers.current()
             if module not in stays:
-                stays[module] = self._stay_of(module)
+                stays[module] = _stay_of(module, layout)
             stay = stays[module]
             if fiber is None or not stay:
                 return nullcontext()
             number, site = stay[0]
             blocks = tuple({block for _, inner in stay for block in inner.blocks})
-            if sum(self._layout.blocks[block].nbytes for block in blocks) > self._budget:
+            if sum(layout.blocks[block].nbytes for block in blocks) > budget:
                 return None
             return fiber.inside(number, replace(site, blocks=blocks))
 
@@ -245,17 +250,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._model,
             whole,
             optimizer=self._optimizer,
-            face_of=self._face_of,
+            face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
             yields=self._activations == "auto",
         )
-
-    def _stay_of(self, module: nn.Module) -> list[tuple[int, Site]]:
-        """The sites inside a module other than itself, with their numbers."""
-        inner = {*module.modules()} - {module}
-        return [(number, site) for number, site in enumerate(self._layout.sites) if site.module in inner]
-
-    def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return None if self._run is None else self._run.face_of(parameter)
 
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]
@@ -283,6 +280,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
                 self._run.end_steps()
         finally:
             self._run.close()
+
+
+def _stay_of(module: nn.Module, layout: Layout) -> list[tuple[int, Site]]:
+    """The sites inside a module other than itself, with their numbers."""
+    inner = {*module.modules()} - {module}
+    return [(number, site) for number, site in enumerate(layout.sites) if site.module in inner]
 
 
 def _expect(condition: bool, name: str, given: object, wanted: str) -> None:

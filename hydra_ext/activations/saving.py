@@ -114,7 +114,7 @@ class Saving:
     @nothing_traced
     def inside(self) -> Iterator[None]:
         """Tensors that the calling thread saves inside go to the stash."""
-        if self.leaves_all_on_device or (self._yields and _saved_tensors_hooked(True) is not None):
+        if self.leaves_all_on_device or (self._yields and not _can_hook()):
             yield
             return
         with ExitStack() as stack:
@@ -189,7 +189,13 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
+def _can_hook() -> bool:
+    """Whether saved tensors can be hooked: torch.func does not allow it, and hooks of others take precedence."""
+    return _saved_tensors_hooks_allowed() and _saved_tensors_hooked(True) is None
+
+
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
+_saved_tensors_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
 
 
