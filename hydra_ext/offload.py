@@ -54,6 +54,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         model: Any module on the CPU, or one as :func:`hydra_ext.materialize` has returned it.
         optimizer: The optimizer of the model's parameters. None for evaluation.
         budget: Device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
+            ``"auto"`` is 94 % of what a GPU has free, memory that torch has reserved there included.
         device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`SimulatedDevice`. ``None`` takes CUDA if there is
             one, otherwise a simulated device.
         blocks: Modules, or their names, that move as one. Other blocks are found by size.
@@ -120,13 +121,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         _expect(listed, "blocks", blocks, "a list of modules, or of their names")
         self._model = model
         self._optimizer = optimizer
-        self._budget = parse_bytes(budget)
+        self._place = devices.choose(device)
+        self._budget = self._place.free_bytes() if budget == "auto" else parse_bytes(budget)
         self._host_limit = HostLimit.of(host_budget, spill_dir, checks.spill_files if checks is not None else None)
         spills = self._host_limit is None or optimizer is None or isinstance(optimizer, HostOptimizer)
         _expect(
             spills, "optimizer", optimizer, "one of hydra_ext.optim, whose state can go to the disk, or no host_budget="
         )
-        self._place = devices.choose(device)
         self._param_dtype = param_dtype
         self._grad_dtype = grad_dtype
         check_group(process_group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,8 +160,8 @@ class Profiler:
 
     # ---- the result -------------------------------------------------------------------------------------------------
 
-    def profile(self) -> Profile:
-        """The figures. Called when the microbatch's backward has ended."""
+    def profile(self, blocks: Sequence[BlockFigures]) -> Profile:
+        """The figures, with those of the model's blocks. Called when the microbatch's backward has ended."""
         end = self._clock.mark()
         self._clock.settle()
         for measured, begin, mark in self._marks:
@@ -173,14 +173,7 @@ class Profiler:
         of_modules = peaks.of_modules([name for _, name in order])
         return Profile(
             modules={name: self._figures(name, module, of_modules) for module, name in self._names.items()},
-            blocks=tuple(
-                BlockFigures(
-                    name=block.name,
-                    weight_bytes=block.nbytes,
-                    gradient_bytes=sum(p.nbytes for _, p in block.parameters if p.requires_grad),
-                )
-                for block in self._layout.blocks
-            ),
+            blocks=tuple(blocks),
             sites={site.name: site.blocks for site in self._layout.sites if site.name in self._measured},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
             largest_saved_bytes=self._storages.largest,

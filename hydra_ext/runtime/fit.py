@@ -56,6 +56,7 @@ class FitOwner(Protocol):
     budget: int
 
     def activation_bytes(self) -> int: ...
+    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
