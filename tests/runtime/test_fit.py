@@ -300,7 +300,7 @@ class Writing(nn.Module):
 
 class DrawingFromPython(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + random.random())  # noqa: S311
+        return super().forward(x) * (1 + random.random())
 
 
 class Averaging(Layer):

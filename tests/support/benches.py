@@ -126,7 +126,7 @@ def run_offloaded(case: Case, *, tight: bool) -> tuple[Outcome, list[hydra_ext.R
     with ExitStack() as contexts:
         for model, budget in zip(bench.models, budgets, strict=True):
             # A tight budget is one for the activations and for some weights. Others are for what the default makes of it.
-            activations: Literal["auto"] | None = None if tight else "auto"
+            activations: Literal[auto] | None = None if tight else "auto"
             context = hydra_ext.offload(model, budget=budget, checks=checks, activations=activations)
             bench.runs.append(contexts.enter_context(context))
         outcome = _outcome(case, bench)
