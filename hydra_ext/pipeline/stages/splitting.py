@@ -17,7 +17,7 @@ from hydra_ext.pipeline.ranks.messages import fingerprint
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.parts import Part, Parts
-from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
+from hydra_ext.plan import partition_chain
 from hydra_ext.schedule import Schedule
 from hydra_ext.schedule.sharing import refuse_late_sums
 from hydra_ext.split import (
@@ -32,13 +32,13 @@ from hydra_ext.split import (
     shared_parameters,
     time_events,
 )
+from hydra_ext.split.chains import chain_of
 from hydra_ext.split.stages.side_by_side import SideBySide, SideBySideStage
 from hydra_ext.split.stages.stand_ins import replace_tensors
 from hydra_ext.split.stages.state_dicts import refuse_state_dicts
 from hydra_ext.split.state.carried import attribute_tensors
 
-_BACKWARD = 2.0  # a backward's time in forwards: it has two products for each one of the forward
-_BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
+BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
 
 
 def split_parts(
@@ -248,33 +248,10 @@ def _event_named(name: str, blocks: Sequence[str]) -> int:
 
 def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """The cuts with which the slowest stage is fastest."""
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    users: dict[str, list[int]] = {}
-    for number, event in enumerate(rehearsal.events):
-        for name in event.parameters:
-            users.setdefault(name, []).append(number)
-    alone = [0] * len(rehearsal.events)
-    for name, events in users.items():
-        if len(events) == 1:
-            alone[events[0]] += sizes[name]
-    possible = set(rehearsal.possible_cuts)
     _refuse_too_few(rehearsal, stages)
+    chain = chain_of(model, rehearsal, seconds)
     partition = partition_chain(
-        [
-            Event(forward_seconds=time, backward_seconds=_BACKWARD * time, parameter_bytes=size)
-            for time, size in zip(seconds, alone, strict=True)
-        ],
-        [
-            Boundary(crossing_bytes=rehearsal.crossing_bytes[b], possible=b in possible)
-            for b in range(1, len(rehearsal.events))
-        ],
-        stages=stages,
-        shared=[
-            SharedParameters(nbytes=sizes[name], events=tuple(events))
-            for name, events in users.items()
-            if len(events) > 1
-        ],
-        bandwidth=_BYTES_PER_SECOND,
+        chain.events, chain.boundaries, stages=stages, shared=chain.shared, bandwidth=BYTES_PER_SECOND
     )
     return partition.cuts
 

@@ -1,0 +1,167 @@
+"""How to train a model on several devices, before anything runs: ``hydra_ext.plan.pipeline``."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hydra_ext.errors import InvalidArgument, PlanError
+from hydra_ext.plan.pipelines.chains import Chain, affine
+from hydra_ext.plan.pipelines.forecast import PipelinePlan
+from hydra_ext.plan.pipelines.question import Cluster, Constraints, checked_kinds
+from hydra_ext.plan.pipelines.search import search
+from hydra_ext.policy import parse_bytes
+from hydra_ext.profile.cards import USABLE, Card, Speed, card_named, link_of, speed_of_this_machine
+from hydra_ext.profile import device_of, dtype_of
+
+Example = TypeVar("Example")
+
+_CHAINS = "hydra_ext.split.chains"  # by name: split knows cuts, and is above the planners, as kinds of problems are
+
+
+class _Chains(Protocol):
+    def dry_chain(
+        self,
+        model: nn.Module,
+        example: Any,
+        fn: Callable[[Any], Any],
+        *,
+        samples: int,
+        speed: Speed | None,
+        param_dtype: torch.dtype | None,
+    ) -> Chain: ...
+
+
+def pipeline(
+    model: nn.Module,
+    example: Example,
+    fn: Callable[[Example], Any],
+    *,
+    devices: int,
+    batch: int | None = None,
+    microbatches: int | None = None,
+    budget: int | str | None = None,
+    device: Card | str | None = None,
+    link: float | str | None = None,
+    latency: float = 0.0,
+    schedule: str | Sequence[str] | None = None,
+    stages: int | None = None,
+    replicas: int | None = None,
+    recompute: bool | None = None,
+    param_dtype: torch.dtype | None = None,
+    state_copies: float = 2.0,
+) -> PipelinePlan:
+    """Plans how :class:`~hydra_ext.Pipeline` trains a model on several devices: no step is made, no memory is taken.
+
+    It chooses the number of lines and of ranks in each (width and depth), the size of microbatches, the cuts, the
+    schedule, and whether to recompute. Each choice is judged by the simulator of schedules, with seconds from a dry
+    run. Two sizes of microbatches are dry-run, and all others lie on the line through them.
+
+    Args:
+        model: Any module, also one on meta.
+        example: Samples along the first dimension of each tensor, in any containers. The numbers are not read.
+        fn: As for ``Pipeline.step``: returns the loss of a microbatch.
+        devices: Number of devices. All are used.
+        batch: Samples of a step on all devices together; by default those of ``example``.
+        microbatches: Of a step, in each line. This and the next ones are chosen if they are None.
+        budget: Bytes of each device. None takes the card's memory, or without a card sets no limit.
+        device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
+        link: Bytes a second between two ranks, each way; None for the card's link to its host, or without a card for
+            no limit.
+        latency: Seconds that a message takes beside its bytes.
+        schedule: A kind of schedule, or several to choose from: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` and
+            ``"2bw"``, whose numbers are others; None for all.
+        stages: Of the model.
+        replicas: Number of lines.
+        recompute: Whether to recompute.
+        param_dtype: Dtype in which weights compute; by default the model's own.
+        state_copies: Bytes of the optimizer's state for each byte of weights, which all are on the device.
+
+    Raises:
+        PlanDoesNotFit: No choice stays within the budget.
+        PlanError: Nothing can be chosen: the constraints contradict each other, or the batch.
+        NotOnFakeTensors: ``fn`` needs numbers.
+        SplitError: The forward cannot be followed.
+        InvalidArgument: The card is unknown, or a number is not positive.
+    """
+    rows = rows_of(example)
+    card = card_named(device) if isinstance(device, str) else device
+    asked = None if budget is None else parse_bytes(budget)
+    if asked is None and card is not None:
+        asked = int(card.memory_bytes * USABLE)
+    constraints = Constraints(
+        batch=_checked("batch", rows if batch is None else batch),
+        schedules=checked_kinds(schedule),
+        width=replicas if replicas is None else _checked("replicas", replicas),
+        stages=stages if stages is None else _checked("stages", stages),
+        microbatches=microbatches if microbatches is None else _checked("microbatches", microbatches),
+        recompute=recompute,
+    )
+    sizes = constraints.sizes(_checked("devices", devices))
+    if not sizes:
+        search(_no_chain, Cluster(devices=devices), constraints)
+    dtype = param_dtype or dtype_of(model)
+    speed = speed_of_this_machine(device_of(model, None), dtype) if card is None else card.speed(dtype)
+    cluster = Cluster(
+        devices=devices,
+        bytes_per_second=link_of(link, card),
+        latency=_not_negative("latency", latency),
+        update_seconds=(3 + 2 * _not_negative("state_copies", state_copies)) / speed.bytes_per_second,
+        state_copies=state_copies,
+        budget=asked,
+    )
+    chains = cast(_Chains, importlib.import_module(_CHAINS))
+    looked_at = sorted({sizes[0], sizes[-1]})
+    dry = [
+        chains.dry_chain(model, first_rows(example, size), fn, samples=size, speed=speed, param_dtype=param_dtype)
+        for size in looked_at
+    ]
+    return search(affine(dry[0], dry[-1]), cluster, constraints)
+
+
+def rows_of(example: Any) -> int:
+    """The number of samples in an example.
+
+    Raises:
+        InvalidArgument: Its tensors have no rows, or not equally many.
+    """
+    rows = {leaf.shape[0] for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(rows) != 1 or 0 in rows:
+        raise InvalidArgument(
+            f"example has tensors with {sorted(rows)} rows: give samples along the first dimension of each tensor"
+        )
+    return int(rows.pop())
+
+
+def first_rows(example: Example, count: int) -> Example:
+    """The first samples of an example, which begins anew if it has too few."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        return leaf[:count] if count <= leaf.shape[0] else torch.cat([leaf] * -(-count // leaf.shape[0]))[:count]
+
+    taken: Example = pytree.tree_map(of_leaf, example)
+    return taken
+
+
+def _no_chain(samples: int) -> Chain:
+    raise PlanError(f"no model was looked at with {samples} samples")
+
+
+def _checked(name: str, number: int) -> int:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise InvalidArgument(f"{name}={number!r}: give a whole number from 1 on")
+    return number
+
+
+def _not_negative(name: str, number: float) -> float:
+    if not (number >= 0 and math.isfinite(number)):
+        raise InvalidArgument(f"{name}={number!r}: give 0 or more")
+    return number
