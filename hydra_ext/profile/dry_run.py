@@ -121,7 +121,7 @@ def faked(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, device, param_dtype)
-    with _random_state_kept(device), on_fakes(model, fakes), _reasons_given(), _nothing_compiled(), mode, _OnFakes():
+    with _random_state_kept(device), on_fakes(model, fakes), _reasons_given(), _nothing_compiled(), mode, _OnFakes():  # type: ignore[no-untyped-call]
         given: Example = Fakes(mode, device, None).of_value(example)
         yield given
 

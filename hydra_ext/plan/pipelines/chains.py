@@ -41,9 +41,7 @@ class Chain:
     def weight_bytes(self, begin: int, end: int) -> int:
         """Of the parameters of the events ``begin`` to ``end - 1``, each counted once."""
         alone = sum(event.parameter_bytes for event in self.events[begin:end])
-        return alone + sum(
-            each.nbytes for each in self.shared if any(begin <= event < end for event in each.events)
-        )
+        return alone + sum(each.nbytes for each in self.shared if any(begin <= event < end for event in each.events))
 
 
 ChainAt = Callable[[int], Chain]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hydra_ext.errors import InvalidArgument, PlanError
-from hydra_ext.plan.pipelines.chains import Chain, affine
+from hydra_ext.errors import InvalidArgument
+from hydra_ext.plan.pipelines.chains import Chain, ChainAt, affine
 from hydra_ext.plan.pipelines.forecast import PipelinePlan
 from hydra_ext.plan.pipelines.question import Cluster, Constraints, checked_kinds
-from hydra_ext.plan.pipelines.search import search
+from hydra_ext.plan.pipelines.search import nothing_possible, search
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile.cards import USABLE, Card, Speed, card_named, link_of, speed_of_this_machine
 from hydra_ext.profile import device_of, dtype_of
+from hydra_ext.profile.cards import USABLE, Card, Speed, card_named, link_of, speed_of_this_machine
 
 Example = TypeVar("Example")
 
@@ -50,18 +50,18 @@ def pipeline(
     device: Card | str | None = None,
     link: float | str | None = None,
     latency: float = 0.0,
+    param_dtype: torch.dtype | None = None,
+    state_copies: float = 2.0,
     schedule: str | Sequence[str] | None = None,
     stages: int | None = None,
     replicas: int | None = None,
     recompute: bool | None = None,
-    param_dtype: torch.dtype | None = None,
-    state_copies: float = 2.0,
 ) -> PipelinePlan:
     """Plans how :class:`~hydra_ext.Pipeline` trains a model on several devices: no step is made, no memory is taken.
 
     It chooses the number of lines and of ranks in each (width and depth), the size of microbatches, the cuts, the
-    schedule, and whether to recompute. Each choice is judged by the simulator of schedules, with seconds from a dry
-    run. Two sizes of microbatches are dry-run, and all others lie on the line through them.
+    schedule, and whether to recompute. The simulator of schedules judges each choice, with seconds from dry runs of two
+    sizes of microbatches: those of others lie on the line through them.
 
     Args:
         model: Any module, also one on meta.
@@ -69,60 +69,88 @@ def pipeline(
         fn: As for ``Pipeline.step``: returns the loss of a microbatch.
         devices: Number of devices. All are used.
         batch: Samples of a step on all devices together; by default those of ``example``.
-        microbatches: Of a step, in each line. This and the next ones are chosen if they are None.
+        microbatches: Of a step, in each line. What is None is chosen, here and for the last four.
         budget: Bytes of each device. None takes the card's memory, or without a card sets no limit.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
-        link: Bytes a second between two ranks, each way; None for the card's link to its host, or without a card for
-            no limit.
+        link: Bytes a second between two ranks, each way; None for the card's link to its host, or for no limit.
         latency: Seconds that a message takes beside its bytes.
-        schedule: A kind of schedule, or several to choose from: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` and
-            ``"2bw"``, whose numbers are others; None for all.
+        param_dtype: Dtype in which weights compute; by default the model's own.
+        state_copies: Bytes of the optimizer's state for each byte of weights.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"2bw"``, whose numbers are others, or several of them.
         stages: Of the model.
         replicas: Number of lines.
         recompute: Whether to recompute.
-        param_dtype: Dtype in which weights compute; by default the model's own.
-        state_copies: Bytes of the optimizer's state for each byte of weights, which all are on the device.
 
     Raises:
         PlanDoesNotFit: No choice stays within the budget.
-        PlanError: Nothing can be chosen: the constraints contradict each other, or the batch.
+        PlanError: The constraints contradict each other, or the batch.
         NotOnFakeTensors: ``fn`` needs numbers.
         SplitError: The forward cannot be followed.
         InvalidArgument: The card is unknown, or a number is not positive.
     """
-    rows = rows_of(example)
     card = card_named(device) if isinstance(device, str) else device
-    asked = None if budget is None else parse_bytes(budget)
-    if asked is None and card is not None:
-        asked = int(card.memory_bytes * USABLE)
-    constraints = Constraints(
-        batch=_checked("batch", rows if batch is None else batch),
+    given = {"width": replicas, "stages": stages, "microbatches": microbatches}
+    constraints = _constraints(rows_of(example) if batch is None else batch, schedule, recompute, given)
+    if not constraints.sizes(_checked("devices", devices)):
+        raise nothing_possible(constraints, devices)
+    speed = _speed_of(model, card, param_dtype)
+    cluster = _cluster(devices, card, speed, link_of(link, card), latency, state_copies, budget)
+    return search(_dry_chains(model, example, fn, constraints.sizes(devices), speed, param_dtype), cluster, constraints)
+
+
+def _constraints(
+    batch: int, schedule: str | Sequence[str] | None, recompute: bool | None, given: Mapping[str, int | None]
+) -> Constraints:
+    numbers = {name: None if number is None else _checked(name, number) for name, number in given.items()}
+    return Constraints(
+        batch=_checked("batch", batch),
         schedules=checked_kinds(schedule),
-        width=replicas if replicas is None else _checked("replicas", replicas),
-        stages=stages if stages is None else _checked("stages", stages),
-        microbatches=microbatches if microbatches is None else _checked("microbatches", microbatches),
         recompute=recompute,
+        width=numbers["width"],
+        stages=numbers["stages"],
+        microbatches=numbers["microbatches"],
     )
-    sizes = constraints.sizes(_checked("devices", devices))
-    if not sizes:
-        search(_no_chain, Cluster(devices=devices), constraints)
-    dtype = param_dtype or dtype_of(model)
-    speed = speed_of_this_machine(device_of(model, None), dtype) if card is None else card.speed(dtype)
-    cluster = Cluster(
+
+
+def _cluster(
+    devices: int,
+    card: Card | None,
+    speed: Speed,
+    link: float,
+    latency: float,
+    state_copies: float,
+    budget: int | str | None,
+) -> Cluster:
+    usable = None if card is None else int(card.memory_bytes * USABLE)
+    return Cluster(
         devices=devices,
-        bytes_per_second=link_of(link, card),
+        bytes_per_second=link,
         latency=_not_negative("latency", latency),
-        update_seconds=(3 + 2 * _not_negative("state_copies", state_copies)) / speed.bytes_per_second,
+        update_seconds=update_seconds(speed, _not_negative("state_copies", state_copies)),
         state_copies=state_copies,
-        budget=asked,
+        budget=usable if budget is None else parse_bytes(budget),
     )
+
+
+def _dry_chains(
+    model: nn.Module,
+    example: Any,
+    fn: Callable[[Any], Any],
+    sizes: Sequence[int],
+    speed: Speed,
+    param_dtype: torch.dtype | None,
+) -> ChainAt:
     chains = cast(_Chains, importlib.import_module(_CHAINS))
-    looked_at = sorted({sizes[0], sizes[-1]})
-    dry = [
+    small, *large = (
         chains.dry_chain(model, first_rows(example, size), fn, samples=size, speed=speed, param_dtype=param_dtype)
-        for size in looked_at
-    ]
-    return search(affine(dry[0], dry[-1]), cluster, constraints)
+        for size in sorted({sizes[0], sizes[-1]})
+    )
+    return affine(small, large[0] if large else small)
+
+
+def update_seconds(speed: Speed, state_copies: float) -> float:
+    """Of an optimizer, for each byte of weights. It reads the gradient, and reads and writes weights and state."""
+    return (3 + 2 * state_copies) / speed.bytes_per_second
 
 
 def rows_of(example: Any) -> int:
@@ -151,8 +179,9 @@ def first_rows(example: Example, count: int) -> Example:
     return taken
 
 
-def _no_chain(samples: int) -> Chain:
-    raise PlanError(f"no model was looked at with {samples} samples")
+def _speed_of(model: nn.Module, card: Card | None, param_dtype: torch.dtype | None) -> Speed:
+    dtype = param_dtype or dtype_of(model)
+    return speed_of_this_machine(device_of(model, None), dtype) if card is None else card.speed(dtype)
 
 
 def _checked(name: str, number: int) -> int:

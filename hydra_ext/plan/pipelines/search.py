@@ -9,7 +9,7 @@ from hydra_ext.errors import PlanDoesNotFit, PlanError
 from hydra_ext.plan.pipelines.chains import Chain, ChainAt
 from hydra_ext.plan.pipelines.costs import Judge
 from hydra_ext.plan.pipelines.forecast import PipelineAlternative, PipelinePlan
-from hydra_ext.plan.pipelines.question import Cluster, Constraints, PipelineChoice
+from hydra_ext.plan.pipelines.question import Cluster, Constraints
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,13 @@ def search(chain_at: ChainAt, cluster: Cluster, constraints: Constraints) -> Pip
         PlanDoesNotFit: No choice stays within the budget. The error has the bytes of the one that needs the least.
         PlanError: Nothing can be chosen, and the message says why.
     """
-    found = list(_judged(chain_at, cluster, constraints))
+    sizes = constraints.sizes(cluster.devices)
+    if not sizes:
+        raise nothing_possible(constraints, cluster.devices)
+    most = len(chain_at(sizes[0]).possible_cuts) + 1
+    found = list(_judged(chain_at, cluster, constraints, most))
     if not found:
-        raise _nothing(chain_at, cluster, constraints)
+        raise nothing_possible(constraints, cluster.devices, most)
     fitting = [each for each in found if _fits(each, cluster)]
     if not fitting:
         raise _too_small(min(found, key=lambda each: max(each.rank_bytes)), cluster)
@@ -70,21 +74,14 @@ def _fits(judged: _Judged, cluster: Cluster) -> bool:
     return cluster.budget is None or max(judged.rank_bytes) <= cluster.budget
 
 
-def _judged(chain_at: ChainAt, cluster: Cluster, constraints: Constraints) -> Iterator[_Judged]:
+def _judged(chain_at: ChainAt, cluster: Cluster, constraints: Constraints, most_stages: int) -> Iterator[_Judged]:
     chains: dict[int, Chain] = {}
-    for choice in _choices(chain_at, cluster, constraints):
+    for choice in constraints.choices(cluster.devices, most_stages):
         if choice.samples not in chains:
             chains[choice.samples] = chain_at(choice.samples)
         judge = Judge(choice, chains[choice.samples], cluster)
-        if not judge.is_possible:
-            continue
-        yield _best_cuts(judge, constraints.cuts, cluster)
-
-
-def _choices(chain_at: ChainAt, cluster: Cluster, constraints: Constraints) -> list[PipelineChoice]:
-    sizes = constraints.sizes(cluster.devices)
-    most = len(chain_at(sizes[0]).possible_cuts) + 1 if sizes else 0
-    return list(constraints.choices(cluster.devices, most))
+        if judge.is_possible:
+            yield _best_cuts(judge, constraints.cuts, cluster)
 
 
 def _best_cuts(judge: Judge, given: tuple[int, ...] | None, cluster: Cluster) -> _Judged:
@@ -114,9 +111,7 @@ def _best_cuts(judge: Judge, given: tuple[int, ...] | None, cluster: Cluster) ->
 def _too_small(least: _Judged, cluster: Cluster) -> PlanDoesNotFit:
     budget, needed = cluster.budget or 0, max(least.rank_bytes)
     rank = least.rank_bytes.index(needed)
-    stage = next(
-        number for number, each in enumerate(least.judge.stages(least.cuts)) if each.rank == rank
-    )
+    stage = next(number for number, each in enumerate(least.judge.stages(least.cuts)) if each.rank == rank)
     choice = least.judge.choice
     return PlanDoesNotFit(
         f"budget={budget} bytes: the leanest plan needs {needed} on rank {rank} ({choice.width} lines of "
@@ -128,20 +123,26 @@ def _too_small(least: _Judged, cluster: Cluster) -> PlanDoesNotFit:
     )
 
 
-def _nothing(chain_at: ChainAt, cluster: Cluster, constraints: Constraints) -> PlanError:
+def nothing_possible(constraints: Constraints, devices: int, most_stages: int | None = None) -> PlanError:
+    """The error for constraints that leave no choice.
+
+    Args:
+        constraints: What was given.
+        devices: Number of devices.
+        most_stages: That the model can be cut into; None if no number of lines and no size of microbatches is left.
+    """
     given = ", ".join(
         f"{name}={value!r}"
         for name in ("width", "stages", "microbatches", "samples", "cuts")
         if (value := getattr(constraints, name)) is not None
     )
-    asked = f"{cluster.devices} devices and a batch of {constraints.batch} samples"
-    if not constraints.sizes(cluster.devices):
+    asked = f"{devices} devices and a batch of {constraints.batch} samples{' with ' + given if given else ''}"
+    if most_stages is None:
         return PlanError(
-            f"{asked}{' with ' + given if given else ''}: no number of lines and no size of microbatches divides them; "
-            "give a batch that is a multiple of the devices, or leave something out"
+            f"{asked}: no number of lines and no size of microbatches divides them; give a batch that is a multiple "
+            "of the devices, or leave something out"
         )
-    most = len(chain_at(constraints.sizes(cluster.devices)[0]).possible_cuts) + 1
     return PlanError(
-        f"{asked}{' with ' + given if given else ''}: no schedule of {', '.join(constraints.schedules)} allows these "
-        f"numbers, for a model of at most {most} stages; give a batch that more lines divide, or leave something out"
+        f"{asked}: no schedule of {', '.join(constraints.schedules)} allows these numbers, for a model of at most "
+        f"{most_stages} stages; give a batch that more lines divide, or leave something out"
     )
