@@ -69,23 +69,20 @@ def split_parts(
         PlanError: There are fewer blocks than stages.
         UnsupportedModel: Stages on one rank share a parameter, or the forward writes to one between blocks.
     """
-    unbuilt = any(parameter.is_meta for parameter in model.parameters())
-    if unbuilt:
-        fill(model, glue_parameters(model), device=device)
-        _move_buffers(model, device)
+    unbuilt = made_ready(model, device)
     rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
-    _compare(rehearsal.digest, "took another path through the model than rank 0 in its rehearsal", watch)
+    compare(rehearsal.digest, "took another path through the model than rank 0 in its rehearsal", watch)
     if cuts is None:
-        seconds = _timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
+        seconds = timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
-        borders = _given(rehearsal, schedule.stages, cuts)
+        borders = given_borders(rehearsal, schedule.stages, cuts)
     division = _divide(model, rehearsal, borders)
     several = _held_by_several(model, rehearsal, borders, division)
     shapes = {
         name: (stages, tensor.shape) for name, tensor in _named_tensors(model).items() if (stages := several.get(name))
     }
-    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", watch)
+    compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", watch)
     own = schedule.stages_of(topology.place)
     _refuse_twice_here(division, rehearsal, own)
     refuse_late_sums(division.trained_together(), schedule)
@@ -101,6 +98,15 @@ def split_parts(
     )
     elsewhere = changed_elsewhere(rehearsal, borders[1:-1], model, own)
     return Parts(parts, division.shared(), division.orders(), rehearsal, common, elsewhere, model)
+
+
+def made_ready(model: nn.Module, device: torch.device) -> bool:
+    """Builds what a rehearsal needs of a model on meta; returns whether it is one."""
+    unbuilt = any(parameter.is_meta for parameter in model.parameters())
+    if unbuilt:
+        fill(model, glue_parameters(model), device=device)
+        _move_buffers(model, device)
+    return unbuilt
 
 
 def _held_by_several(
@@ -189,35 +195,38 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
 
 
-def _compare(found_here: str, difference: str, watch: Watch) -> None:
+def compare(found_here: str, difference: str, watch: Watch, *, where: str | None = None) -> None:
     """Compares a text with the other ranks'.
 
     Args:
         difference: What a rank with another text did, as a predicate for the message.
+        where: The meeting's name, which no other meeting has.
 
     Raises:
         SplitError: Another rank's text differs.
     """
-    found = watch.meet(f"to compare what {difference.split()[0]}", fingerprint(found_here))
+    found = watch.meet(where or f"to compare what {difference.split()[0]}", fingerprint(found_here))
     other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
         raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
 
 
-def _timed(measure: Callable[[], list[float]], watch: Watch) -> list[float]:
+def timed(measure: Callable[[], list[float]], watch: Watch, *, where: str = "for the cuts") -> list[float]:
     """The first rank's times, so that all ranks choose alike.
 
     The other ranks measure, too, so that ``fn`` is called equally often on all ranks. They do so later, in order not to
     disturb the first rank.
     """
-    seconds: list[float] = watch.meet("for the cuts", measure() if watch.rank == 0 else [])[0]
+    seconds: list[float] = watch.meet(f"for times {where}", measure() if watch.rank == 0 else [])[0]
     if watch.rank != 0:
         measure()
-    watch.meet("after the timing")  # every rank finds refused cuts itself: none may raise while another one measures
+    watch.meet(
+        f"after the times {where}"
+    )  # every rank finds refused cuts itself: none may raise while another one measures
     return seconds
 
 
-def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
+def given_borders(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
     """The borders of the stages that begin at these cuts.
 
     Raises:

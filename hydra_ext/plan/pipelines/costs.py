@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -77,6 +78,14 @@ class Judge:
         return self._runs is not None
 
     # ---- cuts -------------------------------------------------------------------------------------------------------
+    def allows(self, cuts: tuple[int, ...]) -> bool:
+        """Whether no two stages of one rank use one parameter: the rank's module has one place for it."""
+        for each in self.chain.shared:
+            stages = {bisect_right(cuts, event) for event in each.events}
+            if len({stage % self.choice.depth for stage in stages}) < len(stages):
+                return False
+        return True
+
     def cuts(self) -> Iterator[tuple[int, ...]]:
         """Divisions worth judging; the one whose slowest stage is fastest comes first."""
         possible, needed = self.chain.possible_cuts, self.choice.stages - 1

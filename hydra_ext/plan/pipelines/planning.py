@@ -126,7 +126,7 @@ def _cluster(
         devices=devices,
         bytes_per_second=link,
         latency=_not_negative("latency", latency),
-        update_seconds=update_seconds(speed, _not_negative("state_copies", state_copies)),
+        update_seconds=update_seconds(speed.bytes_per_second, _not_negative("state_copies", state_copies)),
         state_copies=state_copies,
         budget=usable if budget is None else parse_bytes(budget),
     )
@@ -148,9 +148,9 @@ def _dry_chains(
     return affine(small, large[0] if large else small)
 
 
-def update_seconds(speed: Speed, state_copies: float) -> float:
+def update_seconds(memory_speed: float, state_copies: float) -> float:
     """Of an optimizer, for each byte of weights. It reads the gradient, and reads and writes weights and state."""
-    return (3 + 2 * state_copies) / speed.bytes_per_second
+    return (3 + 2 * state_copies) / memory_speed
 
 
 def rows_of(example: Any) -> int:

@@ -149,9 +149,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def thinned(numbers: list[int]) -> list[int]:
-    """At most twelve of them, the first and the last one included."""
-    if len(numbers) <= _MOST_SIZES:
+def thinned(numbers: list[int], most: int = _MOST_SIZES) -> list[int]:
+    """At most so many of them, the first and the last one included."""
+    if len(numbers) <= most:
         return numbers
-    step = (len(numbers) - 1) / (_MOST_SIZES - 1)
-    return [numbers[round(step * place)] for place in range(_MOST_SIZES)]
+    step = (len(numbers) - 1) / (most - 1)
+    return [numbers[round(step * place)] for place in range(most)]

@@ -80,15 +80,16 @@ def _judged(chain_at: ChainAt, cluster: Cluster, constraints: Constraints, most_
         if choice.samples not in chains:
             chains[choice.samples] = chain_at(choice.samples)
         judge = Judge(choice, chains[choice.samples], cluster)
-        if judge.is_possible:
-            yield _best_cuts(judge, constraints.cuts, cluster)
+        best = _best_cuts(judge, constraints.cuts, cluster) if judge.is_possible else None
+        if best is not None:
+            yield best
 
 
-def _best_cuts(judge: Judge, given: tuple[int, ...] | None, cluster: Cluster) -> _Judged:
-    """The fastest cuts that fit, or the ones with the fewest bytes."""
+def _best_cuts(judge: Judge, given: tuple[int, ...] | None, cluster: Cluster) -> _Judged | None:
+    """The fastest cuts that fit, or the ones with the fewest bytes; None if there are none."""
     best: _Judged | None = None
     leanest: tuple[int, tuple[int, ...]] | None = None
-    for cuts in judge.cuts() if given is None else [given]:
+    for cuts in filter(judge.allows, judge.cuts() if given is None else [given]):
         stages = judge.stages(cuts)
         held = judge.rank_bytes(stages)
         if leanest is None or max(held) < leanest[0]:
@@ -100,9 +101,7 @@ def _best_cuts(judge: Judge, given: tuple[int, ...] | None, cluster: Cluster) ->
         judged = _Judged(judge, cuts, judge.seconds(stages), held)
         if best is None or judged.order < best.order:
             best = judged
-    if best is None:
-        if leanest is None:
-            raise PlanError(f"{judge.choice} has no cuts: give fewer stages")
+    if best is None and leanest is not None:
         stages = judge.stages(leanest[1])
         best = _Judged(judge, leanest[1], judge.seconds(stages), judge.rank_bytes(stages))
     return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -98,9 +99,18 @@ def all_ways(chains: dict[int, Chain], devices: int, batch: int) -> Iterator[Way
                         make(kind, stages=stages, ranks=depth, microbatches=count)
                     except InvalidSchedule:
                         continue
-                    for cuts in combinations(possible, stages - 1):
+                    for cuts in filter(partial(allowed, chains[1], depth), combinations(possible, stages - 1)):
                         for recompute in (False, True):
                             yield Way(width, depth, samples, count, kind, recompute, cuts)
+
+
+def allowed(chain: Chain, depth: int, cuts: tuple[int, ...]) -> bool:
+    """No rank holds one parameter in two stages."""
+    for each in chain.shared:
+        ranks = [stage % depth for stage in {sum(cut <= event for cut in cuts) for event in each.events}]
+        if len(ranks) != len(set(ranks)):
+            return False
+    return True
 
 
 def schedule_of(way: Way) -> Schedule:
