@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
     from hydra_ext.plan.kinds import solve
+    from hydra_ext.plan.pipelines.crossover import Crossover, CrossoverPoint, crossover
     from hydra_ext.plan.pipelines.forecast import PipelineAlternative, PipelinePlan, PlannedStage
     from hydra_ext.plan.pipelines.planning import pipeline
     from hydra_ext.plan.pipelines.question import PipelineChoice
@@ -22,6 +23,8 @@ __all__ = [
     "Advice",
     "Boundary",
     "Card",
+    "Crossover",
+    "CrossoverPoint",
     "Event",
     "Partition",
     "PipelineAlternative",
@@ -33,6 +36,7 @@ __all__ = [
     "SharedParameters",
     "Solution",
     "Stage",
+    "crossover",
     "fit",
     "partition_chain",
     "pipeline",
@@ -44,6 +48,8 @@ _ON_FIRST_USE = {  # a run imports one planner
     "Boundary": "hydra_ext.plan.chain",
     "CARDS": "hydra_ext.profile.cards",
     "Card": "hydra_ext.profile.cards",
+    "Crossover": "hydra_ext.plan.pipelines.crossover",
+    "CrossoverPoint": "hydra_ext.plan.pipelines.crossover",
     "Event": "hydra_ext.plan.chain",
     "Partition": "hydra_ext.plan.chain",
     "PipelineAlternative": "hydra_ext.plan.pipelines.forecast",
@@ -55,6 +61,7 @@ _ON_FIRST_USE = {  # a run imports one planner
     "SharedParameters": "hydra_ext.plan.chain",
     "Solution": "hydra_ext.plan.solution",
     "Stage": "hydra_ext.plan.chain",
+    "crossover": "hydra_ext.plan.pipelines.crossover",
     "fit": "hydra_ext.plan.steps.fitting",
     "partition_chain": "hydra_ext.plan.chain",
     "pipeline": "hydra_ext.plan.pipelines.planning",
