@@ -8,7 +8,7 @@ The model is that of "Optimizing Multi-GPU Parallelization Strategies for Deep L
   GNMT. By the bytes of their activations a step has 128 images, and 1536 tokens, taken as 64 sentences of 24. ImageNet
   has 1,281,167 images. WMT'16 English-German has about 4.5 million pairs. The One Billion Word benchmark has about 0.8
   billion words, and BigLSTM 1.04 billion parameters (Jozefowicz et al., 2016).
-- *assumed*: the speedup of two devices in a line, for which the abstract's gain is taken; all epochs; BigLSTM's seconds,
+- *assumed*: the speedup of two devices in a line, which is the abstract's gain; all epochs; BigLSTM's seconds,
   and 20 words in a sample; the link of 12.5 GB/s. The curves of epochs grow by a quarter up to four times a harmless
   batch, and double with each doubling from there. Beyond 64 times they end.
 

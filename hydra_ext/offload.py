@@ -53,6 +53,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         model: Any module on the CPU, or one as :func:`hydra_ext.materialize` has returned it.
         optimizer: The optimizer of the model's parameters. None for evaluation.
         budget: Device bytes for weights, gradients and activations together: an int, or a text such as ``"8GiB"``.
+            ``"auto"`` is 94 % of what a GPU has free, memory that torch has reserved there included.
         device: ``"cuda"``, ``"cuda:1"``, ``"simulated"`` or a :class:`SimulatedDevice`. ``None`` takes CUDA if there is
             one, otherwise a simulated device.
         blocks: Modules, or their names, that move as one. Other blocks are found by size.
@@ -64,8 +65,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             no name, is readable for this user alone, and is gone however the process ends.
         param_dtype: Dtype in which weights move and compute; by default the model's own.
         grad_dtype: Dtype in which gradients leave the device; by default their own.
-        activations: Policy for tensors that the forward saves for backward, as :class:`hydra_ext.stash` takes it: one
-            policy such as ``hydra_ext.Offload()``, or one for each module. By default they stay on the device.
+        activations: Policy for tensors that the forward saves for backward. ``"auto"`` measures one microbatch and
+            plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
+            :meth:`Run.plan`. Hooks on saved tensors that are active around a forward take precedence. A policy such as
+            ``hydra_ext.Offload()``, or one for each module, as :class:`hydra_ext.stash` takes it, is kept to. None
+            leaves all of them on the device.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -116,13 +120,13 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         _expect(listed, "blocks", blocks, "a list of modules, or of their names")
         self._model = model
         self._optimizer = optimizer
-        self._budget = parse_bytes(budget)
+        self._place = devices.choose(device)
+        self._budget = self._place.free_bytes() if budget == "auto" else parse_bytes(budget)
         self._host_limit = HostLimit.of(host_budget, spill_dir, checks.spill_files if checks is not None else None)
         spills = self._host_limit is None or optimizer is None or isinstance(optimizer, HostOptimizer)
         _expect(
             spills, "optimizer", optimizer, "one of hydra_ext.optim, whose state can go to the disk, or no host_budget="
         )
-        self._place = devices.choose(device)
         self._param_dtype = param_dtype
         self._grad_dtype = grad_dtype
         check_group(process_group)
@@ -194,13 +198,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             budget=self._budget,
             place=self._place,
             replicas=replicas,
-            casts=self._casts(),
             saving=None if stash is None else self._make_saving(stash),
             fitted=self._activations == "auto",
             spilling=spilling,
         )
         try:
-            self._run.open(self._optimizer, arena)
+            self._run.open(self._optimizer, arena, casts=self._casts())
         except BaseException:  # re-raised: Python does not call __exit__ after a failed __enter__
             self._run.close()
             raise
@@ -239,7 +242,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
 
         return Saving(
             stash,
-            Offload() if self._activations in (None, "auto") else self._activations,
+            Offload() if self._activations is None or self._activations == "auto" else self._activations,
             self._model,
             whole,
             optimizer=self._optimizer,

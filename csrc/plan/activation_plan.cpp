@@ -229,6 +229,21 @@ struct JudgedTreatment {
   double seconds = kNoSeconds;
 };
 
+/// The last few of a row of budgets that grow by a tenth, and the given one. Neighbouring budgets share them, so that
+/// their treatments have a common origin: seconds are less uneven, and fewer in the mean.
+std::vector<Bytes> rising_budgets(Bytes least, Bytes budget) {
+  constexpr std::size_t kShared = 3;
+  std::vector<Bytes> budgets;
+  for (Bytes shared = least; shared < budget; shared += std::min(shared / 10 + 1, budget - shared)) {
+    budgets.push_back(shared);
+  }
+  if (budgets.size() > kShared) {
+    budgets.erase(budgets.begin(), budgets.end() - kShared);
+  }
+  budgets.push_back(budget);
+  return budgets;
+}
+
 /// Numbers for choices, the same in every run.
 class SearchDraws {
  public:
@@ -246,8 +261,13 @@ class ActivationSearch {
   ActivationSearch(const ActivationProblem& problem, double effort)
       : problem_(problem), round_sizes_(tried_round_sizes(problem)), work_(static_cast<std::int64_t>(effort * kWork)) {}
 
-  JudgedTreatment find() {
+  /// Not slower than a treatment that fits, if one is known.
+  JudgedTreatment find(JudgedTreatment known) {
     std::vector<Start> starts = candidates();
+    if (known.seconds < kNoSeconds) {
+      known.seconds = seconds_of(known.cut, known.treatment);
+      starts.insert(starts.begin(), Start{{}, std::move(known)});
+    }
     // Half of the work that is left, in equal shares; the rest is for changed copies.
     const std::size_t count = std::min(kStarts, starts.size());
     const std::int64_t all = work_;
@@ -528,7 +548,13 @@ ActivationPlan plan_activations(const ActivationProblem& problem, double effort)
                              ": give at least " + std::to_string(least) + " bytes",
                          0, least, problem.machine.budget);
   }
-  const JudgedTreatment found = ActivationSearch(problem, effort).find();
+  const std::vector<Bytes> budgets = rising_budgets(least, problem.machine.budget);
+  ActivationProblem smaller = problem;
+  JudgedTreatment found;
+  for (const Bytes budget : budgets) {
+    smaller.machine.budget = budget;
+    found = ActivationSearch(smaller, effort / static_cast<double>(budgets.size())).find(std::move(found));
+  }
   HYDRA_EXPECT(found.seconds < kNoSeconds, PlanError,
                "no treatment of activations was found that fits both " + human_bytes(problem.machine.budget) +
                    " on the device and " + human_bytes(problem.machine.host_bytes) +

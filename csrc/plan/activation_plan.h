@@ -5,7 +5,7 @@
 // the segments before one are all that memory depends on, so the cheapest options for weighted seconds of compute and
 // lanes are found exactly, up to the grid of kept bytes. Several weights give several candidates. From the fastest ones
 // a local search goes on: other options for one segment or two, another size of rounds or of the stash; then from
-// changed copies of the fastest.
+// changed copies of the fastest. A few smaller budgets come first, and hand on what they find.
 //
 // The search counts its work, and ends when the effort is used up: no clock, and the same result on every machine.
 // Reentrant, without state.

@@ -12,6 +12,9 @@ from . import testing
 __all__: list[str] = [
     "Action",
     "ActionKind",
+    "ActivationOption",
+    "ActivationPlan",
+    "ActivationSegment",
     "Activity",
     "ActivityKind",
     "ActivityLog",
@@ -60,6 +63,7 @@ __all__: list[str] = [
     "PassKind",
     "PendingUpdate",
     "PlannedStage",
+    "RecomputeScope",
     "RoundStay",
     "SavedDigest",
     "SavedTensor",
@@ -89,12 +93,15 @@ __all__: list[str] = [
     "codec",
     "human_bytes",
     "is_face",
+    "least_activation_budget",
     "make_schedule",
     "norm_of_sums",
     "on_simulated_device",
+    "other_leaves",
     "parse_schedule",
     "partition_chain",
     "partition_pipeline",
+    "plan_activations",
     "plan_checkpoints",
     "random_states",
     "reached_leaves",
@@ -102,6 +109,7 @@ __all__: list[str] = [
     "reduced_by_place",
     "rounding_seed",
     "scale_gradient",
+    "simulate_activations",
     "split_unequally",
     "sums_of_squares",
     "supported_instruction_sets",
@@ -775,6 +783,116 @@ class ChainPartition:
     def period_seconds(self) -> float: ...
     @property
     def stages(self) -> list[PlannedStage]: ...
+
+class ActivationOption:
+    """
+    Members:
+
+      KEEP
+
+      OFFLOAD
+
+      COMPRESS
+
+      RECOMPUTE
+
+      RECOMPUTE_OFFLOADED
+    """
+
+    COMPRESS: typing.ClassVar[ActivationOption]
+    KEEP: typing.ClassVar[ActivationOption]
+    OFFLOAD: typing.ClassVar[ActivationOption]
+    RECOMPUTE: typing.ClassVar[ActivationOption]
+    RECOMPUTE_OFFLOADED: typing.ClassVar[ActivationOption]
+    __members__: typing.ClassVar[dict[str, ActivationOption]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class RecomputeScope:
+    """
+    Members:
+
+      NEVER
+
+      ALONE
+
+      IN_ROUNDS
+    """
+
+    ALONE: typing.ClassVar[RecomputeScope]
+    IN_ROUNDS: typing.ClassVar[RecomputeScope]
+    NEVER: typing.ClassVar[RecomputeScope]
+    __members__: typing.ClassVar[dict[str, RecomputeScope]]
+    def __eq__(self, other: typing.Any) -> bool: ...
+    def __getstate__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __index__(self) -> int: ...
+    def __init__(self, value: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __int__(self) -> int: ...
+    def __ne__(self, other: typing.Any) -> bool: ...
+    def __repr__(self) -> str: ...
+    def __setstate__(self, state: typing.SupportsInt | typing.SupportsIndex) -> None: ...
+    def __str__(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+class ActivationSegment:
+    """
+    One microbatch of modules that run in one piece.
+    """
+    def __init__(
+        self,
+        *,
+        forward_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        backward_seconds: typing.SupportsFloat | typing.SupportsIndex,
+        saved_fresh: typing.SupportsInt | typing.SupportsIndex,
+        saved_all: typing.SupportsInt | typing.SupportsIndex,
+        inputs_fresh: typing.SupportsInt | typing.SupportsIndex,
+        inputs_all: typing.SupportsInt | typing.SupportsIndex,
+        parked_bytes: typing.SupportsInt | typing.SupportsIndex,
+        forward_bytes: typing.SupportsInt | typing.SupportsIndex,
+        backward_bytes: typing.SupportsInt | typing.SupportsIndex,
+        weight_bytes: typing.SupportsInt | typing.SupportsIndex,
+        slot_bytes: typing.SupportsInt | typing.SupportsIndex,
+        gradient_bytes: typing.SupportsInt | typing.SupportsIndex,
+        recompute: RecomputeScope = ...,
+        stream_bytes: typing.SupportsInt | typing.SupportsIndex | None = None,
+        coding_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    ) -> None: ...
+
+class ActivationPlan:
+    @property
+    def compute_seconds(self) -> float: ...
+    @property
+    def cut(self) -> int: ...
+    @property
+    def options(self) -> list[ActivationOption]: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def round_size(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def stash_bytes(self) -> int: ...
+    @property
+    def to_device_seconds(self) -> float: ...
+    @property
+    def to_host_seconds(self) -> float: ...
 
 class CheckpointClass:
     """
@@ -1500,6 +1618,15 @@ def is_face(tensor: torch.Tensor) -> bool:
     Whether the tensor is a device parameter or a view of one.
     """
 
+def least_activation_budget(
+    cuts: collections.abc.Sequence[collections.abc.Sequence[ActivationSegment]],
+    *,
+    round_sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+) -> int:
+    """
+    The least budget that any treatment fits.
+    """
+
 def make_schedule(
     kind: str,
     *,
@@ -1513,6 +1640,11 @@ def norm_of_sums(sums: collections.abc.Sequence[typing.SupportsFloat | typing.Su
 def on_simulated_device(tensor: torch.Tensor) -> bool:
     """
     Whether the tensor's bytes are charged to a simulated device.
+    """
+
+def other_leaves(roots: collections.abc.Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """
+    The leaves that the graph behind the roots reaches, without device parameters.
     """
 
 def parse_schedule(text: str) -> Schedule: ...
@@ -1565,6 +1697,22 @@ def partition_pipeline(
 ) -> typing.Any:
     """
     Layers are (compute ms, activation bytes, parameter bytes), levels (machines, bytes per second), the inner one first. Returns (objective ms, bound ms, [(replicas, layers, inner stages)]), or None if nothing fits.
+    """
+
+def plan_activations(
+    cuts: collections.abc.Sequence[collections.abc.Sequence[ActivationSegment]],
+    *,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    budget: typing.SupportsInt | typing.SupportsIndex,
+    to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
+    to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
+    host_bytes: typing.SupportsInt | typing.SupportsIndex = 9223372036854775807,
+    update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+    round_sizes: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex] = [],
+    effort: typing.SupportsFloat | typing.SupportsIndex = 1.0,
+) -> ActivationPlan:
+    """
+    The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.
     """
 
 def plan_checkpoints(
@@ -1621,6 +1769,22 @@ def rounding_seed(
 def scale_gradient(gradient: torch.Tensor, factor: typing.SupportsFloat | typing.SupportsIndex) -> None:
     """
     In place, wherever the gradient's home is.
+    """
+
+def simulate_activations(
+    segments: collections.abc.Sequence[ActivationSegment],
+    *,
+    options: collections.abc.Sequence[ActivationOption],
+    round_size: typing.SupportsInt | typing.SupportsIndex,
+    stash_bytes: typing.SupportsInt | typing.SupportsIndex,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    budget: typing.SupportsInt | typing.SupportsIndex,
+    to_device: typing.SupportsFloat | typing.SupportsIndex = ...,
+    to_host: typing.SupportsFloat | typing.SupportsIndex = ...,
+    update_seconds: typing.SupportsFloat | typing.SupportsIndex = 0.0,
+) -> tuple[float, float, float, float, int]:
+    """
+    Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.
     """
 
 def split_unequally(

@@ -16,6 +16,7 @@ __all__: list[str] = [
     "Meter",
     "Operation",
     "drain",
+    "least_activation_seconds",
     "pretend_cuda",
     "run_traffic_twin",
 ]
@@ -155,6 +156,18 @@ class Meter:
 def drain(model: hydra_ext._C.PagedModel) -> None:
     """
     Waits for the model's update, whose error it raises, and for all transfers, failed ones included.
+    """
+
+def least_activation_seconds(
+    segments: collections.abc.Sequence[hydra_ext._C.ActivationSegment],
+    *,
+    microbatches: typing.SupportsInt | typing.SupportsIndex,
+    budget: typing.SupportsInt | typing.SupportsIndex,
+    to_device: typing.SupportsFloat | typing.SupportsIndex,
+    to_host: typing.SupportsFloat | typing.SupportsIndex,
+) -> float:
+    """
+    The least seconds of all treatments, one after another.
     """
 
 def pretend_cuda() -> None:

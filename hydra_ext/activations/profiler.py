@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from hydra_ext.state.numbers import version_of
 from hydra_ext.tracing import not_traced
 
 _LEAST_BYTES = 1024  # a stash leaves smaller tensors where they are
+_Key = tuple[int, int]  # of a storage, and its version
 
 
 @dataclass
@@ -49,9 +50,6 @@ class Profiler:
         core: Its pages.
         activation_bytes: Gives the bytes of activations on the device now.
         device: Device on which it computes.
-
-    Attributes:
-        failed: Whether the last forward has raised.
     """
 
     def __init__(
@@ -66,19 +64,13 @@ class Profiler:
         self._core = core
         self._activation_bytes = activation_bytes
         self._clock = _Clock(device)
-        self._thread: int | None = None
         self._names = {module: name for name, module in model.named_modules()}
-        own = [*model.parameters(), *model.buffers()]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        self._storages = _Storages(model)
         self._measured = {name: _Measured() for name in self._names.values()}
         self._marks: list[tuple[_Measured, Any, Any]] = []
-        self._known: dict[tuple[int, int], StorageWeakRef] = {}
         self._running: list[_Measured] = []
         self._calls = itertools.count(1)
-        self._largest = 0
-        self._forward: list[tuple[int, int]] = []
-        self._end: Any = None  # of the forward
-        self.failed = False
+        self._forward = _Forward()
         self._stand_ins = [
             _MeasuredCall(self, module)
             for module in self._names
@@ -88,7 +80,12 @@ class Profiler:
     @property
     def has_run(self) -> bool:
         """Whether a whole forward was measured."""
-        return self._end is not None
+        return self._forward.end is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last forward has raised."""
+        return self._forward.failed
 
     @property
     def runs(self) -> bool:
@@ -98,7 +95,8 @@ class Profiler:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A context for a forward of the model, in which calls and saved tensors are counted. There may be several."""
-        self._thread = threading.get_ident()
+        this = self._forward
+        this.thread = threading.get_ident()
         model = self._measured[""]
         model.calls += 1
         model.order = model.order or next(self._calls)
@@ -106,50 +104,35 @@ class Profiler:
         for call in self._stand_ins:
             call.install()
         begin = self._clock.mark()
-        self.failed = True
+        this.failed = True
         try:
             yield
-            self.failed = False
+            this.failed = False
         finally:
             self._running.clear()
             for call in self._stand_ins:
                 call.remove()
-        self._end = self._clock.mark()
-        self._marks.append((model, begin, self._end))
-        self._forward += self._core.pager.recorded(_C.PassKind.FORWARD)
+        this.end = self._clock.mark()
+        self._marks.append((model, begin, this.end))
+        this.recorded += self._core.pager.recorded(_C.PassKind.FORWARD)
 
     @not_traced
     def saves(self, tensor: Tensor) -> None:
         """Counts a tensor that is saved for backward, before the stash takes it."""
-        if threading.get_ident() != self._thread or not self._running or not self._counts(tensor):
+        if threading.get_ident() != self._forward.thread or not self._running or not self._storages.counts(tensor):
             return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        key = storage._cdata, tensor._version
-        known = self._known.get(key)
-        fresh = known is None or known.expired()
-        if fresh:
-            self._known[key] = StorageWeakRef(storage)
-            self._largest = max(self._largest, size)
+        key, size, fresh = self._storages.save(tensor)
         for module in self._running:
             if fresh or key not in module.seen:
                 module.seen.add(key)
                 module.saved[0] += size if fresh else 0
                 module.saved[1] += size
 
-    def _counts(self, tensor: Tensor) -> bool:
-        if tensor.layout is not torch.strided or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
-            return False
-        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        if (base.is_leaf and base.requires_grad) or _C.is_face(base):
-            return False
-        return tensor.untyped_storage()._cdata not in self._own
-
     # ---- calls of modules -------------------------------------------------------------------------------------------
 
     def call(self, module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a module's call, and counts it."""
-        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+        if threading.get_ident() != self._forward.thread or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         measured = self._measured[self._names[module]]
         measured.calls += 1
@@ -166,41 +149,32 @@ class Profiler:
             measured.writes |= any(version_of(tensor) != version for tensor, version in given)
 
     def _count_inputs(self, measured: _Measured, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
-        given = {id(tensor): tensor for tensor in tensors if self._counts(tensor)}
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}
-        for tensor in storages.values():
-            storage = tensor.untyped_storage()
-            known = self._known.get((storage._cdata, tensor._version))
-            measured.inputs[0] += storage.nbytes() if known is None or known.expired() else 0
-            measured.inputs[1] += storage.nbytes()
+        given = {id(tensor): tensor for tensor in tensors if self._storages.counts(tensor)}
+        for tensor in {tensor.untyped_storage()._cdata: tensor for tensor in given.values()}.values():
+            size = tensor.untyped_storage().nbytes()
+            measured.inputs[0] += size if self._storages.is_fresh(tensor) else 0
+            measured.inputs[1] += size
         return [(tensor, version_of(tensor)) for tensor in given.values()]
 
     # ---- the result -------------------------------------------------------------------------------------------------
 
-    def profile(self) -> Profile:
-        """The figures. Called when the microbatch's backward has ended."""
+    def profile(self, blocks: Sequence[BlockFigures]) -> Profile:
+        """The figures, with those of the model's blocks. Called when the microbatch's backward has ended."""
         end = self._clock.mark()
         self._clock.settle()
         for measured, begin, mark in self._marks:
             measured.seconds += self._clock.seconds(begin, mark)
         forward = self._measured[""].seconds
-        backward = self._clock.seconds(self._end, end)
-        peaks = _Peaks(self._layout, self._forward, self._core.pager.recorded(_C.PassKind.BACKWARD))
+        backward = self._clock.seconds(self._forward.end, end)
+        peaks = _Peaks(self._layout, self._forward.recorded, self._core.pager.recorded(_C.PassKind.BACKWARD))
         order = sorted((measured.order, name) for name, measured in self._measured.items() if measured.calls)
         of_modules = peaks.of_modules([name for _, name in order])
         return Profile(
             modules={name: self._figures(name, module, of_modules) for module, name in self._names.items()},
-            blocks=tuple(
-                BlockFigures(
-                    name=block.name,
-                    weight_bytes=block.nbytes,
-                    gradient_bytes=sum(p.nbytes for _, p in block.parameters if p.requires_grad),
-                )
-                for block in self._layout.blocks
-            ),
+            blocks=tuple(blocks),
             sites={site.name: site.blocks for site in self._layout.sites},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
-            largest_saved_bytes=self._largest,
+            largest_saved_bytes=self._storages.largest,
         )
 
     def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
@@ -221,6 +195,63 @@ class Profiler:
             own_backward_bytes=backward_bytes if is_leaf else 0,
             is_repeatable=measured.calls == 1 and not measured.writes and not _has_hooks(module),
         )
+
+
+@dataclass
+class _Forward:
+    """The forwards that were measured.
+
+    Attributes:
+        thread: Which made the last one.
+        failed: Whether that one has raised.
+        end: When the last whole one ended; None before.
+        recorded: Blocks, and the activations in use at each.
+    """
+
+    thread: int | None = None
+    failed: bool = False
+    end: Any = None
+    recorded: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Storages:
+    """The storages of saved tensors, without those of the model's own tensors.
+
+    Attributes:
+        largest: Bytes of the largest one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        self._own = {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        self._known: dict[_Key, StorageWeakRef] = {}
+        self.largest = 0
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a stash would take the tensor."""
+        if tensor.layout is not torch.strided or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
+            return False
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if (base.is_leaf and base.requires_grad) or _C.is_face(base):
+            return False
+        return tensor.untyped_storage()._cdata not in self._own
+
+    def is_fresh(self, tensor: Tensor) -> bool:
+        """Whether this storage, at this version, has not been saved yet. Its place may be another one's by now."""
+        known = self._known.get(_key_of(tensor))
+        return known is None or bool(known.expired())  # type: ignore[no-untyped-call]
+
+    def save(self, tensor: Tensor) -> tuple[_Key, int, bool]:
+        """Returns the storage's key and bytes, and whether it was fresh."""
+        key, size, fresh = _key_of(tensor), tensor.untyped_storage().nbytes(), self.is_fresh(tensor)
+        if fresh:
+            self._known[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self.largest = max(self.largest, size)
+        return key, size, fresh
+
+
+def _key_of(tensor: Tensor) -> _Key:
+    return tensor.untyped_storage()._cdata, tensor._version
 
 
 class _Peaks:
@@ -296,7 +327,7 @@ class _Clock:
     def mark(self) -> Any:
         if not self._on_gpu:
             return time.thread_time()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -99,7 +99,7 @@ class RecomputedModule(StandIn):
         try:
             with torch.enable_grad(), saved_tensors_hooks(_dropped, _dropped):
                 call.again(tensors)
-        except (Deviation, torch.OutOfMemoryError):
+        except Exception:  # noqa: BLE001 - whatever it is, the first call has not raised it, and its output stands
             self.deviated = True
         finally:
             after.restore()
@@ -127,6 +127,34 @@ class RecomputedModule(StandIn):
         """Whether tensors saved now go to this stash, and not to a checkpoint, another stash or the user's hooks."""
         hooks = _saved_tensors_hooked(True)
         return hooks is not None and getattr(hooks[0], "__self__", None) is self.core
+
+
+class RecomputedModules:
+    """The recomputed modules of one stash: those with the policy, and those that a plan has chosen.
+
+    Attributes:
+        again: Counter of second calls.
+    """
+
+    def __init__(self, core: _C.Stash, whole: Whole) -> None:
+        self._core = core
+        self._whole = whole
+        self._chosen: dict[nn.Module, RecomputedModule] = {}  # now or before
+        self.again = Count()
+
+    def of_policy(self, module: nn.Module) -> RecomputedModule:
+        return RecomputedModule(self._core, module, self._whole, self.again)
+
+    def choose(self, modules: Collection[nn.Module], device: torch.device | None) -> None:
+        """From now on these modules are recomputed if a second call on the device repeats the first."""
+        wanted = dict.fromkeys(modules)
+        for module, call in self._chosen.items():
+            if module not in wanted:
+                call.remove()
+        for module in wanted:
+            if module not in self._chosen:
+                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self.again, tried_on=device)
+            self._chosen[module].install(innermost=True)
 
 
 class _CheckedCall(RepeatableCall):

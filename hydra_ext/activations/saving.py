@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,15 @@ from hydra_ext.activations.choice import Choice, Policy, default_policy, policie
 from hydra_ext.activations.dynamic import DynamicOffload
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
-from hydra_ext.activations.profiler import Profiler
-from hydra_ext.activations.recompute import Count, RecomputedModule, Whole
+from hydra_ext.activations.recompute import RecomputedModules, Whole
 from hydra_ext.activations.report import StashReport
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import InvalidArgument
 from hydra_ext.policy import Compress, Keep, Offload, Recompute
 from hydra_ext.tracing import not_traced, nothing_traced
+
+if TYPE_CHECKING:
+    from hydra_ext.activations.profiler import Profiler
 
 
 class Saving:
@@ -78,16 +80,14 @@ class Saving:
         self._treatments = {
             module: self._treatment(policy) for module, policy in policies.items() if not isinstance(policy, Recompute)
         }
-        self._again = Count()
-        self._whole = whole
-        self._chosen: dict[nn.Module, RecomputedModule] = {}  # by a plan, now or before
+        self._recomputed = RecomputedModules(core, whole)
         self._profiler: Profiler | None = None
         self.leaves_all_on_device = False
         self._stand_ins: list[StandIn] = [  # the innermost first
             *(ScopedModule(core, module, part=number) for number, (_, module) in enumerate(self._parts)),
             *(ScopedModule(core, module, treatment=treatment) for module, treatment in self._treatments.items()),
             *(
-                RecomputedModule(core, module, whole, self._again)
+                self._recomputed.of_policy(module)
                 for module, policy in policies.items()
                 if isinstance(policy, Recompute)
             ),
@@ -106,7 +106,8 @@ class Saving:
             call.install()
 
     def unhook(self) -> None:
-        for call in (*self._chosen.values(), *reversed(self._stand_ins)):
+        self._recomputed.choose((), None)
+        for call in reversed(self._stand_ins):
             call.remove()
 
     @contextmanager
@@ -140,19 +141,13 @@ class Saving:
 
     def recompute(self, modules: Collection[nn.Module], device: torch.device) -> None:
         """From now on these modules are recomputed if a second call repeats the first. Called between forwards."""
-        for module, call in self._chosen.items():
-            if module not in modules:
-                call.remove()
-        for module in modules:
-            if module not in self._chosen:
-                self._chosen[module] = RecomputedModule(self._core, module, self._whole, self._again, tried_on=device)
-            self._chosen[module].install(innermost=True)
+        self._recomputed.choose(modules, device)
 
     def report(self) -> StashReport:
         """Waits for the transfers under way, and returns the figures."""
         return StashReport.of(
             self._core,
-            recomputed=self._again.value,
+            recomputed=self._recomputed.again.value,
             layers=[each for layers in self._layers.values() for each in layers.report()],
             chosen=None if self._dynamic is None else self._dynamic.chosen,
             names=[name for name, _ in self._parts],

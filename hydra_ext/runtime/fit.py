@@ -3,46 +3,37 @@
 The first microbatch runs under a stash that keeps nothing on the device, the *frugal* way, and is measured. The planner
 (:mod:`hydra_ext.plan`) then chooses the size of rounds, the modules that are recomputed, and the stash's room: how many
 bytes of saved tensors may stay. What stays can still leave if an allocation needs its memory, so a wrong forecast costs
-time and rarely a retry. Where memory does run out, the microbatch is measured anew and planned with less memory; the
-next failure in the same step falls back to the frugal way.
+time and rarely a retry. Where memory does run out, a microbatch is measured anew and planned with less memory; after
+some failures in one step the rest of it runs the frugal way.
 
 Source: the options are those of Rotor (Beaumont et al., NeurIPS 2021) and of vDNN (Rhu et al., MICRO 2016).
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from hydra_ext import _C
-from hydra_ext.activations.profiler import Profiler
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
-from hydra_ext.errors import PlanError
-from hydra_ext.plan.steps.problem import StepProblem, StepSetting
-from hydra_ext.profile import ModuleFigures, Profile
-from hydra_ext.runtime.placement.residents import buffer_bytes
 from hydra_ext.runtime.rounds.choice import Decision
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from hydra_ext.plan.steps.forecast import Plan
+    from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 
 _STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
-_SHARE = 0.97  # of the budget that a plan may take
-_CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in pieces
-_TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
+_LOOP_SHARE = 0.85  # of a plan's memory, in a loop of the user with modules that are recomputed
 _MOST_FAILURES = 3  # in one step, before the frugal way
-_OFF = 0.3  # a step that differs by more from its forecast is planned again; a plan that is slower is not timed
-_REPLANS = 3  # for this reason, without new measurements
-_LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
-_NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
+_NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
+_REPLANS = 3  # because a forecast was far off
+_LOOK_AGAIN = 20  # frugal steps after which a microbatch is measured anew: others may have come
 
 
 class Rung(Enum):
@@ -61,50 +52,54 @@ class FitOwner(Protocol):
     layout: Layout
     core: _C.PagedModel
     device: torch.device
+    budget: int
 
     def activation_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStep:
-    """What the planner has chosen for a step.
-
-    Attributes:
-        names: The segments.
-        options: What becomes of what each segment saves.
-        round_size: Microbatches that run together; 1 for one after the other.
-        room: Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way. The stash
-            keeps the newest ones, whatever the plan has kept: they are read first.
-        seconds: Of a step, as foreseen.
-        compute_seconds: Of these, those in which the device computes.
-        peak_bytes: Of the device, as foreseen.
-    """
-
-    names: tuple[str, ...]
-    options: tuple[_C.ActivationOption, ...]
-    round_size: int
-    room: int
-    seconds: float
-    compute_seconds: float
-    peak_bytes: int
-
-    @property
-    def keeps_all(self) -> bool:
-        return all(option == _C.ActivationOption.KEEP for option in self.options)
-
-    @property
-    def recomputed(self) -> list[str]:
-        again = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
-        return [name for name, option in zip(self.names, self.options, strict=True) if option in again]
+    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a plan depends on, beside what was measured."""
+class StepKind:
+    """What a plan depends on, beside what was measured: the step, and the user's arguments."""
 
     microbatches: int
     size: int | None
     recompute: bool
+
+
+_LOOP = StepKind(1, 1, recompute=True)  # a loop of the user
+
+
+@dataclass
+class Trials:
+    """The plans for steps of one kind, and their times.
+
+    Attributes:
+        planned: The step as it runs now.
+        candidates: Other plans, to be timed.
+        seconds: Of a step as planned.
+        warm: The plan by which the last step ran: the first step by a plan is slower than those that follow.
+        replans: Number of times that a forecast was far off.
+    """
+
+    planned: PlannedStep
+    candidates: list[PlannedStep]
+    seconds: dict[PlannedStep, float] = field(default_factory=dict)
+    warm: PlannedStep | None = None
+    replans: int = 0
+
+    def note(self, seconds: float) -> bool:
+        """Notes a step's time, and goes on to the next candidate, or to the fastest plan. Returns whether it is new."""
+        if self.planned is not self.warm:
+            self.warm = self.planned
+            return False
+        known = self.seconds.get(self.planned)
+        self.seconds[self.planned] = seconds if known is None else min(known, seconds)
+        if self.candidates:
+            self.planned = self.candidates.pop(0)
+        elif known is None:
+            self.planned = min(self.seconds, key=self.seconds.__getitem__)
+        return known is None
 
 
 class Fit:
@@ -113,86 +108,93 @@ class Fit:
     Args:
         owner: The run.
         saving: Its stash.
-        budget: Device bytes.
 
     Attributes:
-        profile: What one microbatch cost; None before it was measured.
-        planned: The step as it runs now; None before.
-        plans: Number of plans that were made.
+        applied: The step as it runs now; None before a plan, or if none fits.
     """
 
-    def __init__(self, owner: FitOwner, saving: Saving, budget: int) -> None:
+    def __init__(self, owner: FitOwner, saving: Saving) -> None:
         self._owner = owner
         self._saving = saving
-        self._budget = budget
+        self._planner: StepPlanner | None = None
         # On a GPU an allocation cannot wait until something has left, so rounds are planned there in any case.
-        on_gpu = owner.device.type == "cuda"
-        self._rung = Rung.MEASURED if on_gpu else Rung.GIVEN
-        self._share = _CUDA_SHARE if on_gpu else _SHARE
-        self._slowness = 1.0  # measured seconds of compute over those of the measured microbatch
-        self._replans = 0
-        self._failures = 0
-        self._times: dict[PlannedStep, float] = {}  # seconds of a step
-        self._candidates: list[PlannedStep] = []  # to be timed
-        self._warm: PlannedStep | None = None  # the one by which the last step ran
-        self._profiler: Profiler | None = None
-        self._asked: _Asked | None = None
+        self._rung = Rung.MEASURED if owner.device.type == "cuda" else Rung.GIVEN
+        self._failures = 0  # in this step
+        self._plan_failed = False
+        self._frugal_steps = 0  # since a microbatch was measured
+        self._kind = _LOOP
+        self._trials: dict[StepKind, Trials] = {}
         self._began: float | None = None
-        self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
-        self.profile: Profile | None = None
-        self.planned: PlannedStep | None = None
-        self.plans = 0
+        self.applied: PlannedStep | None = None
+
+    @property
+    def planner(self) -> StepPlanner:
+        if self._planner is None:
+            from hydra_ext.runtime.step_planner import StepPlanner
+
+            self._planner = StepPlanner(self._owner)
+        return self._planner
+
+    def answer(self) -> Plan | None:
+        """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits."""
+        from hydra_ext.plan.steps.answer import answer
+
+        planned = self.applied
+        if planned is None:
+            return None
+        times = [trials.seconds[planned] for trials in self._trials.values() if planned in trials.seconds]
+        return answer(
+            planned.problem,
+            self._owner.budget,
+            planned.found,
+            measured_seconds=min(times, default=None),
+            measured_peak_bytes=self._owner.core.memory.ledger.peak,
+        )
 
     # ---- run.step ---------------------------------------------------------------------------------------------------
 
     def step_begins(self, count: int, *, size: int | None, recompute: bool | None) -> None:
         """A step of ``count`` microbatches begins; ``size`` and ``recompute`` are the user's arguments."""
-        self._failures = 0
+        self._kind = StepKind(count, size, recompute is not False)
         if self._rung is Rung.FRUGAL:
-            self._rung = Rung.MEASURED
-        asked = _Asked(count, size, recompute is not False)
-        if asked != self._asked:
-            self._asked = asked
-            self._forget_plans()
+            self._frugal_steps += 1
+            if self._failures or self._frugal_steps >= _LOOK_AGAIN:
+                self._rung = Rung.MEASURED
+        self._failures = 0
         self._began = time.perf_counter() if self._rung is Rung.PLANNED else None
 
     def next(self, left: int, *, size: int | None, recompute: bool | None) -> Decision:
         """The round to run when ``left`` microbatches remain."""
         wanted = min(size or left, left)
         if self._rung is Rung.GIVEN and (size is not None or recompute):
-            self._saving.set_room(self._budget)
+            self._saving.set_room(self._owner.budget)
             return Decision(wanted, recompute=recompute is True)
         if self._rung is Rung.PLANNED:
-            if self.planned is None:
-                self.planned, *self._candidates = self._plans() or [None]
-            planned = self.planned
-            if planned is not None:
-                self._apply(planned)
+            trials = self._trials_now()
+            if trials is not None:
+                planned = trials.planned
+                self._apply(planned, keeps_all=planned.keeps_all)
                 together = min(size or planned.round_size, left)
                 return Decision(together, recompute=recompute is True, alone=planned.round_size == 1 and not recompute)
             self._rung = Rung.FRUGAL
-        self._saving.leaves_all_on_device = False
-        self._saving.recompute((), self._owner.device)
-        self._saving.set_room(_STRICT)
+        self._go_frugal()
         if self._rung is not Rung.FRUGAL:
-            self._rung = Rung.MEASURED
             self._measure()
             return Decision(1, recompute=False, alone=True)
         return Decision(wanted, recompute=False, alone=size is None or size == 1)
 
-    def learn(self, _decision: Decision, *, held: int = 0, peak: int = 0) -> None:
+    def learn(self, _decision: Decision, *, held: int, peak: int) -> None:
         """A round has ended."""
         self._settle()
 
     def fail(self, _decision: Decision, *, size: int | None, recompute: bool | None, looped: bool) -> str:
         """Notes that a round has run out of memory. Returns what was tried if nothing is left to try."""
-        self._profiler = None
         self._saving.measure(None)
         self._failures += 1
-        failed, self._rung = self._rung, Rung.FRUGAL
         self._began = None
-        self._forget_plans()
+        failed, self._rung = self._rung, Rung.FRUGAL
         if failed in (Rung.GIVEN, Rung.PLANNED):
+            self._plan_failed = failed is Rung.PLANNED
             if self._failures < _MOST_FAILURES:
                 self._rung = Rung.MEASURED
             return ""
@@ -200,146 +202,95 @@ class Fit:
         return f"run.step ran the microbatches {together}, with nothing on the device that could leave it."
 
     def step_ended(self) -> None:
-        """A step has ended well. Plans that a forecast cannot tell apart are timed, and the fastest one stays."""
-        if self._began is None or self.planned is None:
+        """A step has ended well. Plans that forecasts cannot tell apart are timed, and the fastest one stays."""
+        trials = self._trials.get(self._kind)
+        if self._began is None or trials is None:
             return
-        seconds = time.perf_counter() - self._began
-        if self.planned is not self._warm:  # a first step as planned is slower than those that follow
-            self._warm = self.planned
-            return
-        known = self._times.get(self.planned, math.inf)
-        self._times[self.planned] = min(known, seconds)
-        if known < math.inf and not self._candidates:
-            return
-        if not self._candidates and self._replans < _REPLANS and self._is_off(self.planned, seconds):
-            self._replans += 1
-            self._candidates = [plan for plan in self._plans() if plan not in self._times]
-        self.planned = self._candidates.pop(0) if self._candidates else min(self._times, key=self._times.__getitem__)
-
-    def _is_off(self, planned: PlannedStep, seconds: float) -> bool:
-        """Whether the forecast was far off. Takes compute to be slower or faster from now on, if compute binds."""
-        ratio = seconds / planned.seconds if planned.seconds > 0 else 1.0
-        if abs(math.log(ratio)) <= math.log(1 + _OFF):
-            return False
-        rest = planned.seconds - planned.compute_seconds
-        self._slowness *= min(max((seconds - rest) / max(planned.compute_seconds, 1e-9), 0.5), 2.0)
-        return True
+        planned, seconds = trials.planned, time.perf_counter() - self._began
+        if trials.note(seconds) and not trials.candidates and trials.replans < _REPLANS:
+            slowness = planned.slowness(seconds)
+            if slowness is not None:
+                trials.replans += 1
+                self.planner.slowness *= slowness
+                trials.candidates = [plan for plan in self._plans() if plan not in trials.seconds]
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
-        profiler = self._profiler
+        self._kind = _LOOP
+        profiler = self.planner.profiler
         if self._rung in (Rung.GIVEN, Rung.MEASURED) and (profiler is None or profiler.failed):
-            self._rung = Rung.MEASURED
-            self._saving.set_room(_STRICT)
+            self._go_frugal()
             self._measure()
-        elif self._rung is Rung.PLANNED and self._asked is None:
-            self._asked = _Asked(1, 1, recompute=True)
-            self.planned = next(iter(self._plans()), None)
-            if self.planned is not None:
-                self._apply(self.planned)
-                self._saving.leaves_all_on_device = False  # nothing can be undone: what is kept can still leave
+        elif self._rung is Rung.PLANNED:
+            trials = self._trials_now()
+            if trials is None:
+                self._rung = Rung.FRUGAL
+                self._go_frugal()
+            else:  # nothing can be undone, so even if all is kept it can still leave
+                self._apply(trials.planned, keeps_all=False)
 
     def backward_ended(self) -> None:
         """A backward outside ``run.step`` has ended, perhaps one that a forward has made."""
-        if self._profiler is not None and self._profiler.has_run and not self._profiler.runs:
+        profiler = self.planner.profiler
+        if profiler is not None and profiler.has_run and not profiler.runs:
             self._settle()
 
-    # ---- measuring --------------------------------------------------------------------------------------------------
+    # ---- rungs ------------------------------------------------------------------------------------------------------
+
+    def _go_frugal(self) -> None:
+        self.applied = None
+        self._saving.leaves_all_on_device = False
+        self._saving.recompute((), self._owner.device)
+        self._saving.set_room(_STRICT)
 
     def _measure(self) -> None:
-        owner = self._owner
-        self._profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
-        self._saving.measure(self._profiler)
-        backend = owner.core.memory.backend
-        self._lanes = (
-            _LaneSpeed(lambda: backend.to_device_statistics),
-            _LaneSpeed(lambda: backend.to_host_statistics),
-        )
+        self._rung = Rung.MEASURED
+        self._frugal_steps = 0
+        self._saving.measure(self.planner.measure())
 
     def _settle(self) -> None:
-        """Takes what was measured. A plan for nothing follows if no forward was seen, or hooks of others were there."""
-        if self._profiler is None:
+        if self._rung is Rung.MEASURED:
+            self._saving.measure(None)
+            self.planner.settle(tighten=self._plan_failed)
+            self._plan_failed = False
+            self._rung = Rung.PLANNED
+            self._trials.clear()
+
+    def _apply(self, planned: PlannedStep, *, keeps_all: bool) -> None:
+        self._saving.leaves_all_on_device = keeps_all
+        if planned is self.applied:
             return
-        profiler, self._profiler = self._profiler, None
-        self._saving.measure(None)
-        known, self.profile = self.profile, profiler.profile() if profiler.has_run else _NOTHING
-        if known is not None and known.modules[""].saved == self.profile.modules[""].saved:
-            self._share *= _TIGHTER
-        self._rung = Rung.PLANNED
-        self._forget_plans()
-
-    def _forget_plans(self) -> None:
-        self.planned, self._warm = None, None
-        self._candidates.clear()
-        self._times.clear()
-
-    # ---- planning ---------------------------------------------------------------------------------------------------
-
-    def _plans(self) -> list[PlannedStep]:
-        """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""
-        if self.profile is None or self._asked is None:
-            return []
-        asked = self._asked
-        best = self._plan(self.profile, asked, [] if asked.size is None else [min(asked.size, asked.microbatches)])
-        if best is None or asked.size is not None or asked.microbatches == 1:
-            return [] if best is None else [best]
-        others = [1] if best.round_size > 1 else list(range(2, asked.microbatches + 1))
-        other = self._plan(self.profile, asked, others)
-        near = other is not None and other.seconds <= (1 + _OFF) * best.seconds
-        return [best, other] if near and other is not None else [best]
-
-    def _plan(self, profile: Profile, asked: _Asked, round_sizes: list[int]) -> PlannedStep | None:
-        to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
-        setting = StepSetting(
-            microbatches=asked.microbatches,
-            to_device=to_device,
-            to_host=to_host,
-            buffer_bytes=buffer_bytes(self._owner.model),
-            round_sizes=tuple(round_sizes),
-            recompute=asked.recompute,
-            slowness=self._slowness,
-        )
-        problem = StepProblem(profile, setting)
-        try:
-            found = problem.solve(int(self._budget * self._share))
-        except PlanError as error:
-            logger.info("no plan for the step's activations: %s", error)
-            return None
-        self.plans += 1
-        keeps_all = all(option == _C.ActivationOption.KEEP for option in found.options)
-        room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
-        planned = PlannedStep(
-            names=problem.names[found.cut],
-            options=tuple(found.options),
-            round_size=found.round_size,
-            room=self._budget if keeps_all else max(_STRICT, room),
-            seconds=found.seconds,
-            compute_seconds=found.compute_seconds,
-            peak_bytes=found.peak_bytes + setting.buffer_bytes,
-        )
-        logger.info("activations: %s", planned)
-        return planned
-
-    def _apply(self, planned: PlannedStep) -> None:
         modules = dict(self._owner.model.named_modules())
         self._saving.recompute([modules[name] for name in planned.recomputed], self._owner.device)
         self._saving.set_room(planned.room)
-        self._saving.leaves_all_on_device = planned.keeps_all
+        self.applied = planned
 
+    # ---- plans ------------------------------------------------------------------------------------------------------
 
-class _LaneSpeed:
-    """The speed of a lane, from what it moves between two moments."""
+    def _trials_now(self) -> Trials | None:
+        """The plans for the present kind of step; None if none fits."""
+        if self._kind not in self._trials:
+            plans = self._plans()
+            if plans:
+                self._trials[self._kind] = Trials(plans[0], plans[1:])
+        return self._trials.get(self._kind)
 
-    def __init__(self, statistics: Callable[[], _C.LaneStatistics] | None = None) -> None:
-        self._statistics = statistics
-        self._before = None if statistics is None else statistics()
-
-    def bytes_per_second(self) -> float:
-        """Infinite if too little has moved."""
-        if self._statistics is None or self._before is None:
-            return math.inf
-        now = self._statistics()
-        moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
-        return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
+    def _plans(self) -> list[PlannedStep]:
+        """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""
+        kind, count, planner = self._kind, self._kind.microbatches, self.planner
+        if kind is _LOOP:
+            # What a second forward saves cannot leave, and a failure cannot be undone.
+            plans = [
+                planner.plan(1, [1], recompute=True, share=_LOOP_SHARE),
+                planner.plan(1, [1], recompute=False),
+            ]
+            return sorted(filter(None, plans), key=lambda plan: plan.seconds)[:1]
+        sizes = [] if kind.size is None else [min(kind.size, count)]
+        best = planner.plan(count, sizes, recompute=kind.recompute)
+        if best is None or kind.size is not None or count == 1:
+            return [] if best is None else [best]
+        sizes = [1] if best.round_size > 1 else list(range(2, count + 1))
+        other = planner.plan(count, sizes, recompute=kind.recompute)
+        return [best, other] if other is not None and other.seconds <= _NEAR * best.seconds else [best]

@@ -43,6 +43,7 @@ from hydra_ext.tracing import not_traced
 if TYPE_CHECKING:
     from hydra_ext.checkpoint.helper_state import Stateful
     from hydra_ext.checkpoint.loading import Loaded
+    from hydra_ext.plan.steps.forecast import Plan
 
 
 class Run:
@@ -75,7 +76,6 @@ class Run:
         budget: int,
         place: Place,
         replicas: Replicas | None = None,
-        casts: str = "",
         saving: Saving | None = None,
         fitted: bool = False,
         spilling: Spilling | None = None,
@@ -83,7 +83,6 @@ class Run:
         self.budget = budget
         self.device = place.device
         self._place = place
-        self._casts = casts
         self._saving = saving
         self._spilling = spilling
         self.model = model
@@ -100,7 +99,7 @@ class Run:
         self._homes: Homes | None = None
         largest = max((block.nbytes for block in layout.blocks), default=0)
         self.meter = StepMeter(core, place, budget=budget)
-        self.fit = Fit(weakref.proxy(self), saving, budget) if fitted and saving is not None else None
+        self.fit = Fit(weakref.proxy(self), saving) if fitted and saving is not None else None
         self._stepper = Stepper(self, layout.sites, self.fit or Choice(budget, largest))
         self._checkpoint = RunCheckpoint(self, saving, spilling)
         self.closed = False
@@ -113,6 +112,23 @@ class Run:
         peak = self._place.peak_bytes()
         report = report if peak is None else replace(report, peak_bytes=peak)
         return report if self._saving is None else replace(report, activations=self._saving.report())
+
+    def plan(self) -> Plan:
+        """How a step treats activations now, foreseen beside measured. ``str()`` of the plan is a table.
+
+        Takes about a second, for the curve over budgets and the advice.
+
+        Raises:
+            StateError: no step was planned yet; the budget leaves nothing to plan, since saved tensors leave at once;
+                or the user has chosen (``activations=``).
+        """
+        plan = None if self.fit is None else self.fit.answer()
+        if plan is None:
+            raise StateError(
+                "run.plan(): nothing was planned. A plan follows the first microbatch, with activations='auto'; just "
+                "above the smallest budget there is none, and all saved tensors leave"
+            )
+        return plan
 
     def step(
         self,
@@ -135,15 +151,15 @@ class Run:
 
         ``fn`` runs in threads that take turns; it must not wait for another microbatch. Its side effects outside
         blocks happen in another order than in a loop, and twice if a round runs out of device memory. Such a round is
-        undone and retried with fewer microbatches, then with recomputation. Microbatches run one at a time if together
-        they would draw random numbers, or access state that modules hold, in another order than a loop.
+        undone and run in another way. Microbatches run one at a time if together they would draw random numbers, or
+        access state that modules hold, in another order than a loop; or if that is planned.
 
         Args:
             microbatches: Arguments for ``fn``, one for each call.
             fn: Function that returns the loss, or (loss, metrics), or a mapping with the loss under "loss".
             max_norm: Total norm that gradients are clipped to.
-            round_size: Number of microbatches that run together, without a retry; by default, all that fit.
-            recompute: Whether backward recomputes blocks' activations, hooks included; by default, the budget decides.
+            round_size: Number of microbatches that run together; by default, as planned.
+            recompute: Whether backward recomputes all blocks' activations, hooks included; by default, as planned.
             reduction: "mean", or "sum", which leaves out the division.
             scaler: Scaler of the losses; it may skip the step.
             seeds: Random seeds, one for each microbatch; drawn by default.
@@ -387,8 +403,12 @@ class Run:
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena) -> None:
-        """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine."""
+    def open(self, optimizer: torch.optim.Optimizer | None, arena: _C.HostArena, *, casts: str = "") -> None:
+        """Moves buffers, swaps the root's class, hooks blocks and optimizer, and joins the autograd engine.
+
+        Args:
+            casts: Why types change on the way between host and device; empty if they do not.
+        """
         self._place.open(self.model, arena)
         self.core.memory.charge_buffers(self._place.uncounted_bytes(self.model))
         hosts = [parameter for block in self.layout.blocks for _, parameter in block.parameters]
@@ -418,16 +438,16 @@ class Run:
                 optimizer,
                 budget=self.budget,
                 in_flight=self._place.gradient_bound(self.budget),
-                refusal=self._why_no_homes(),
+                refusal=self._why_no_homes(casts),
             )
             self.updates = Updates(self, optimizer, self._homes, self._spilling)
         engine.join(self)
 
-    def _why_no_homes(self) -> str:
+    def _why_no_homes(self, casts: str) -> str:
         if self._spilling is not None:
             return "with host_budget= their weights, gradients and state may be on the disk"
         on_host = self.replicas is not None and not self.replicas.takes_gathered
-        return self._casts or ("gradients are averaged over the ranks on the host" if on_host else "")
+        return casts or ("gradients are averaged over the ranks on the host" if on_host else "")
 
     def close(self) -> None:
         """Undoes :meth:`open` and closes the core; an error in one part does not stop the others. Idempotent."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp import grad_scaler
 
 from hydra_ext import SimulatedDevice, offload
-from hydra_ext.errors import InvalidDevice, UnsupportedModel
+from hydra_ext.errors import InvalidBudget, InvalidDevice, UnsupportedModel
 from hydra_ext.runtime import scaling
 from hydra_ext.runtime.placement import devices
 
@@ -101,3 +101,14 @@ def test_the_gradient_scalers_factors_are_waited_for_on_the_host_only_while_aske
         scaling.read_as_before()
     assert scale.waits == [("cpu", True), ("cuda", False)]
     assert grad_scaler._MultiDeviceReplicator.get is plain
+
+
+def test_an_automatic_budget_is_what_the_gpu_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6_000, 24_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4_000)
+    assert devices.CudaPlace(0).free_bytes() == 9_400
+
+
+def test_an_automatic_budget_needs_a_gpu() -> None:
+    with pytest.raises(InvalidBudget, match="simulated device has none"):
+        offload(nn.Linear(2, 2), budget="auto", device="simulated")

@@ -89,8 +89,9 @@ void bind_activation_plan(py::module_& module) {
       .def(py::init(&make_segment), py::kw_only(), py::arg("forward_seconds"), py::arg("backward_seconds"),
            py::arg("saved_fresh"), py::arg("saved_all"), py::arg("inputs_fresh"), py::arg("inputs_all"),
            py::arg("parked_bytes"), py::arg("forward_bytes"), py::arg("backward_bytes"), py::arg("weight_bytes"),
-           py::arg("slot_bytes"), py::arg("gradient_bytes"), py::arg("recompute") = RecomputeScope::kNever,
-           py::arg("stream_bytes") = py::none(), py::arg("coding_seconds") = 0.0);
+           py::arg("slot_bytes"), py::arg("gradient_bytes"),
+           py::arg_v("recompute", RecomputeScope::kNever, "RecomputeScope.NEVER"), py::arg("stream_bytes") = py::none(),
+           py::arg("coding_seconds") = 0.0);
   py::class_<ActivationPlan>(module, "ActivationPlan")
       .def_readonly("cut", &ActivationPlan::cut)
       .def_property_readonly("options", [](const ActivationPlan& plan) { return plan.treatment.options; })
@@ -110,14 +111,16 @@ void bind_activation_plan(py::module_& module) {
                                              update_seconds, std::move(round_sizes)),
                                 effort);
       },
-      py::arg("cuts"), py::kw_only(), py::arg("microbatches"), py::arg("budget"), py::arg("to_device") = kNoLimit,
-      py::arg("to_host") = kNoLimit, py::arg("host_bytes") = kAllBytes, py::arg("update_seconds") = 0.0,
-      py::arg("round_sizes") = std::vector<int>(), py::arg("effort") = 1.0, Released(),
+      py::arg("cuts"), py::kw_only(), py::arg("microbatches"), py::arg("budget"),
+      py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),
+      py::arg("host_bytes") = kAllBytes, py::arg("update_seconds") = 0.0, py::arg("round_sizes") = std::vector<int>(),
+      py::arg("effort") = 1.0, Released(),
       "The fastest treatment found that fits. Lanes are in bytes a second. No round_sizes: all that are worth trying.");
   module.def("simulate_activations", &simulate, py::arg("segments"), py::kw_only(), py::arg("options"),
              py::arg("round_size"), py::arg("stash_bytes"), py::arg("microbatches"), py::arg("budget"),
-             py::arg("to_device") = kNoLimit, py::arg("to_host") = kNoLimit, py::arg("update_seconds") = 0.0,
-             Released(), "Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.");
+             py::arg_v("to_device", kNoLimit, "float('inf')"), py::arg_v("to_host", kNoLimit, "float('inf')"),
+             py::arg("update_seconds") = 0.0, Released(),
+             "Seconds of the step, of compute, of the lanes to device and host, and the peak's bytes.");
   module.def("least_activation_budget", &least_of, py::arg("cuts"), py::kw_only(),
              py::arg("round_sizes") = std::vector<int>(), Released(), "The least budget that any treatment fits.");
   module.def_submodule("testing").def(

@@ -58,6 +58,8 @@ class Plan:
         segments: In the order of their calls.
         curve: Budgets, and the seconds of a step with each.
         advice: What would help, the best first.
+        measured_seconds: Of a step, where one ran so; the fastest. None before.
+        measured_peak_bytes: Of the device, where a step ran so.
     """
 
     budget: int
@@ -73,6 +75,8 @@ class Plan:
     segments: tuple[PlannedSegment, ...]
     curve: tuple[tuple[int, float], ...]
     advice: tuple[Advice, ...]
+    measured_seconds: float | None = None
+    measured_peak_bytes: int | None = None
 
     @property
     def binding(self) -> str:
@@ -85,10 +89,15 @@ class Plan:
     def _head(self) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())
         advice = [f"{each.change}: {each.seconds:.3g} s" for each in self.advice]
+        measured = []
+        if self.measured_seconds is not None:
+            peak = "" if self.measured_peak_bytes is None else f", peak {_size(self.measured_peak_bytes)}"
+            measured = [f"measured: {self.measured_seconds:.3g} s a step{peak}"]
         return [
             f"budget {_size(self.budget)}; least {_size(self.least_bytes)}, ideal {_size(self.ideal_bytes)}",
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "
             f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}",
+            *measured,
             f"busy: {lanes}; {self.binding} binds",
             "what would help: " + ("; ".join(advice) if advice else "nothing that was tried"),
         ]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from hydra_ext import _C, _build_info, _guard
-from hydra_ext.errors import InvalidDevice
+from hydra_ext.errors import InvalidBudget, InvalidDevice
 from hydra_ext.policy import SimulatedDevice
 from hydra_ext.runtime import scaling
 from hydra_ext.runtime.placement.residents import Residents, buffer_bytes
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 # Gradients on their way to the host take at most one part in so many of the budget: an allocation inside the device's
 # allocator cannot wait for them.
 _GRADIENTS_PER_BUDGET = 8
+
+# Of a GPU's free memory. The rest is for what does not come from torch's allocator: kernels, and libraries' workspaces.
+_AUTO_SHARE = 0.94
 
 # Types of the arguments that a place moves, each as a whole; the lengths of a packed sequence stay on the host. Other
 # arguments are not changed.
@@ -47,6 +50,17 @@ class Place(ABC):
 
     def make_arena(self) -> _C.HostArena:
         return _C.HostArena()
+
+    def free_bytes(self) -> int:
+        """The budget that ``"auto"`` stands for.
+
+        Raises:
+            InvalidBudget: the device has no memory of its own.
+        """
+        raise InvalidBudget(
+            "budget='auto' is the free memory of a GPU, and the simulated device has none of its own: give bytes as an "
+            "int or a text such as '8GiB'"
+        )
 
     def uncounted_bytes(self, _model: nn.Module) -> int:
         """Bytes of residents that the device's allocator does not count."""
@@ -160,6 +174,10 @@ class CudaPlace(Place):
         make = getattr(_C, "make_cuda_backend")  # noqa: B009 - not in the stubs, which are those of a build without CUDA
         self._backend = make(self.device.index)
         return self._backend  # type: ignore[no-any-return]
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int((free + torch.cuda.memory_reserved(self.device)) * _AUTO_SHARE)
 
     def make_arena(self) -> _C.HostArena:
         make = getattr(_C, "make_cuda_arena")  # noqa: B009 - as above

@@ -283,9 +283,9 @@ class Stepper:
         except Refused as refused:
             if isinstance(refused, SharesGraph) and self._undo.join_rounds(self._owner):
                 raise SharedWithEarlier(str(refused)) from refused  # the earlier round's graphs are spent
-            self._refuse(refused)
+            looped = self._refuse(refused)
             self._undo_round(refused)
-        if not self._looped:
+        if not looped:
             return []
         self.fallbacks += len(works)
         return self._one_at_a_time(works, seeds, last)
@@ -296,11 +296,13 @@ class Stepper:
             raise UnsupportedModel(f"{why}, and run.step cannot undo that: {obstacle}")
         self._undo.undo(whole=False)
 
-    def _refuse(self, error: Refused | NotAsALoop) -> None:
+    def _refuse(self, error: Refused | NotAsALoop) -> bool:
+        """Notes that several microbatches cannot be a round. Returns whether even one cannot."""
         self.refusals += 1
         tell_alone(f"{error}. The round is undone and run again: side effects of fn outside the model happen twice")
         self._alone = isinstance(error, (OutOfOrder, NotAsALoop)) and not isinstance(error, SharedWithEarlier)
         self._looped = not self._alone
+        return self._looped
 
     def _round(
         self, works: Sequence[Work[Any]], seeds: Sequence[int], decision: Decision, last: LastGradients

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <limits>
 #include <random>
@@ -312,6 +313,48 @@ TEST(ActivationPlan, SmallChainsAreAlmostAlwaysTreatedInTheBestWay) {
   EXPECT_GE(optimal, kRounds * 9 / 10);
   EXPECT_LE(sum / kRounds, 0.005);
   EXPECT_LE(worst, 0.05);
+}
+
+/// The most by which seconds rise above those of a smaller budget, over 30 budgets from the least to one that has room
+/// for everything.
+double worst_rise(ActivationProblem problem) {
+  const auto least = static_cast<double>(least_budget(problem));
+  Bytes most = 0;
+  for (const ActivationSegment& segment : problem.cuts[0]) {
+    most += problem.microbatches * segment.saved.all + segment.weight_bytes;
+  }
+  double before = kNoActivationLimit;
+  double worst = 0;
+  for (int step = 0; step < 30; ++step) {
+    problem.machine.budget =
+        static_cast<Bytes>(least * std::pow(static_cast<double>(most) / least + 1, step / 29.0)) + 1;
+    const double seconds = plan_activations(problem, 0.1).step.seconds;
+    worst = std::max(worst, seconds / before - 1);
+    before = std::min(before, seconds);
+  }
+  return worst;
+}
+
+TEST(ActivationPlan, ALargerBudgetIsNotSlower) {
+  Chains chains(19);
+  for (const std::size_t count : {6u, 12u, 25u}) {
+    EXPECT_LE(worst_rise(chains.problem(count)), 0.001) << count;
+  }
+}
+
+TEST(StepSimulation, MoreRoomIsNotSlower) {
+  Chains chains(23);
+  for (int round = 0; round < 20; ++round) {
+    ActivationProblem problem = chains.problem(12);
+    const ActivationPlan plan = plan_activations(problem, 0);
+    double before = plan.step.seconds;
+    for (int step = 1; step < 100; ++step) {
+      problem.machine.budget += problem.machine.budget / 100;
+      const double seconds = judge_activations(problem, 0, plan.treatment).step.seconds;
+      EXPECT_LE(seconds, before * (1 + 1e-12));
+      before = seconds;
+    }
+  }
 }
 
 TEST(ActivationPlan, TheSameProblemHasTheSamePlan) {

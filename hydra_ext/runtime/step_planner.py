@@ -1,0 +1,197 @@
+"""Plans the steps of a run from what one microbatch cost there."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from hydra_ext import _C
+from hydra_ext.activations.profiler import Profiler
+from hydra_ext.blocks import Block, Layout
+from hydra_ext.errors import PlanError
+from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.profile import ModuleFigures, Profile
+from hydra_ext.profile.figures import BlockFigures
+from hydra_ext.runtime.placement.residents import buffer_bytes
+
+logger = logging.getLogger(__name__)
+
+_STRICT = 1  # byte of room: saved tensors leave at once
+_SHARE = 0.97  # of the budget that a plan may take
+_CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in pieces
+_TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
+_OFF = 0.3  # a step that differs by more from its forecast is planned again
+_LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
+_NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
+
+
+class PlannerOwner(Protocol):
+    """The run whose steps are planned."""
+
+    model: nn.Module
+    layout: Layout
+    core: _C.PagedModel
+    device: torch.device
+    budget: int
+
+    def activation_bytes(self) -> int: ...
+    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """What the planner has chosen for a step. Two are equal if steps run alike.
+
+    Attributes:
+        problem: What the planner was asked.
+        found: Its answer.
+        room: Device bytes of saved tensors that may stay: those that the plan keeps, and those on their way. The stash
+            keeps the newest ones, whatever the plan has kept: they are read first.
+    """
+
+    problem: StepProblem
+    found: _C.ActivationPlan
+    room: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The segments."""
+        return self.problem.names[self.found.cut]
+
+    @property
+    def options(self) -> list[_C.ActivationOption]:
+        """What becomes of what each segment saves."""
+        return self.found.options
+
+    @property
+    def round_size(self) -> int:
+        """Microbatches that run together; 1 for one after the other."""
+        return self.found.round_size
+
+    @property
+    def seconds(self) -> float:
+        return self.found.seconds
+
+    @property
+    def keeps_all(self) -> bool:
+        return all(option == _C.ActivationOption.KEEP for option in self.options)
+
+    @property
+    def recomputed(self) -> list[str]:
+        """The segments that run again in backward."""
+        again = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
+        return [name for name, option in zip(self.names, self.options, strict=True) if option in again]
+
+    def slowness(self, seconds: float) -> float | None:
+        """Measured seconds of compute over those foreseen, if the forecast was far off; None if it was not."""
+        ratio = seconds / self.seconds if self.seconds > 0 else 1.0
+        if abs(math.log(ratio)) <= math.log(1 + _OFF):
+            return None
+        compute = self.found.compute_seconds
+        return min(max((seconds - (self.seconds - compute)) / max(compute, 1e-9), 0.5), 2.0)
+
+    def _treatment(self) -> tuple[object, ...]:
+        return self.names, tuple(self.options), self.round_size, self.room
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PlannedStep) and self._treatment() == other._treatment()
+
+    def __hash__(self) -> int:
+        return hash(self._treatment())
+
+
+class StepPlanner:
+    """Measures a microbatch, and plans steps.
+
+    Attributes:
+        profile: What one microbatch cost; None before it was measured.
+        profiler: What measures one now; None if nothing does.
+        slowness: Seconds of compute for each one of the profile.
+    """
+
+    def __init__(self, owner: PlannerOwner) -> None:
+        self._owner = owner
+        self._budget = owner.budget
+        self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
+        self._lanes: tuple[_LaneSpeed, _LaneSpeed] = (_LaneSpeed(), _LaneSpeed())
+        self.profile: Profile | None = None
+        self.profiler: Profiler | None = None
+        self.slowness = 1.0
+
+    def measure(self) -> Profiler:
+        """Begins to measure a microbatch. :meth:`settle` ends it."""
+        owner = self._owner
+        self.profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
+        backend = owner.core.memory.backend
+        self._lanes = (
+            _LaneSpeed(lambda: backend.to_device_statistics),
+            _LaneSpeed(lambda: backend.to_host_statistics),
+        )
+        return self.profiler
+
+    def settle(self, *, tighten: bool) -> None:
+        """Takes what was measured: nothing if no forward was seen. ``tighten``: a plan has run out of memory before."""
+        profiler, self.profiler = self.profiler, None
+        before, self.profile = self.profile, _NOTHING
+        if profiler is not None and profiler.has_run:
+            self.profile = profiler.profile([self._figures_of(block) for block in self._owner.layout.blocks])
+        is_alike = before is not None and before.modules[""].saved == self.profile.modules[""].saved
+        self._share *= _TIGHTER if tighten and is_alike else 1.0
+
+    def _figures_of(self, block: Block) -> BlockFigures:
+        faces = [self._owner.face_of(parameter) for _, parameter in block.parameters]
+        sizes = [0 if face is None else face.nbytes for face in faces]
+        trained = [parameter.requires_grad for _, parameter in block.parameters]
+        return BlockFigures(
+            name=block.name,
+            weight_bytes=sum(sizes),
+            gradient_bytes=sum(size for size, needs in zip(sizes, trained, strict=True) if needs),
+        )
+
+    def plan(
+        self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool, share: float = 1.0
+    ) -> PlannedStep | None:
+        """The best plan with one of these sizes of rounds; None if none fits this share of the budget."""
+        if self.profile is None:
+            return None
+        to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
+        setting = StepSetting(
+            microbatches=microbatches,
+            to_device=to_device,
+            to_host=to_host,
+            buffer_bytes=buffer_bytes(self._owner.model),
+            round_sizes=tuple(round_sizes),
+            recompute=recompute,
+            slowness=self.slowness,
+        )
+        problem = StepProblem(self.profile, setting)
+        try:
+            found = problem.solve(int(self._budget * self._share * share))
+        except PlanError as error:
+            logger.info("no plan for a step's activations: %s", error)
+            return None
+        keeps_all = all(option == _C.ActivationOption.KEEP for option in found.options)
+        room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
+        return PlannedStep(problem, found, self._budget if keeps_all else max(_STRICT, room))
+
+
+class _LaneSpeed:
+    """The speed of a lane, from what it moves between two moments."""
+
+    def __init__(self, statistics: Callable[[], _C.LaneStatistics] | None = None) -> None:
+        self._statistics = statistics
+        self._before = None if statistics is None else statistics()
+
+    def bytes_per_second(self) -> float:
+        """Infinite if too little has moved."""
+        if self._statistics is None or self._before is None:
+            return math.inf
+        now = self._statistics()
+        moved, busy = now.bytes - self._before.bytes, now.busy_seconds - self._before.busy_seconds
+        return moved / busy if moved >= _LEAST_SAMPLE and busy > 0 else math.inf
