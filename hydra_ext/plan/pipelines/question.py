@@ -12,7 +12,7 @@ KINDS = ("1f1b", "gpipe", "interleaved", "2bw")
 """The schedules that are tried, the first one first among equals."""
 
 _MOST_ROUNDS = 4  # stages of a rank in an interleaved schedule
-_MOST_SIZES = 12  # of microbatches that are tried
+_MOST_SIZES = 16  # of microbatches that are tried
 
 
 @dataclass(frozen=True, kw_only=True)
