@@ -6,7 +6,6 @@ move and compute again under a budget.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,12 +17,10 @@ from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile.cards import Card, card_named
+from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run
 
 Example = TypeVar("Example")
-
-_USABLE = 0.92  # of a card's memory: the rest is the driver's, and lost between allocations
 
 
 def fit(
@@ -60,7 +57,7 @@ def fit(
         InvalidArgument: The card is unknown, or a number is not positive.
     """
     card = card_named(device) if isinstance(device, str) else device
-    speed = _link_of(link, card)
+    speed = link_of(link, card)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
         to_device=speed,
@@ -73,7 +70,7 @@ def fit(
     profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=None if card is None else card.speed(dtype))
     problem = StepProblem(profile, setting)
     if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * _USABLE)
+        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
     if asked < problem.least_bytes:
         raise problem.too_small(asked)
     return answer(problem, asked)
@@ -83,12 +80,3 @@ def _checked_count(microbatches: int) -> int:
     if microbatches < 1:
         raise InvalidArgument(f"microbatches={microbatches}: a step has at least one")
     return microbatches
-
-
-def _link_of(link: float | str | None, card: Card | None) -> float:
-    if link is None:
-        return math.inf if card is None else card.link_bytes_per_second
-    speed = float(parse_bytes(link, named="link")) if isinstance(link, str) else float(link)
-    if not speed > 0:
-        raise InvalidArgument(f"link={link!r}: nothing could move; give bytes a second, such as '25GB'")
-    return speed
