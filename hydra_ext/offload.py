@@ -61,7 +61,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         host_budget: Host bytes for weights, gradients, optimizer state and working memory together. The rest goes to
             the disk: state before gradients, gradients before weights. The optimizer, if any, has to be one of
             :mod:`hydra_ext.optim`. Tensors that ``run.sync()``, ``state_dict()`` and operations outside the model
-            bring back to the host come on top. So does everything that the end of the context brings back.
+            bring back to the host come on top. So do saved tensors that leave the device, and everything that the end
+            of the context brings back.
         spill_dir: Folder for the rest, on a disk of this machine. It is made if it does not exist. The file in it has
             no name, is readable for this user alone, and is gone however the process ends.
         param_dtype: Dtype in which weights move and compute; by default the model's own.
