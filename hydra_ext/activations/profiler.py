@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,8 @@ class Profiler:
         this.thread = threading.get_ident()
         model = self._measured[""]
         model.calls += 1
-        model.order = model.order or next(self._calls)
+        number = next(self._calls)
+        model.order = model.order or number
         self._running.append(model)
         # Not kept: they hold this object, and the calls that they stand in for hold the run.
         calls = [
@@ -121,9 +122,12 @@ class Profiler:
     @not_traced
     def saves(self, tensor: Tensor) -> None:
         """Counts a tensor that is saved for backward, before the stash takes it."""
-        if threading.get_ident() != self._forward.thread or not self._running or not self._storages.counts(tensor):
+        if threading.get_ident() != self._forward.thread or not self._running:
             return
-        key, size, fresh = self._storages.save(tensor)
+        with _unseen():
+            if not self._storages.counts(tensor):
+                return
+            key, size, fresh = self._storages.save(tensor)
         for module in self._running:
             if fresh or key not in module.seen:
                 module.seen.add(key)
@@ -138,8 +142,10 @@ class Profiler:
             return inner(*args, **kwargs)
         measured = self._measured[self._names[module]]
         measured.calls += 1
-        measured.order = measured.order or next(self._calls)
-        given = self._count_inputs(measured, tensors_in((args, kwargs)))
+        number = next(self._calls)
+        measured.order = measured.order or number
+        with _unseen():
+            given = self._count_inputs(measured, tensors_in((args, kwargs)))
         measured.parked = max(measured.parked, self._activation_bytes())
         self._running.append(measured)
         begin = self._clock.mark()
@@ -148,7 +154,8 @@ class Profiler:
         finally:
             self._marks.append((measured, begin, self._clock.mark()))
             self._running.pop()
-            measured.writes |= any(version_of(tensor) != version for tensor, version in given)
+            with _unseen():
+                measured.writes |= any(version_of(tensor) != version for tensor, version in given)
 
     def _count_inputs(self, measured: _Measured, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
         given = {id(tensor): tensor for tensor in tensors if self._storages.counts(tensor)}
@@ -225,7 +232,8 @@ class _Storages:
 
     def __init__(self, model: nn.Module) -> None:
         own = [*model.parameters(), *model.buffers()]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
+        with _unseen():
+            self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
         self._known: dict[_Key, StorageWeakRef] = {}
         self.largest = 0
 
@@ -250,6 +258,12 @@ class _Storages:
             self._known[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self.largest = max(self.largest, size)
         return key, size, fresh
+
+
+def _unseen() -> AbstractContextManager[None]:
+    """A context in which modes of the user see nothing of tensors."""
+    made: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return made
 
 
 def _has_storage(tensor: Tensor) -> bool:
