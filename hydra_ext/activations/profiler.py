@@ -95,7 +95,8 @@ class Profiler:
         this.thread = threading.get_ident()
         model = self._measured[""]
         model.calls += 1
-        model.order = model.order or next(self._calls)
+        number = next(self._calls)
+        model.order = model.order or number
         self._running.append(model)
         # Not kept: they hold this object, and the calls that they stand in for hold the run.
         calls = [
@@ -138,7 +139,8 @@ class Profiler:
             return inner(*args, **kwargs)
         measured = self._measured[self._names[module]]
         measured.calls += 1
-        measured.order = measured.order or next(self._calls)
+        number = next(self._calls)
+        measured.order = measured.order or number
         given = self._count_inputs(measured, tensors_in((args, kwargs)))
         measured.parked = max(measured.parked, self._activation_bytes())
         self._running.append(measured)
