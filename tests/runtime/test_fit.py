@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import hydra_ext
 from hydra_ext import Checks, SimulatedDevice
+from hydra_ext.profile import Amount, ModuleFigures, Profile
 from hydra_ext.profile.dry_run import dry_run
 from support.models.zoo import FAMILIES
 from support.runtime.fitted import Found, Program, both, noted, optimizer_of
@@ -211,12 +212,12 @@ def shapes_that_change(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
 # Programs, and the smallest budget of each: gradients that are asked for stay on the device until all are there.
 PROGRAMS: dict[Program, int] = {
     simply: TIGHT,
-    twice_in_a_microbatch: 2 * TIGHT,
+    twice_in_a_microbatch: 5 * TIGHT // 2,
     forwards_without_backward: TIGHT,
     evaluation_between: TIGHT,
-    two_forwards_before_a_backward: 2 * TIGHT,
+    two_forwards_before_a_backward: 5 * TIGHT // 2,
     gradients_that_are_asked_for: 2 * TIGHT,
-    penalty_of_gradients: 4 * TIGHT,
+    penalty_of_gradients: 8 * TIGHT,
     retained_graph: TIGHT,
     a_forward_that_raises: TIGHT,
     a_backward_that_raises: TIGHT,
@@ -236,7 +237,7 @@ CASES = [
 def test_a_loop_of_any_form_is_equal(program: Program, budget: int) -> None:
     found = both(Net, program, budget=budget)
     assert found.equal
-    assert found.fit.profile is not None
+    assert found.profile is not None
 
 
 # ---- modules that are not to be called again ------------------------------------------------------------------------
@@ -245,15 +246,16 @@ def test_a_loop_of_any_form_is_equal(program: Program, budget: int) -> None:
 CRAWLING = SimulatedDevice(to_device_bytes_per_second=5e6, to_host_bytes_per_second=5e6)
 
 
-def recomputed(found: Found) -> list[str]:
-    return [] if found.fit.planned is None else found.fit.planned.recomputed
+def modules(found: Found) -> Mapping[str, ModuleFigures]:
+    assert found.profile is not None
+    return found.profile.modules
 
 
 def test_layers_are_called_again_where_that_is_faster() -> None:
     found = both(Net, simply, budget=AMPLE, device=CRAWLING)
     assert found.equal
-    assert recomputed(found)
-    assert found.report.activations.recomputed > 2 * len(recomputed(found))
+    assert found.recomputed
+    assert found.second_calls > 2 * len(found.recomputed)
 
 
 class Hooked(Net):
@@ -272,9 +274,9 @@ def test_modules_with_hooks_of_the_user_are_not_called_again(budget: int) -> Non
     found = both(Hooked, simply, budget=budget, device=CRAWLING)
     assert found.equal
     for name in ("", "layers.0", "layers.1", "layers.1.act", "layers.2"):
-        assert not found.fit.profile.modules[name].is_repeatable
-        assert name not in recomputed(found)
-    assert found.fit.profile.modules["layers.3"].is_repeatable
+        assert not modules(found)[name].is_repeatable
+        assert name not in found.recomputed
+    assert modules(found)["layers.3"].is_repeatable
     assert [found.model.calls.count(layer) for layer in range(3)] == [4, 4, 4]
 
 
@@ -320,9 +322,9 @@ def test_a_module_that_depends_on_what_is_outside_is_found_by_a_trial_and_not_ca
     CALLS.clear()
     found = both(lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)]), simply, budget=AMPLE, device=CRAWLING)
     assert found.equal
-    tried = len(recomputed(found))
+    tried = len(found.recomputed)
     assert tried > 0
-    assert found.report.activations.recomputed == tried  # each once, which was the trial
+    assert found.second_calls == tried  # each once, which was the trial
     assert len(CALLS) == 2 * 4 * LAYERS + tried
 
 
@@ -331,8 +333,8 @@ def test_a_module_that_writes_to_its_inputs_is_not_called_again(budget: int) -> 
     make = lambda: Net(Layer(), Writing(), Layer(), Writing(), Layer())  # noqa: E731
     found = both(make, simply, budget=budget, device=CRAWLING)
     assert found.equal
-    assert not found.fit.profile.modules["layers.1"].is_repeatable
-    assert not {"layers.1", "layers.3"} & {*recomputed(found)}
+    assert not modules(found)["layers.1"].is_repeatable
+    assert not {"layers.1", "layers.3"} & {*found.recomputed}
 
 
 @pytest.mark.parametrize("kind", [DrawingFromPython, Averaging])
@@ -344,7 +346,7 @@ def test_state_of_modules_and_of_generators_is_as_without_a_second_call(kind: ty
 
     found = both(lambda: Net(*[kind() for _ in range(LAYERS)]), program, budget=AMPLE, device=CRAWLING)
     assert found.equal
-    assert found.report.activations.recomputed > 0
+    assert found.second_calls > 0
 
 
 # ---- hooks on saved tensors -----------------------------------------------------------------------------------------
@@ -404,19 +406,22 @@ class Compiled(Net):
 class Scripted(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.layers.insert(1, torch.jit.script(nn.Sequential(nn.Sigmoid(), nn.Tanh())))
+        scripted = torch.jit.script(nn.Sequential(nn.Sigmoid(), nn.Tanh()))
+        for _ in range(4):  # its first calls run another program, which rounds otherwise
+            scripted(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
+        self.layers.insert(1, scripted)
 
 
 @pytest.mark.parametrize(
     ("make", "budget"), [(Bare, 120_000), (Bare, 2**20), (Compiled, AMPLE), (Scripted, TIGHT), (Scripted, AMPLE)]
 )
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # which Dynamo reads
 def test_models_of_any_kind_are_equal(make: Callable[[], nn.Module], budget: int) -> None:
     found = both(make, simply, budget=budget, device=CRAWLING)
     assert found.equal
 
 
-@pytest.mark.parametrize("budget", [TIGHT, AMPLE, 2**23])
+@pytest.mark.parametrize("budget", [AMPLE, 2**23])
 def test_two_models_in_one_loop(budget: int) -> None:
     left = []
     for offloaded in (False, True):
@@ -425,11 +430,9 @@ def test_two_models_in_one_loop(budget: int) -> None:
         optimizers = [optimizer_of(first), optimizer_of(second)]
         with ExitStack() as stack:
             if offloaded:
-                options = {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True)}
-                stack.enter_context(hydra_ext.offload(first, optimizers[0], budget=budget, **options))
-                stack.enter_context(
-                    hydra_ext.offload(second, optimizers[1], budget=max(budget // 2, 400_000), **options)
-                )
+                for model, optimizer in zip((first, second), optimizers, strict=True):
+                    checks = Checks(poison_hosts=True)
+                    stack.enter_context(hydra_ext.offload(model, optimizer, budget=budget, checks=checks))
             torch.manual_seed(1)
             losses = []
             for x in data(4):
@@ -446,21 +449,36 @@ def test_two_models_in_one_loop(budget: int) -> None:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def profile_of(make: Callable[[], nn.Module], given: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Any:
+def profile_of(make: Callable[[], nn.Module], given: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Profile:
     torch.manual_seed(0)
     model = make().train()
     with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:
         loss(model, given).backward()
         assert run.fit is not None
-        return run.fit.profile
+        profile = run.fit.planner.profile
+    assert profile is not None
+    return profile
 
 
 def test_the_figures_of_a_small_model_are_those_that_are_counted_by_hand() -> None:
     profile = profile_of(Net, data(1)[0], loss_of)
     row, wide = 4 * ROWS * WIDTH, 16 * ROWS * WIDTH  # bytes of what layers take, and of what is inside
-    assert [name for name, _ in sorted(profile.modules.items(), key=lambda item: item[1].order)][:7] == [
-        "", "layers", "layers.0", "layers.0.up", "layers.0.act", "layers.0.drop", "layers.0.down",
-    ]  # fmt: skip
+    called = sorted((figures.order, name) for name, figures in profile.modules.items() if figures.calls)
+    inside = ("", ".up", ".act", ".drop", ".down")
+    names = ["", *(f"layers.{layer}{name}" for layer in range(LAYERS) for name in inside), "head"]
+    assert called == list(enumerate(names, 1))
+    for layer in range(LAYERS):
+        of = {name: profile.modules[f"layers.{layer}{name}"] for name in inside}
+        assert [figures.calls for figures in of.values()] == [1] * 5
+        assert of[".up"].saved == of[".up"].inputs == Amount(fresh=row, all=row)
+        assert of[".act"].saved == of[".act"].inputs == Amount(fresh=wide, all=wide)
+        assert of[".drop"].inputs == Amount(fresh=wide, all=wide)  # GELU's output, which nothing saves
+        assert of[".drop"].saved == Amount(fresh=wide, all=wide)  # factors
+        assert of[".down"].saved == of[".down"].inputs == Amount(fresh=0, all=wide)  # the sigmoid's output is saved
+        assert of[""].inputs == Amount(fresh=row, all=row)
+        assert of[""].saved.fresh == row + 3 * wide
+    assert profile.largest_saved_bytes == wide
+    assert profile.modules["layers"].calls == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "unet", "whisper"])

@@ -53,11 +53,11 @@ def test_by_default_all_ranks_make_it_again_too(
     fault: str, sizes: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     expected = train_together(FAILING)
-    found = run_ranks(run_out_and_go_on, fault, 2, sizes, "auto", folder=tmp_path)
+    found = run_ranks(run_out_and_go_on, fault, 1, sizes, "auto", folder=tmp_path)
     for (error, _, seen), plain in zip(found, expected, strict=True):
         assert error == ""
         assert differences(seen["parameters"], plain["parameters"]) == []
-    assert found[1][1] >= 2
+    assert found[1][1] >= 1
 
 
 def test_a_rank_that_has_no_memory_for_any_round_is_an_error_on_all(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ def errors_of(rank: int, name: str) -> list[str]:
     """Returns the errors of a script's calls, in order; each may raise on some ranks only."""
     errors = []
     model, optimizer = FAILING.make(rank)
-    with offloaded(model, optimizer) as run:
+    with offloaded(model, optimizer, activations=None) as run:
         for call in SCRIPTS[name](rank, run, model, optimizer):
             try:
                 call()

@@ -14,6 +14,7 @@ from torch.nn import functional
 import hydra_ext
 from hydra_ext import Checks, Offload, SimulatedDevice
 from hydra_ext.errors import BudgetTooSmall
+from hydra_ext.profile import Profile
 from support.models.zoo import FAMILIES
 from support.training import Recipe, build
 
@@ -220,24 +221,30 @@ Program = Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
 
 @dataclass
 class Found:
-    """What two runs of a program have left, one plain and one fitted."""
+    """What two runs of a program have left, one plain and one fitted.
+
+    Attributes:
+        recomputed: Names of the modules that the last plan has called again in backward.
+        second_calls: Number of second calls of all modules.
+    """
 
     plain: list[Tensor]
     fitted: list[Tensor]
-    fit: Any
-    report: hydra_ext.Report
-    model: nn.Module
-    recomputed: int
+    profile: Profile | None
+    recomputed: list[str]
+    second_calls: int
+    model: Any
 
     @property
     def equal(self) -> bool:
         return len(self.plain) == len(self.fitted) and all(map(torch.equal, self.plain, self.fitted))
 
 
-def both(make: Callable[[], nn.Module], program: Program, *, budget: int, **options: Any) -> Found:
+def both(
+    make: Callable[[], nn.Module], program: Program, *, budget: int, device: SimulatedDevice | None = None
+) -> Found:
     """Runs a program on a plain model, and on one whose activations are fitted. Compares all that it returns."""
     left = []
-    options.setdefault("device", SimulatedDevice(to_device_bytes_per_second=2e7, to_host_bytes_per_second=2e7))
     for offloaded in (False, True):
         torch.manual_seed(0)
         model = make().train()
@@ -246,10 +253,12 @@ def both(make: Callable[[], nn.Module], program: Program, *, budget: int, **opti
         if not offloaded:
             left.append([*program(model, optimizer), *noted(model).values()])
             continue
-        checks = Checks(poison_hosts=True)
-        with hydra_ext.offload(model, optimizer, budget=budget, checks=checks, **options) as run:
+        options: Any = {"budget": budget, "device": device or SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+        with hydra_ext.offload(model, optimizer, **options) as run:
             given = program(model, optimizer)
-            report, fit = run.report(), run.fit
+            activations, fit = run.report().activations, run.fit
         left.append([*(each.cpu() for each in given), *noted(model).values()])
-    assert report.activations is not None
-    return Found(*left, fit, report, model, report.activations.recomputed)
+    assert activations is not None
+    assert fit is not None
+    recomputed = [] if fit.applied is None else fit.applied.recomputed
+    return Found(*left, fit.planner.profile, recomputed, activations.recomputed, model)
