@@ -98,7 +98,7 @@ def run_out_and_go_on(
     fault: str,
     times: int,
     sizes: tuple[int | None, int | None],
-    activations: Literal[auto] | None = None,
+    activations: Literal["auto"] | None = None,
 ) -> tuple[str, int, Seen]:
     """Trains where the second rank's device runs out of memory ``times`` times in the second step.
 
