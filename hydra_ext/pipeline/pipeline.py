@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -20,11 +20,12 @@ from torch import nn
 from hydra_ext.errors import InvalidArgument, StateError
 from hydra_ext.pipeline.announcements import Announcements
 from hydra_ext.pipeline.assembly import TO_END, MakeOptimizer, assemble
-from hydra_ext.pipeline.batch import as_microbatches
 from hydra_ext.pipeline.checkpoint.pipeline_checkpoint import PipelineCheckpoint
-from hydra_ext.pipeline.choices import check_schedule, choose_device, stage_modules, tier_options
+from hydra_ext.pipeline.choices import choose_device, stage_modules, tier_options
 from hydra_ext.pipeline.engine import Engine, common_seed
 from hydra_ext.pipeline.output import PipelineOutput
+from hydra_ext.pipeline.planning.automatic import check_plan, planned_layout
+from hydra_ext.pipeline.planning.layout import Given, Layout, given_layout
 from hydra_ext.pipeline.ranks.together import Together
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
@@ -33,8 +34,9 @@ from hydra_ext.pipeline.stages.parts import Parts, StageModule, explicit_parts
 from hydra_ext.pipeline.stages.splitting import split_parts
 from hydra_ext.pipeline.trace import Activity, PipelineTrace
 from hydra_ext.pipeline.updates import Update
+from hydra_ext.plan import PipelinePlan
 from hydra_ext.policy import Checks, SimulatedDevice
-from hydra_ext.schedule import Schedule, make
+from hydra_ext.schedule import Schedule
 from hydra_ext.schedule.meaning import norm_comes_in_time
 from hydra_ext.schedule.sharing import refuse_late_sums
 
@@ -69,14 +71,14 @@ class Pipeline:
         schedule: ``"2bw"`` (PipeDream-2BW: no bubble; each update uses gradients of the weights before the newest,
             W(t+1) = W(t) - lr * grad f(W(t-1))), ``"1f1b"``, ``"gpipe"`` or ``"interleaved"`` (the numbers of plain
             training, with a bubble), ``"pipedream"``, or a :class:`hydra_ext.schedule.Schedule`.
-        microbatches: How many microbatches a step has in each replica.
+        microbatches: How many microbatches a step has in each replica; by default 8.
         stages: The number of stages; by default one for each rank of a line. Or, in place of ``model``, the stages as
             modules, or as functions that build them on their own rank only. The first stage gets the microbatch, each
             other one the result of the stage before.
         cuts: The blocks of ``model`` at which the stages after the first begin. Each is named by the block, by a module
             around it, or by the number of its event. By default the pipeline chooses them.
-        replicas: The number of lines of ranks. Each line trains a copy of the model on data of its own; gradients are
-            averaged.
+        replicas: The number of lines of ranks; by default 1. Each line trains a copy of the model on data of its own;
+            gradients are averaged.
         budget: Device bytes of this rank for weights, gradients and activations together. With a budget all versions
             of the weights stay on the host and move to the device block by block, as with :func:`hydra_ext.offload`.
             Without one they are on the device.
@@ -87,6 +89,9 @@ class Pipeline:
         seed: The seed of all random numbers; the first rank's counts. By default its ``torch.initial_seed()``.
         patience: Seconds without a sign of life after which a rank counts as failed.
         checks: Switches for tests. They need a budget.
+        plan: ``"auto"`` chooses what is not given of ``microbatches``, ``stages``, ``cuts``, ``replicas`` and
+            ``recompute``, from the batch of the first call and times that the first rank measures. Every call then gets
+            the whole batch on all ranks, and each line takes its share. ``pipe.plan`` says what was chosen, and why.
 
     Raises:
         InvalidArgument: An argument has another type or value than given here, the ranks do not divide into lines, or
@@ -101,43 +106,49 @@ class Pipeline:
         optimizer: MakeOptimizer,
         *,
         schedule: str | Schedule = "2bw",
-        microbatches: int = 8,
+        microbatches: int | None = None,
         stages: Sequence[StageModule] | int | None = None,
         cuts: Sequence[str | int] | None = None,
-        replicas: int = 1,
+        replicas: int | None = None,
         budget: int | str | None = None,
         device: torch.device | str | SimulatedDevice | None = None,
-        recompute: bool = False,
+        recompute: bool | None = None,
         seed: int | None = None,
         patience: float = 20.0,
         checks: Checks | None = None,
+        plan: Literal["auto"] | None = None,
     ) -> None:
         modules = stage_modules(model, optimizer, stages, cuts)
         self._model = model
         self._make_optimizer = optimizer
-        self._cuts = cuts
-        self._recompute = recompute
-        self._microbatches = microbatches
-        self._topology = Topology.here(replicas)
-        count = len(modules) if modules else stages if isinstance(stages, int) else self._topology.places
-        if not isinstance(schedule, Schedule):
-            schedule = make(schedule, stages=count, ranks=self._topology.places, microbatches=microbatches)
-        check_schedule(schedule, count, self._topology)
-        self.schedule = schedule
+        self._given = Given(
+            schedule=schedule,
+            microbatches=microbatches,
+            stages=stages if isinstance(stages, int) else None,
+            cuts=cuts,
+            replicas=replicas,
+            recompute=recompute,
+        )
+        check_plan(plan, self._given, len(modules))
+        self.plan: PipelinePlan | None = None
+        self._layout: Layout | None = None
+        here = Topology.here(1)
+        if plan is None:
+            self._adopt(given_layout(self._given, len(modules)))
         self._tier = tier_options(budget, device, checks)
         self._device = choose_device(device) if self._tier is None else self._tier.place.device
         self._engine: Engine | None = None
         self._announcements: Announcements | None = None
         self._closed = False
-        world, name = self._topology.world, f"pipeline {next(_names)}"
-        self._watch = Watch(self._topology.rank, world, name, patience=patience, describe=self._describe)
+        name = f"pipeline {next(_names)}"
+        self._watch = Watch(here.rank, here.world, name, patience=patience, describe=self._describe)
         self._checkpoint = PipelineCheckpoint(Together(self._watch))
         with self._guarded():
             self._seed = common_seed(seed, self._watch)
             if modules:
                 home = self._device if self._tier is None else torch.device("cpu")
-                parts = explicit_parts(modules, schedule.stages_of(self.place), home)
-                refuse_late_sums((("a weight", stages) for stages in parts.shared), schedule)
+                parts = explicit_parts(modules, self.schedule.stages_of(self.place), home)
+                refuse_late_sums((("a weight", stages) for stages in parts.shared), self.schedule)
                 self._begin(parts)
         self._at_exit = partial(_call, weakref.WeakMethod(self._abandon))
         atexit.register(self._at_exit)
@@ -171,7 +182,7 @@ class Pipeline:
             StateError: The pipeline has ended, or weights were written to.
         """
         self._check_open()
-        works = as_microbatches(microbatches, self._microbatches)
+        works = self._works(microbatches, fn)
         if seeds is not None and len(seeds) != len(works):
             raise InvalidArgument(f"{len(seeds)} seeds for {len(works)} microbatches: give one for each")
         if max_norm is not None and not norm_comes_in_time(self.schedule):
@@ -197,7 +208,7 @@ class Pipeline:
             fn: As for :meth:`step`.
         """
         self._check_open()
-        works = as_microbatches(microbatches, self._microbatches)
+        works = self._works(microbatches, fn)
         with self._guarded():
             engine, announcements = self._begun(works[0], fn)
             batch = engine.evaluate(works, fn)
@@ -209,13 +220,15 @@ class Pipeline:
         """Cuts the model and makes the optimizers, as the first step would otherwise do. All ranks have to call it.
 
         Args:
-            microbatch: A microbatch of the kind that the steps have.
+            microbatch: A microbatch of the kind that the steps have; with ``plan="auto"`` a whole batch.
             fn: As for :meth:`step`.
 
         Raises:
             SplitError: The model cannot be cut.
         """
         self._check_open()
+        if self._layout is None or self._layout.shares:
+            microbatch = self._works(microbatch, fn)[0]
         with self._guarded():
             self._begun(microbatch, fn)
 
@@ -338,7 +351,7 @@ class Pipeline:
 
     def report(self) -> PipelineReport:
         """Reports what this rank holds and has done so far. A rank may call it at any time, without the others."""
-        return make_report(self.schedule, self._topology, self._engine)
+        return make_report(self._planned.schedule, self._planned.topology, self._engine)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Returns a context that records this rank's actions and writes them to ``path`` on exit, after an error too.
@@ -351,7 +364,7 @@ class Pipeline:
         Raises:
             TraceFileError: The file cannot be written.
         """
-        return PipelineTrace(path, self.schedule, self._topology, self._activity)
+        return PipelineTrace(path, self._planned.schedule, self._planned.topology, self._activity)
 
     def close(self) -> None:
         """Drains, and ends the pipeline. All ranks have to call it; it waits for the ranks that still live.
@@ -386,15 +399,15 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        return self._topology.rank
+        return self._watch.rank
 
     @property
     def place(self) -> int:
-        return self._topology.place
+        return self._planned.topology.place
 
     @property
     def replica(self) -> int:
-        return self._topology.replica
+        return self._planned.topology.replica
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -431,6 +444,33 @@ class Pipeline:
         self.drain()
         return self._engine
 
+    @property
+    def _planned(self) -> Layout:
+        if self._layout is None:
+            raise StateError("this pipeline is not planned yet: call pipe.prepare(batch, fn), or make a step, before")
+        return self._layout
+
+    def _adopt(self, layout: Layout) -> None:
+        self._layout, self.schedule = layout, layout.schedule
+
+    def _works(self, batch: Any, fn: Callable[..., Any]) -> list[Any]:
+        """This line's microbatches of a batch, of which the first one makes the plan."""
+        if self._layout is None and self._model is not None:
+            with self._guarded():
+                layout, self.plan = planned_layout(
+                    self._given,
+                    self._model,
+                    batch,
+                    fn,
+                    world=Topology.here(1).world,
+                    watch=self._watch,
+                    device=self._device,
+                    budget=None if self._tier is None else self._tier.budget,
+                    seed=self._seed,
+                )
+                self._adopt(layout)
+        return self._planned.works(batch)
+
     def _begun(self, microbatch: Any, fn: Callable[..., Any]) -> tuple[Engine, Announcements]:
         if self._engine is None or self._announcements is None:
             if self._model is None:
@@ -440,11 +480,11 @@ class Pipeline:
                 fn,
                 microbatch,
                 schedule=self.schedule,
-                topology=self._topology,
+                topology=self._planned.topology,
                 watch=self._watch,
                 device=self._device,
                 home=self._device if self._tier is None else torch.device("cpu"),
-                cuts=self._cuts,
+                cuts=self._planned.cuts,
                 seed=self._seed,
             )
             return self._begin(parts)
@@ -455,13 +495,13 @@ class Pipeline:
             parts,
             self._make_optimizer,
             self.schedule,
-            self._topology,
+            self._planned.topology,
             self._watch,
             self._device,
-            recompute=self._recompute,
+            recompute=self._planned.recompute,
             budget=self._tier,
         )
-        engine = Engine(assembly, self.schedule, self._topology, self._watch, self._device, seed=self._seed)
+        engine = Engine(assembly, self.schedule, self._planned.topology, self._watch, self._device, seed=self._seed)
         announcements = Announcements(assembly.losses, assembly.loss_listeners, engine.executor.tally)
         self._engine, self._announcements = engine, announcements
         return engine, announcements

@@ -1,6 +1,6 @@
 """Planners, which decide before a run: where a model is cut, and what a step keeps, moves and computes again.
 
-All but :func:`fit` see numbers only: no tensors, no torch.
+All but :func:`fit` and :func:`pipeline` see numbers only: no tensors, no torch.
 """
 
 import importlib
@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra_ext.plan.chain import Boundary, Event, Partition, SharedParameters, Stage, partition_chain
     from hydra_ext.plan.kinds import solve
+    from hydra_ext.plan.pipelines.crossover import Crossover, CrossoverPoint, crossover
+    from hydra_ext.plan.pipelines.forecast import PipelineAlternative, PipelinePlan, PlannedStage
+    from hydra_ext.plan.pipelines.planning import pipeline
+    from hydra_ext.plan.pipelines.question import PipelineChoice
     from hydra_ext.plan.solution import Solution
     from hydra_ext.plan.steps.fitting import fit
     from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
@@ -20,16 +24,24 @@ __all__ = [
     "Advice",
     "Boundary",
     "Card",
+    "Crossover",
+    "CrossoverPoint",
     "Event",
     "MemoryPoint",
     "Partition",
+    "PipelineAlternative",
+    "PipelineChoice",
+    "PipelinePlan",
     "Plan",
     "PlannedSegment",
+    "PlannedStage",
     "SharedParameters",
     "Solution",
     "Stage",
+    "crossover",
     "fit",
     "partition_chain",
+    "pipeline",
     "solve",
 ]
 
@@ -38,16 +50,24 @@ _ON_FIRST_USE = {  # a run imports one planner
     "Boundary": "hydra_ext.plan.chain",
     "CARDS": "hydra_ext.profile.cards",
     "Card": "hydra_ext.profile.cards",
+    "Crossover": "hydra_ext.plan.pipelines.crossover",
+    "CrossoverPoint": "hydra_ext.plan.pipelines.crossover",
     "Event": "hydra_ext.plan.chain",
     "MemoryPoint": "hydra_ext.plan.steps.memory",
     "Partition": "hydra_ext.plan.chain",
+    "PipelineAlternative": "hydra_ext.plan.pipelines.forecast",
+    "PipelineChoice": "hydra_ext.plan.pipelines.question",
+    "PipelinePlan": "hydra_ext.plan.pipelines.forecast",
     "Plan": "hydra_ext.plan.steps.forecast",
     "PlannedSegment": "hydra_ext.plan.steps.forecast",
+    "PlannedStage": "hydra_ext.plan.pipelines.forecast",
     "SharedParameters": "hydra_ext.plan.chain",
     "Solution": "hydra_ext.plan.solution",
     "Stage": "hydra_ext.plan.chain",
+    "crossover": "hydra_ext.plan.pipelines.crossover",
     "fit": "hydra_ext.plan.steps.fitting",
     "partition_chain": "hydra_ext.plan.chain",
+    "pipeline": "hydra_ext.plan.pipelines.planning",
     "solve": "hydra_ext.plan.kinds",
 }
 

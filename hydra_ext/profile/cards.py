@@ -22,6 +22,7 @@ The link is PCI Express with 16 lanes, in one direction, after its encoding: 15.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from dataclasses import dataclass
 import torch
 
 from hydra_ext.errors import InvalidArgument
+from hydra_ext.policy import parse_bytes
 
 _TERA, _GIGA, _GIB = 10**12, 10**9, 2**30
 _GENERATION_3, _GENERATION_4, _GENERATION_5 = 15.75 * _GIGA, 31.5 * _GIGA, 63 * _GIGA
 
+USABLE = 0.92  # of a card's memory: the rest is the driver's, and lost between allocations
 _MEASURED_SECONDS = 0.025  # of each of the two measurements
 _SIDE = 512  # of the matrices that are multiplied
 _COPIED = 2**23  # bytes of a copy: more than caches hold
@@ -114,6 +117,20 @@ def card_named(name: str) -> Card:
     if card is None:
         raise InvalidArgument(f"{name!r} is no known card: give one of {', '.join(CARDS)}, or a Card with its figures")
     return card
+
+
+def link_of(link: float | str | None, card: Card | None) -> float:
+    """Bytes a second of a link: the given ones, or the card's, or without a card no limit.
+
+    Raises:
+        InvalidArgument: The number is not positive.
+    """
+    if link is None:
+        return math.inf if card is None else card.link_bytes_per_second
+    speed = float(parse_bytes(link, named="link")) if isinstance(link, str) else float(link)
+    if not speed > 0:
+        raise InvalidArgument(f"link={link!r}: nothing could move; give bytes a second, such as '25GB'")
+    return speed
 
 
 def speed_of_this_machine(device: torch.device, dtype: torch.dtype) -> Speed:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from hydra_ext import _C
@@ -77,9 +78,8 @@ def dry_run(
     lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
-    place = _device_of(model, device)
-    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    speed = speed or speed_of_this_machine(place, dtype)
+    place = device_of(model, device)
+    speed = speed or speed_of_this_machine(place, param_dtype or dtype_of(model))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
     watch = Watch(lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
@@ -109,7 +109,35 @@ def _run(watch: Watch, model: nn.Module, given: list[Any], fn: Callable[[Any], A
     del kept, metrics  # alive during backward, as in a step
 
 
-def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
+@contextmanager
+def faked(
+    model: nn.Module, example: Example, *, device: torch.device, param_dtype: torch.dtype | None = None
+) -> Iterator[Example]:
+    """A model on fake tensors, for a look at its calls of which only shapes are wanted. Gives a fake of the example.
+
+    Raises:
+        NotOnFakeTensors: The body needs numbers.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = Fakes(mode, device, param_dtype)
+    with _random_state_kept(device), on_fakes(model, fakes), _reasons_given(), _nothing_compiled(), mode, _OnFakes():  # type: ignore[no-untyped-call]
+        given: Example = Fakes(mode, device, None).of_value(example)
+        yield given
+
+
+class _OnFakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_on_fakes(func, args, kwargs or {})
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Of the first floating parameter."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is None:
         first = next(itertools.chain(model.parameters(), model.buffers()), None)
         place = torch.device("cpu") if first is None or first.is_meta else first.device

@@ -13,10 +13,11 @@ from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.activations.profiler import Profiler
-from hydra_ext.blocks import Layout
+from hydra_ext.blocks import Block, Layout
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.profile import ModuleFigures, Profile
+from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.runtime.placement.residents import buffer_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class PlannerOwner(Protocol):
     budget: int
 
     def activation_bytes(self) -> int: ...
+    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,8 @@ class StepPlanner:
     def measure(self) -> Profiler:
         """Begins to measure a microbatch. :meth:`settle` ends it."""
         owner = self._owner
-        self.profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
+        in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
+        self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
         backend = owner.core.memory.backend
         self._lanes = (
             _LaneSpeed(lambda: backend.to_device_statistics),
@@ -138,9 +141,19 @@ class StepPlanner:
         profiler, self.profiler = self.profiler, None
         before, self.profile = self.profile, _NOTHING
         if profiler is not None and profiler.has_run:
-            self.profile = profiler.profile()
+            self.profile = profiler.profile([self._figures_of(block) for block in self._owner.layout.blocks])
         is_alike = before is not None and before.modules[""].saved == self.profile.modules[""].saved
         self._share *= _TIGHTER if tighten and is_alike else 1.0
+
+    def _figures_of(self, block: Block) -> BlockFigures:
+        faces = [self._owner.face_of(parameter) for _, parameter in block.parameters]
+        sizes = [0 if face is None else face.nbytes for face in faces]
+        trained = [parameter.requires_grad for _, parameter in block.parameters]
+        return BlockFigures(
+            name=block.name,
+            weight_bytes=sum(sizes),
+            gradient_bytes=sum(size for size, needs in zip(sizes, trained, strict=True) if needs),
+        )
 
     def plan(
         self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool, share: float = 1.0

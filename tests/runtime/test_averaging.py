@@ -28,6 +28,7 @@ JOBS = {
     "three microbatches, clipped": Job(m=(3,), max_norm=0.5, round_size=3),
     "several rounds": Job(m=(3,), round_size=2, max_norm=0.5),
     "rounds of one microbatch": Job(m=(3,), round_size=1),
+    "rounds as planned": Job(m=(3, 4), max_norm=0.5, activations="auto"),
     "recomputed": Job(m=(3,), round_size=3, recompute=True),
     "ranks with different numbers of microbatches": Job(m=(1, 4), max_norm=0.5),
     "ways of the batch's own": Job("dynamic", m=(2,)),
@@ -71,7 +72,8 @@ def test_two_ranks_are_one_process_with_the_averaged_gradients_to_the_bit(job: J
         assert report["refusals"] == report["fallbacks"] == 0
         assert report["ranks"] == 2
     # The weights of that one are less than what its activations vary by.
-    assert any(ours["report"]["evictions"] > 0 for ours in seen) or job.family == "normed"
+    moved = any(ours["report"]["evictions"] > 0 for ours in seen)
+    assert moved or job.family == "normed" or job.activations == "auto"
     assert differences(seen[1]["parameters"], seen[0]["parameters"]) == []
 
 

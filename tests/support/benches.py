@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import nn
@@ -125,7 +126,10 @@ def run_offloaded(case: Case, *, tight: bool) -> tuple[Outcome, list[hydra_ext.R
     checks = hydra_ext.Checks(poison_hosts=True)
     with ExitStack() as contexts:
         for model, budget in zip(bench.models, budgets, strict=True):
-            bench.runs.append(contexts.enter_context(hydra_ext.offload(model, budget=budget, checks=checks)))
+            # A tight budget is for all activations and some weights.
+            activations: Literal["auto"] | None = None if tight else "auto"
+            context = hydra_ext.offload(model, budget=budget, checks=checks, activations=activations)
+            bench.runs.append(contexts.enter_context(context))
         outcome = _outcome(case, bench)
         bench.assert_at_rest()
     assert [type(model) for model in bench.models] == classes

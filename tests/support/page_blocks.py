@@ -38,6 +38,7 @@ NOT_RUN = re.compile(r"\*Not run by the tests: (.+?)\.?\*")
 _NUMBER = r"\d+(?:,\d+)*(?:\.\d+)?(?:e[+-]?\d+)?"
 # A list counts as one: how many blocks a rank holds depends on times, as a number does.
 NUMBER = re.compile(rf"{_NUMBER}(?:, {_NUMBER})*")
+SIZE = re.compile(r"\b0 [KMGT]iB(?: \(0 bytes\))?")  # with 0 for each number: which unit it has depends on it
 # Commands that are not run, by their first word, and why.
 ELSEWHERE = {
     "apt-get": "it changes the machine",
@@ -184,7 +185,7 @@ def same(expected: str, got: str, *, numbers_differ: bool) -> bool:
         "\n".join(line.rstrip() for line in text.strip("\n").splitlines()).strip() for text in (expected, got)
     )
     if numbers_differ:
-        expected, got = (re.sub(r"[ \t]+", " ", NUMBER.sub("0", text)) for text in (expected, got))
+        expected, got = (SIZE.sub("0 bytes", re.sub(r"[ \t]+", " ", NUMBER.sub("0", text))) for text in (expected, got))
     pattern = ".*?".join(re.escape(part) for part in expected.split("..."))
     return re.fullmatch(pattern, got, re.DOTALL) is not None
 

@@ -17,7 +17,7 @@ from hydra_ext.pipeline.ranks.messages import fingerprint
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.parts import Part, Parts
-from hydra_ext.plan import Boundary, Event, SharedParameters, partition_chain
+from hydra_ext.plan import partition_chain
 from hydra_ext.schedule import Schedule
 from hydra_ext.schedule.sharing import refuse_late_sums
 from hydra_ext.split import (
@@ -32,13 +32,13 @@ from hydra_ext.split import (
     shared_parameters,
     time_events,
 )
+from hydra_ext.split.chains import chain_of
 from hydra_ext.split.stages.side_by_side import SideBySide, SideBySideStage
 from hydra_ext.split.stages.stand_ins import replace_tensors
 from hydra_ext.split.stages.state_dicts import refuse_state_dicts
 from hydra_ext.split.state.carried import attribute_tensors
 
-_BACKWARD = 2.0  # a backward's time in forwards: it has two products for each one of the forward
-_BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
+BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
 
 
 def split_parts(
@@ -69,23 +69,20 @@ def split_parts(
         PlanError: There are fewer blocks than stages.
         UnsupportedModel: Stages on one rank share a parameter, or the forward writes to one between blocks.
     """
-    unbuilt = any(parameter.is_meta for parameter in model.parameters())
-    if unbuilt:
-        fill(model, glue_parameters(model), device=device)
-        _move_buffers(model, device)
+    unbuilt = made_ready(model, device)
     rehearsal = rehearse(model, fn, microbatch, seed=seed, device=device)
-    _compare(rehearsal.digest, "took another path through the model than rank 0 in its rehearsal", watch)
+    compare(rehearsal.digest, "took another path through the model than rank 0 in its rehearsal", watch)
     if cuts is None:
-        seconds = _timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
+        seconds = timed(lambda: time_events(model, fn, microbatch, rehearsal, seed=seed, device=device), watch)
         borders = [0, *_chosen(model, rehearsal, schedule.stages, seconds), len(rehearsal.events)]
     else:
-        borders = _given(rehearsal, schedule.stages, cuts)
+        borders = given_borders(rehearsal, schedule.stages, cuts)
     division = _divide(model, rehearsal, borders)
     several = _held_by_several(model, rehearsal, borders, division)
     shapes = {
         name: (stages, tensor.shape) for name, tensor in _named_tensors(model).items() if (stages := several.get(name))
     }
-    _compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", watch)
+    compare(repr(sorted(shapes.items())), "holds other tensors on its modules than rank 0", watch)
     own = schedule.stages_of(topology.place)
     _refuse_twice_here(division, rehearsal, own)
     refuse_late_sums(division.trained_together(), schedule)
@@ -101,6 +98,15 @@ def split_parts(
     )
     elsewhere = changed_elsewhere(rehearsal, borders[1:-1], model, own)
     return Parts(parts, division.shared(), division.orders(), rehearsal, common, elsewhere, model)
+
+
+def made_ready(model: nn.Module, device: torch.device) -> bool:
+    """Builds what a rehearsal needs of a model on meta; returns whether it is one."""
+    unbuilt = any(parameter.is_meta for parameter in model.parameters())
+    if unbuilt:
+        fill(model, glue_parameters(model), device=device)
+        _move_buffers(model, device)
+    return unbuilt
 
 
 def _held_by_several(
@@ -189,35 +195,38 @@ def _divide(model: nn.Module, rehearsal: Rehearsal, borders: Sequence[int]) -> _
     return _Division(names, held, trained, shared_parameters(rehearsal, borders[1:-1], model))
 
 
-def _compare(found_here: str, difference: str, watch: Watch) -> None:
+def compare(found_here: str, difference: str, watch: Watch, *, where: str | None = None) -> None:
     """Compares a text with the other ranks'.
 
     Args:
         difference: What a rank with another text did, as a predicate for the message.
+        where: The meeting's name, which no other meeting has.
 
     Raises:
         SplitError: Another rank's text differs.
     """
-    found = watch.meet(f"to compare what {difference.split()[0]}", fingerprint(found_here))
+    found = watch.meet(where or f"to compare what {difference.split()[0]}", fingerprint(found_here))
     other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
         raise SplitError(f"rank {other} {difference}: give all ranks the same model and the same microbatches")
 
 
-def _timed(measure: Callable[[], list[float]], watch: Watch) -> list[float]:
+def timed(measure: Callable[[], list[float]], watch: Watch, *, where: str = "for the cuts") -> list[float]:
     """The first rank's times, so that all ranks choose alike.
 
     The other ranks measure, too, so that ``fn`` is called equally often on all ranks. They do so later, in order not to
     disturb the first rank.
     """
-    seconds: list[float] = watch.meet("for the cuts", measure() if watch.rank == 0 else [])[0]
+    seconds: list[float] = watch.meet(f"for times {where}", measure() if watch.rank == 0 else [])[0]
     if watch.rank != 0:
         measure()
-    watch.meet("after the timing")  # every rank finds refused cuts itself: none may raise while another one measures
+    watch.meet(
+        f"after the times {where}"
+    )  # every rank finds refused cuts itself: none may raise while another one measures
     return seconds
 
 
-def _given(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
+def given_borders(rehearsal: Rehearsal, stages: int, cuts: Sequence[str | int]) -> list[int]:
     """The borders of the stages that begin at these cuts.
 
     Raises:
@@ -248,33 +257,10 @@ def _event_named(name: str, blocks: Sequence[str]) -> int:
 
 def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """The cuts with which the slowest stage is fastest."""
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    users: dict[str, list[int]] = {}
-    for number, event in enumerate(rehearsal.events):
-        for name in event.parameters:
-            users.setdefault(name, []).append(number)
-    alone = [0] * len(rehearsal.events)
-    for name, events in users.items():
-        if len(events) == 1:
-            alone[events[0]] += sizes[name]
-    possible = set(rehearsal.possible_cuts)
     _refuse_too_few(rehearsal, stages)
+    chain = chain_of(model, rehearsal, seconds)
     partition = partition_chain(
-        [
-            Event(forward_seconds=time, backward_seconds=_BACKWARD * time, parameter_bytes=size)
-            for time, size in zip(seconds, alone, strict=True)
-        ],
-        [
-            Boundary(crossing_bytes=rehearsal.crossing_bytes[b], possible=b in possible)
-            for b in range(1, len(rehearsal.events))
-        ],
-        stages=stages,
-        shared=[
-            SharedParameters(nbytes=sizes[name], events=tuple(events))
-            for name, events in users.items()
-            if len(events) > 1
-        ],
-        bandwidth=_BYTES_PER_SECOND,
+        chain.events, chain.boundaries, stages=stages, shared=chain.shared, bandwidth=BYTES_PER_SECOND
     )
     return partition.cuts
 

@@ -19,12 +19,10 @@ from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
-from hydra_ext.profile.cards import Card, card_named
+from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run
 
 Example = TypeVar("Example")
-
-_USABLE = 0.92  # of a card's memory: the rest is the driver's, and lost between allocations
 
 
 def fit(
@@ -69,7 +67,7 @@ def fit(
         InvalidArgument: The card is unknown, a number is not positive, or arguments contradict each other.
     """
     card = card_named(device) if isinstance(device, str) else device
-    lane = _link_of(link, card)
+    lane = link_of(link, card)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
         to_device=lane,
@@ -85,7 +83,7 @@ def fit(
     speed = None if card is None else card.speed(dtype)
     problem = StepProblem(dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), setting, homes)
     if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * _USABLE)
+        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
     return answer(problem, asked, _solved(problem, asked))
 
 
@@ -132,12 +130,3 @@ def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budg
         raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
     limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
     return Homes(nbytes=weights + gradients + state, host_budget=limit)
-
-
-def _link_of(link: float | str | None, card: Card | None) -> float:
-    if link is None:
-        return math.inf if card is None else card.link_bytes_per_second
-    speed = float(parse_bytes(link, named="link")) if isinstance(link, str) else float(link)
-    if not speed > 0:
-        raise InvalidArgument(f"link={link!r}: nothing could move; give bytes a second, such as '25GB'")
-    return speed

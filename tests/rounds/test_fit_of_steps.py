@@ -1,0 +1,263 @@
+"""``run.step`` whose activations are fitted: every budget trains, and what fails is undone and tried in another way."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hydra_ext
+from hydra_ext import SimulatedDevice
+from support.rounds.rounds import assert_nothing_left
+from support.rounds.running_out import LAYERS, Case, train_disturbed
+from support.rounds.running_out import train_plain as train_undisturbed
+from support.runtime.fitted import (
+    MICROBATCHES,
+    ROOMY,
+    STEPS,
+    SUBJECTS,
+    Batch,
+    Subject,
+    fits,
+    frugal,
+    loss_of,
+    noted,
+    optimizer_of,
+    seeds_of,
+    smallest,
+    train,
+    train_plain,
+)
+
+SLOW = 5e7  # bytes a second
+
+
+# ---- every budget that is enough ------------------------------------------------------------------------------------
+
+
+@cache
+def least_by_hand(name: str, factor: float = 1) -> int:
+    """The smallest budget, with ``factor`` times the rows."""
+    return smallest(lambda budget: frugal(resized_subject(name, factor), budget), 2**15, 2**22)
+
+
+def device_of(number: int) -> SimulatedDevice:
+    """Of several kinds, in turn."""
+    speed = (None, SLOW, 4 * SLOW)[number % 3]
+    return SimulatedDevice(
+        asynchronous=number % 2 == 1, seed=number, to_device_bytes_per_second=speed, to_host_bytes_per_second=speed
+    )
+
+
+def failures(subject: Subject, budgets: list[int]) -> list[str]:
+    """What differs from plain PyTorch, or raises."""
+    plain, found = train_plain(subject), []
+    for number, budget in enumerate(budgets):
+        for looped in (False, True):
+            case = f"{budget} in a {'loop' if looped else 'step'}"
+            try:
+                left = train(subject, budget, looped=looped, device=device_of(number), after_step=assert_nothing_left)
+            except torch.OutOfMemoryError as error:
+                found.append(f"{case}: {error}")
+                continue
+            found += [f"{case}: {name} differs" for name in left.differences(plain)]
+            found += [f"{case}: retries {left.retries}"] if left.retries[-1] > left.retries[0] else []
+            assert left.report is not None
+            assert left.report.peak_bytes <= budget
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+def test_the_smallest_budget_is_that_of_settings_by_hand(name: str) -> None:
+    assert failures(SUBJECTS[name], [int(1.1 * least_by_hand(name))]) == []
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_budget_above_trains_as_plain_pytorch(name: str) -> None:
+    assert failures(SUBJECTS[name], [int(1.6 * least_by_hand(name))]) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_every_one_of_many_budgets_trains_as_plain_pytorch(name: str) -> None:
+    least = 1.1 * least_by_hand(name)
+    assert failures(SUBJECTS[name], [*(int(1.35**power * least) for power in range(12)), ROOMY]) == []
+
+
+def test_what_is_far_too_small_is_told_and_not_tried_for_ever() -> None:
+    assert not fits(lambda budget: train(SUBJECTS["tied"], budget), least_by_hand("tied") // 2)
+
+
+# ---- batches that change --------------------------------------------------------------------------------------------
+
+
+def resized(batches: list[Batch], factor: float) -> list[Batch]:
+    """With more or fewer rows."""
+
+    def one(value: Tensor) -> Tensor:
+        return torch.cat([value, value]) if factor > 1 else value[: int(factor * len(value))]
+
+    return [{name: one(value) for name, value in batch.items()} for batch in batches]
+
+
+def resized_subject(name: str, factor: float) -> Subject:
+    subject = SUBJECTS[name]
+    return Subject(subject.build, lambda generator: resized([subject.batch(generator)], factor)[0])
+
+
+@pytest.mark.parametrize("factor", [2, 0.5])
+@pytest.mark.parametrize("share", [1.2, *(pytest.param(share, marks=pytest.mark.full) for share in (1.1, 2, 4))])
+@pytest.mark.parametrize("name", ["gpt2", "convolutions"])
+def test_batches_that_change_cost_few_retries_once(name: str, share: float, factor: float) -> None:
+    subject = SUBJECTS[name]
+    batches = subject.batches(7 * MICROBATCHES)
+    first = 2 * MICROBATCHES
+    changed = [*batches[:first], *resized(batches[first:], factor)]
+    device = SimulatedDevice(to_device_bytes_per_second=2 * SLOW, to_host_bytes_per_second=2 * SLOW)
+    left = train(subject, int(share * least_by_hand(name, max(1, factor))), batches=changed, device=device)
+    assert left.differences(train_plain(subject, changed)) == []
+    assert left.retries[-1] - left.retries[1] <= (3 if factor > 1 else 1)
+    assert left.retries[-1] == left.retries[-2]
+
+
+# ---- memory that runs out -------------------------------------------------------------------------------------------
+
+OPTIONS = ({}, {"scaler": True}, {"before": True}, {"optimizer": "torch"}, {"home": "device"})
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("block", range(LAYERS + 1))
+def test_a_step_is_undone_wherever_memory_runs_out(block: int, where: str, tmp_path: Path) -> None:
+    """Layers have BatchNorm, dropout, lists, and tensors that are no buffers; a leaf outside gets its gradient."""
+    options: dict[str, Any] = OPTIONS[block]
+    case = Case(where=where, block=block, at=(2,), **options)
+    left, report = train_disturbed(case, tmp_path)
+    assert left.differences(train_undisturbed(case)) == []
+    assert report.retries == 1
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_leaf_outside_of_the_model_has_its_gradient_once(size: int | None, trained: bool) -> None:
+    """Also where microbatches run one after the other: its gradients of those before the failing one are undone."""
+    data = list(torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1)))
+    left = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        model, outside = Scaled(), nn.Parameter(torch.ones(8))
+        optimizer = torch.optim.SGD([*model.parameters(), *([outside] if trained else [])], lr=0.1)
+
+        def fn(x: Tensor, model: nn.Module = model, outside: Tensor = outside) -> Tensor:
+            return functional.cross_entropy(model(x) * outside, torch.arange(len(x)) % 8)
+
+        if not offloaded:
+            for _ in range(3):
+                for x in data:
+                    (fn(x) / len(data)).backward()
+                optimizer.step()
+                model.zero_grad()
+                if trained:
+                    outside.grad = None
+        else:
+            left_until, armed = [3], [False]  # the third microbatch of the second step, in its backward
+
+            def failing_once(
+                x: Tensor, fn: Any = fn, left_until: list[int] = left_until, armed: list[bool] = armed
+            ) -> Tensor:
+                loss = fn(x)
+                left_until[0] -= armed[0]
+                if armed[0] and left_until[0] == 0:
+                    loss.register_hook(_out_of_memory)
+                return loss
+
+            with hydra_ext.offload(model, optimizer, budget=2**20, device=SimulatedDevice()) as run:
+                for fails in (False, True, False):
+                    armed[0] = fails
+                    run.step(data, failing_once, round_size=size)
+                assert run.report().retries == 1
+        left.append(
+            [*noted(model).values(), outside.detach(), torch.zeros(8) if outside.grad is None else outside.grad]
+        )
+    assert all(map(torch.equal, *left))
+
+
+def _out_of_memory(_gradient: Tensor) -> Tensor:
+    raise torch.OutOfMemoryError("scripted: the device is out of memory.")
+
+
+# ---- what the user gives --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, MICROBATCHES])
+def test_a_size_of_rounds_that_is_given_is_kept_to(size: int) -> None:
+    sizes: list[int] = []
+
+    def note(run: hydra_ext.Run) -> None:
+        assert run.fit is not None
+        sizes.append(size if run.fit.applied is None else run.fit.applied.round_size)
+
+    subject = SUBJECTS["tied"]
+    left = train(subject, 2**22, after_step=note, round_size=size)
+    assert left.differences(train_plain(subject)) == []
+    assert sizes == [size] * STEPS
+    assert left.report is not None
+    assert left.report.rounds == STEPS * -(-MICROBATCHES // size)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_whether_blocks_are_recomputed_is_as_given(recompute: bool) -> None:
+    subject = SUBJECTS["tied"]
+    device = SimulatedDevice(to_device_bytes_per_second=2e7, to_host_bytes_per_second=2e7)
+    budget = 950_000  # with which a plan would call most layers again on such a link
+    by_default = train(subject, budget, device=device)
+    left = train(subject, budget, device=device, recompute=recompute)
+    assert left.differences(train_plain(subject)) == by_default.differences(train_plain(subject)) == []
+    assert by_default.report is not None
+    assert by_default.report.activations is not None
+    assert by_default.report.activations.recomputed > 0
+    assert left.report is not None
+    assert left.report.activations is not None
+    assert recompute or left.report.activations.recomputed == 0
+
+
+def test_layers_around_several_blocks_are_called_again_in_rounds() -> None:
+    """As the policy says, once for each microbatch, with less on the device."""
+    subject = SUBJECTS["gpt2"]
+    peaks = []
+    for policy in (hydra_ext.Keep(), hydra_ext.Recompute()):
+        model = subject.make()
+        optimizer = optimizer_of(model)
+        with hydra_ext.offload(
+            model,
+            optimizer,
+            budget=2**24,
+            device=SimulatedDevice(),
+            activations={"": hydra_ext.Keep(), "transformer.h.*": policy},
+        ) as run:
+            assert len(run.layout.sites) > 4 * 4  # four layers, each around several
+            batches = subject.batches(STEPS * MICROBATCHES)
+            for step in range(STEPS):
+                given = batches[step * MICROBATCHES : (step + 1) * MICROBATCHES]
+                run.step(given, partial(loss_of, model), seeds=seeds_of(step), round_size=4, recompute=False)
+            report = run.report()
+        assert report.activations is not None
+        assert report.activations.recomputed == (4 * STEPS * MICROBATCHES if policy == hydra_ext.Recompute() else 0)
+        assert (report.rounds, report.refusals, report.fallbacks) == (STEPS, 0, 0)
+        peaks.append(report.peak_activations_bytes)
+        plain = train_plain(subject).state
+        assert all(torch.equal(value, plain[name]) for name, value in noted(model).items())
+    assert peaks[1] < peaks[0] / 1.5
