@@ -156,15 +156,17 @@ class Judge:
         chain, planned = self.chain, []
         for stage, (begin, end) in enumerate(pairwise((0, *cuts, len(chain.events)))):
             own = chain.events[begin:end]
-            forward = sum(event.forward_seconds for event in own)
+            forward = sum(event.forward_seconds for event in own) + chain.overheads.passing
             backward = sum(event.backward_seconds for event in own)
+            if self.choice.recompute:
+                backward += forward + chain.overheads.recomputing
             planned.append(
                 PlannedStage(
                     rank=stage % self.choice.depth,
                     begin=begin,
                     names=chain.names[begin:end],
                     forward_seconds=forward,
-                    backward_seconds=backward + (forward if self.choice.recompute else 0.0),
+                    backward_seconds=backward,
                     weight_bytes=chain.weight_bytes(begin, end),
                     nbytes=self._stage_bytes(stage, begin, end),
                 )
@@ -225,6 +227,7 @@ class Judge:
             crossing_bytes=[float(self._crossing(first, second)) for first, second in hops],
             bytes_per_second=self.cluster.bytes_per_second,
             latency=[self.cluster.latency if first.rank != second.rank else 0.0 for first, second in hops],
+            overlap=self.cluster.overlap,
         ).period
 
     def _crossing(self, first: PlannedStage, second: PlannedStage) -> int:
