@@ -122,24 +122,26 @@ def schedule_of(way: Way) -> Schedule:
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 def rank_bytes(way: Way, chain: Chain, cluster: Cluster) -> list[float]:
-    held = [0.0] * way.depth
+    held, passing = [0.0] * way.depth, [0.0] * way.depth
     borders = [0, *way.cuts, len(chain.events)]
     for stage, (begin, end) in enumerate(pairwise(borders)):
         flying, gradients = peaks(schedule_of(way), stage)
-        own = chain.events[begin:end]
-        kept = sum(event.activation_bytes for event in own)
+        own, rank = chain.events[begin:end], stage % way.depth
+        saved = sum(event.activation_bytes for event in own)
+        working = max(chain.working_bytes[begin:end])
         if way.recompute:
             arriving = chain.boundaries[begin - 1].crossing_bytes if begin else 0
-            total = flying * (arriving + chain.input_bytes) + kept
+            held[rank] += flying * (arriving + chain.input_bytes)
+            passing[rank] = max(passing[rank], saved + working)
         else:
-            total = flying * kept
+            held[rank] += flying * saved
+            passing[rank] = max(passing[rank], working)
         if cluster.weights_at_home:
-            total += 2 * max(event.parameter_bytes for event in own)
+            held[rank] += 2 * max(event.parameter_bytes for event in own)
         else:
             versions = 2 if way.kind == "2bw" else 1
-            total += (versions + gradients + cluster.state_copies) * weights(chain, begin, end)
-        held[stage % way.depth] += total + max(chain.working_bytes[begin:end])
-    return held
+            held[rank] += (versions + gradients + cluster.state_copies) * weights(chain, begin, end)
+    return [sum(both) for both in zip(held, passing, strict=True)]
 
 
 def weights(chain: Chain, begin: int, end: int) -> int:
