@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -60,7 +61,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         host_budget: Host bytes for weights, gradients, optimizer state and working memory together. The rest goes to
             the disk: state before gradients, gradients before weights. The optimizer, if any, has to be one of
             :mod:`hydra_ext.optim`. Tensors that ``run.sync()``, ``state_dict()`` and operations outside the model
-            bring back to the host come on top. So does everything that the end of the context brings back.
+            bring back to the host come on top. So do saved tensors that leave the device, and everything that the end
+            of the context brings back.
         spill_dir: Folder for the rest, on a disk of this machine. It is made if it does not exist. The file in it has
             no name, is readable for this user alone, and is gone however the process ends.
         param_dtype: Dtype in which weights move and compute; by default the model's own.
@@ -191,6 +193,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         except BaseException:  # re-raised: the core has no other owner yet
             core.close()
             raise
+        entered: weakref.WeakSet[Run] = weakref.WeakSet()
         self._run = Run(
             self._model,
             self._layout,
@@ -198,10 +201,11 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             budget=self._budget,
             place=self._place,
             replicas=replicas,
-            saving=None if stash is None else self._make_saving(stash),
+            saving=None if stash is None else self._make_saving(stash, entered),
             fitted=self._activations == "auto",
             spilling=spilling,
         )
+        entered.add(self._run)
         try:
             self._run.open(self._optimizer, arena, casts=self._casts())
         except BaseException:  # re-raised: Python does not call __exit__ after a failed __enter__
@@ -223,20 +227,22 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             gradients_stay=replicas is not None,
         )
 
-    def _make_saving(self, stash: _C.Stash) -> Saving:
+    def _make_saving(self, stash: _C.Stash, entered: weakref.WeakSet[Run]) -> Saving:
+        """Makes the stash's hooks. What they hold does not hold the run, which holds them; ``entered`` has it."""
+        layout, budget = self._layout, self._budget
         stays: dict[nn.Module, list[tuple[int, Site]]] = {}
 
         def whole(module: nn.Module) -> AbstractContextManager[object] | None:
             """In a round other microbatches run before each site, so one around several sites has all blocks pinned."""
             fiber = fibers.current()
             if module not in stays:
-                stays[module] = self._stay_of(module)
+                stays[module] = _stay_of(module, layout)
             stay = stays[module]
             if fiber is None or not stay:
                 return nullcontext()
             number, site = stay[0]
             blocks = tuple({block for _, inner in stay for block in inner.blocks})
-            if sum(self._layout.blocks[block].nbytes for block in blocks) > self._budget:
+            if sum(layout.blocks[block].nbytes for block in blocks) > budget:
                 return None
             return fiber.inside(number, replace(site, blocks=blocks))
 
@@ -246,17 +252,9 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             self._model,
             whole,
             optimizer=self._optimizer,
-            face_of=self._face_of,
+            face_of=lambda parameter: next((run.face_of(parameter) for run in entered), None),
             yields=self._activations == "auto",
         )
-
-    def _stay_of(self, module: nn.Module) -> list[tuple[int, Site]]:
-        """The sites inside a module other than itself, with their numbers."""
-        inner = {*module.modules()} - {module}
-        return [(number, site) for number, site in enumerate(self._layout.sites) if site.module in inner]
-
-    def _face_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return None if self._run is None else self._run.face_of(parameter)
 
     def _casts(self) -> str:
         given = [name for name in ("param_dtype", "grad_dtype") if getattr(self, f"_{name}") is not None]
@@ -284,6 +282,12 @@ class offload:  # noqa: N801 - a verb: it is used as a function
                 self._run.end_steps()
         finally:
             self._run.close()
+
+
+def _stay_of(module: nn.Module, layout: Layout) -> list[tuple[int, Site]]:
+    """The sites inside a module other than itself, with their numbers."""
+    inner = {*module.modules()} - {module}
+    return [(number, site) for number, site in enumerate(layout.sites) if site.module in inner]
 
 
 def _expect(condition: bool, name: str, given: object, wanted: str) -> None:

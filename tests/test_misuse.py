@@ -72,7 +72,7 @@ def test_the_smallest_budget_that_a_refusal_names_can_be_entered_and_one_byte_le
 def test_a_budget_below_the_activations_says_where_what_was_held_and_what_to_change() -> None:
     model = tiny_gpt2()
     budget = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
-    with hydra_ext.offload(model, budget=budget, checks=POISONED) as run:
+    with hydra_ext.offload(model, budget=budget, checks=POISONED, activations=None) as run:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             language_loss(model, 0).backward()
         text = str(caught.value)
@@ -90,7 +90,7 @@ def test_training_goes_on_equal_after_running_out_of_memory_and_raising_the_budg
     plain, model = tiny_gpt2(), tiny_gpt2()
     expected = outcome(plain)
     small = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
-    with hydra_ext.offload(model, budget=small, checks=POISONED) as run:
+    with hydra_ext.offload(model, budget=small, checks=POISONED, activations=None) as run:
         for index in range(3):
             with pytest.raises(torch.OutOfMemoryError):
                 language_loss(model, index).backward()
@@ -106,7 +106,8 @@ def test_training_goes_on_equal_in_a_new_context_after_running_out_of_memory() -
     plain, model = tiny_gpt2(), tiny_gpt2()
     expected = outcome(plain)
     small = int(0.5 * activation_bytes(model, language_loss)) + parameter_bytes(model) // 5
-    with pytest.raises(torch.OutOfMemoryError), hydra_ext.offload(model, budget=small, checks=POISONED):
+    context = hydra_ext.offload(model, budget=small, checks=POISONED, activations=None)
+    with pytest.raises(torch.OutOfMemoryError), context:
         language_loss(model, 0).backward()
     assert not engine.installed()
     model.zero_grad()

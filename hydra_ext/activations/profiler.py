@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_ext import _C
@@ -71,11 +72,6 @@ class Profiler:
         self._running: list[_Measured] = []
         self._calls = itertools.count(1)
         self._forward = _Forward()
-        self._stand_ins = [
-            _MeasuredCall(self, module)
-            for module in self._names
-            if module is not model and not isinstance(module, torch.jit.ScriptModule)
-        ]
 
     @property
     def has_run(self) -> bool:
@@ -99,9 +95,16 @@ class Profiler:
         this.thread = threading.get_ident()
         model = self._measured[""]
         model.calls += 1
-        model.order = model.order or next(self._calls)
+        number = next(self._calls)
+        model.order = model.order or number
         self._running.append(model)
-        for call in self._stand_ins:
+        # Not kept: they hold this object, and the calls that they stand in for hold the run.
+        calls = [
+            _MeasuredCall(self, module)
+            for module, name in self._names.items()
+            if name and not isinstance(module, torch.jit.ScriptModule)
+        ]
+        for call in calls:
             call.install()
         begin = self._clock.mark()
         this.failed = True
@@ -110,7 +113,7 @@ class Profiler:
             this.failed = False
         finally:
             self._running.clear()
-            for call in self._stand_ins:
+            for call in calls:
                 call.remove()
         this.end = self._clock.mark()
         self._marks.append((model, begin, this.end))
@@ -119,9 +122,12 @@ class Profiler:
     @not_traced
     def saves(self, tensor: Tensor) -> None:
         """Counts a tensor that is saved for backward, before the stash takes it."""
-        if threading.get_ident() != self._forward.thread or not self._running or not self._storages.counts(tensor):
+        if threading.get_ident() != self._forward.thread or not self._running:
             return
-        key, size, fresh = self._storages.save(tensor)
+        with _unseen():
+            if not self._storages.counts(tensor):
+                return
+            key, size, fresh = self._storages.save(tensor)
         for module in self._running:
             if fresh or key not in module.seen:
                 module.seen.add(key)
@@ -136,8 +142,10 @@ class Profiler:
             return inner(*args, **kwargs)
         measured = self._measured[self._names[module]]
         measured.calls += 1
-        measured.order = measured.order or next(self._calls)
-        given = self._count_inputs(measured, tensors_in((args, kwargs)))
+        number = next(self._calls)
+        measured.order = measured.order or number
+        with _unseen():
+            given = self._count_inputs(measured, tensors_in((args, kwargs)))
         measured.parked = max(measured.parked, self._activation_bytes())
         self._running.append(measured)
         begin = self._clock.mark()
@@ -146,7 +154,8 @@ class Profiler:
         finally:
             self._marks.append((measured, begin, self._clock.mark()))
             self._running.pop()
-            measured.writes |= any(version_of(tensor) != version for tensor, version in given)
+            with _unseen():
+                measured.writes |= any(version_of(tensor) != version for tensor, version in given)
 
     def _count_inputs(self, measured: _Measured, tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
         given = {id(tensor): tensor for tensor in tensors if self._storages.counts(tensor)}
@@ -172,7 +181,7 @@ class Profiler:
         return Profile(
             modules={name: self._figures(name, module, of_modules) for module, name in self._names.items()},
             blocks=tuple(blocks),
-            sites={site.name: site.blocks for site in self._layout.sites},
+            sites={site.name: site.blocks for site in self._layout.sites if site.name in self._measured},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
             largest_saved_bytes=self._storages.largest,
         )
@@ -223,13 +232,14 @@ class _Storages:
 
     def __init__(self, model: nn.Module) -> None:
         own = [*model.parameters(), *model.buffers()]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own if tensor.layout is torch.strided}
+        with _unseen():
+            self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
         self._known: dict[_Key, StorageWeakRef] = {}
         self.largest = 0
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a stash would take the tensor."""
-        if tensor.layout is not torch.strided or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
+        if not _has_storage(tensor) or tensor.nbytes < _LEAST_BYTES or tensor.is_meta:
             return False
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         if (base.is_leaf and base.requires_grad) or _C.is_face(base):
@@ -250,8 +260,18 @@ class _Storages:
         return key, size, fresh
 
 
+def _unseen() -> AbstractContextManager[None]:
+    """A context in which modes of the user see nothing of tensors."""
+    made: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return made
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
+
+
 def _key_of(tensor: Tensor) -> _Key:
-    return tensor.untyped_storage()._cdata, tensor._version
+    return tensor.untyped_storage()._cdata, version_of(tensor)
 
 
 class _Peaks:

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
+from hydra_ext.activations import functional
 from hydra_ext.activations.repeatable import Deviation, RepeatableCall
 from hydra_ext.calls import StandIn
 from hydra_ext.errors import UnsupportedModel
@@ -89,10 +90,11 @@ class RecomputedModule(StandIn):
         """Makes a call, and a second one that leaves nothing behind. If they differ, the module is not recomputed."""
         call = _CheckedCall(self, args, kwargs, in_full=True)
         tensors, versions = call.tensors, [*_versions(call.tensors), *call.parameters]
-        before = RandomState(device, host=False)
+        before, transforms = RandomState(device, host=False), functional.transforms()
         output = call(*tensors)
         after = RandomState(device, host=False)
-        if any(_version(tensor) != version for tensor, version in versions):
+        has_written = any(_version(tensor) != version for tensor, version in versions)
+        if has_written or functional.transforms() != transforms:
             self.deviated = True
             return output
         before.restore()

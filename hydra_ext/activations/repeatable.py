@@ -19,6 +19,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from hydra_ext import _C
 from hydra_ext.activations.call_state import CallState, Hold
+from hydra_ext.activations.functional import steps_aside
 from hydra_ext.errors import UnsupportedModel
 from hydra_ext.state.arguments import Arguments, tensors_in
 from hydra_ext.state.numbers import version_of
@@ -172,6 +173,7 @@ def added_to(digest: _C.SavedDigest, note: Callable[[Tensor], None] = lambda _: 
         return
     pack, unpack = hooks
 
+    @steps_aside
     @not_traced
     def added(tensor: Tensor) -> Any:
         note(tensor)

@@ -13,8 +13,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hydra_ext import _C
+from hydra_ext.activations import functional
 from hydra_ext.activations.choice import Choice, Policy, default_policy, policies_of
 from hydra_ext.activations.dynamic import DynamicOffload
+from hydra_ext.activations.functional import steps_aside
 from hydra_ext.activations.layers import FaceOf, Layers
 from hydra_ext.activations.parts import parts_of
 from hydra_ext.activations.recompute import RecomputedModules, Whole
@@ -104,8 +106,10 @@ class Saving:
             self._core.protect([*self._model.parameters(), *self._model.buffers()])
         for call in self._stand_ins:
             call.install()
+        functional.install()
 
     def unhook(self) -> None:
+        functional.remove()
         self._recomputed.choose((), None)
         for call in reversed(self._stand_ins):
             call.remove()
@@ -114,7 +118,7 @@ class Saving:
     @nothing_traced
     def inside(self) -> Iterator[None]:
         """Tensors that the calling thread saves inside go to the stash."""
-        if self.leaves_all_on_device or (self._yields and _saved_tensors_hooked(True) is not None):
+        if self.leaves_all_on_device or (self._yields and not _can_hook()):
             yield
             return
         with ExitStack() as stack:
@@ -171,17 +175,14 @@ class Saving:
 
 
 def _watched(pack: Callable[[torch.Tensor], Any], profiler: Profiler) -> Callable[[torch.Tensor], Any]:
+    @steps_aside
     @not_traced
     def watched(tensor: torch.Tensor) -> Any:
         profiler.saves(tensor)
         return pack(tensor)
 
-    return watched
-
-
-def goes_to_a_stash(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether a pair of torch's hooks on saved tensors belongs to a stash."""
-    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), _C.Stash)
+    watching: Callable[[torch.Tensor], Any] = watched
+    return watching
 
 
 def _step_begins(layers: Iterable[Layers]) -> None:
@@ -189,7 +190,13 @@ def _step_begins(layers: Iterable[Layers]) -> None:
         each.step_begins()
 
 
+def _can_hook() -> bool:
+    """Whether saved tensors can be hooked: torch.func does not allow it, and hooks of others take precedence."""
+    return _saved_tensors_hooks_allowed() and _saved_tensors_hooked(True) is None
+
+
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
+_saved_tensors_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash
 
 

@@ -23,6 +23,7 @@ from hydra_ext import _C
 from hydra_ext.activations.saving import Saving
 from hydra_ext.blocks import Layout
 from hydra_ext.runtime.rounds.choice import Decision
+from hydra_ext.tracing import nothing_traced
 
 if TYPE_CHECKING:
     from hydra_ext.plan.steps.forecast import Plan
@@ -216,6 +217,7 @@ class Fit:
 
     # ---- a loop of the user -----------------------------------------------------------------------------------------
 
+    @nothing_traced
     def forward_begins(self) -> None:
         """A forward outside ``run.step`` begins, whose backward may follow."""
         self._kind = _LOOP
@@ -263,7 +265,9 @@ class Fit:
         if planned is self.applied:
             return
         modules = dict(self._owner.model.named_modules())
-        self._saving.recompute([modules[name] for name in planned.recomputed], self._owner.device)
+        # Others may have replaced a module since it was measured.
+        again = [modules[name] for name in planned.recomputed if name in modules]
+        self._saving.recompute(again, self._owner.device)
         self._saving.set_room(planned.room)
         self.applied = planned
 

@@ -127,7 +127,8 @@ class StepPlanner:
     def measure(self) -> Profiler:
         """Begins to measure a microbatch. :meth:`settle` ends it."""
         owner = self._owner
-        self.profiler = Profiler(owner.model, owner.layout, owner.core, owner.activation_bytes, owner.device)
+        in_use = lambda: owner.activation_bytes()  # noqa: E731 - the method itself would hold the run
+        self.profiler = Profiler(owner.model, owner.layout, owner.core, in_use, owner.device)
         backend = owner.core.memory.backend
         self._lanes = (
             _LaneSpeed(lambda: backend.to_device_statistics),

@@ -100,6 +100,11 @@ def test_what_a_checkpoint_writes_again_in_backward_is_written_as_in_a_loop(held
     assert assert_is_the_loop(lambda: Stack(lambda: Again(held)), extra=left, **choices).fallbacks > 0
 
 
+@pytest.mark.parametrize("held", ["count", "tensor", "dictionary", "list", "generator"])
+def test_by_default_it_is_written_as_in_a_loop(held: str) -> None:
+    assert_is_the_loop(lambda: Stack(lambda: Again(held)), extra=left, activations="auto")
+
+
 @pytest.mark.parametrize("choices", [*BOTH, {"round_size": 1}], ids=["chosen", "given", "one"])
 @pytest.mark.parametrize("held", ["attribute", "tensor"])
 def test_what_hooks_on_gradients_write_is_written_as_in_a_loop(held: str, choices: dict[str, Any]) -> None:

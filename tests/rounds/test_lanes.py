@@ -62,7 +62,7 @@ def test_after_a_transfer_that_failed_the_step_can_be_repeated(operation: _C.tes
     failed = 0
     checks = Checks(poison_hosts=True)
     with hydra_ext.offload(
-        model, optimizer, budget=budget, device=SimulatedDevice(faults=faults), checks=checks
+        model, optimizer, budget=budget, device=SimulatedDevice(faults=faults), checks=checks, activations=None
     ) as run:
         for nth in (1, 2, 5, 13, 29, 41):
             faults.reset()

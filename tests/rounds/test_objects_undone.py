@@ -160,6 +160,13 @@ def test_what_is_written_to_around_layers_is_as_in_a_loop(kind: str) -> None:
     assert report.refusals == 1
 
 
+@pytest.mark.parametrize("kind", ["array", "count", "iterator", "large tensor"])
+def test_by_default_it_is_as_in_a_loop(kind: str) -> None:
+    make, advance = KINDS[kind]
+    around = lambda: AroundLayers(make(), advance)  # noqa: E731
+    assert_is_the_loop(around, extra=lambda it: advance(it.held, torch.ones(1, 1)), activations="auto")
+
+
 class Numbers:
     """An iterator of a user's."""
 

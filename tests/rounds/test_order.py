@@ -114,6 +114,11 @@ def test_what_is_written_in_another_order_is_written_by_one_microbatch_at_a_time
     assert report.fallbacks > 0
 
 
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_by_default_it_is_written_as_in_a_loop(make: Callable[[], nn.Module]) -> None:
+    assert_is_the_loop(make, activations="auto")
+
+
 def unknown_around(model: nn.Module, choices: dict[str, Any]) -> bool:
     """Whether no round of one microbatch shows first what is written around layers."""
     return isinstance(model, Around) and len(choices) == 2

@@ -8,7 +8,7 @@ import pickle
 import random
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ FACTORS: dict[str, list[Any]] = {
     "clip": [False, True],
     "before": [False, True],
     "home": ["host", "device", "disk"],
+    "activations": ["auto", None],
 }
 
 
@@ -67,7 +68,7 @@ def test_a_step_that_ran_out_of_memory_anywhere_is_equal(case: Case, tmp_path: P
 def test_after_the_smallest_round_that_keeps_activations_comes_one_that_makes_them_again(
     where: str, tmp_path: Path
 ) -> None:
-    case = Case(where=where, block=2, at=(1, 2, 3), recorded=False)
+    case = Case(where=where, block=2, at=(1, 2, 3), recorded=False, activations=None)
     assert differences(case, tmp_path) == []
 
 
@@ -107,7 +108,8 @@ def test_what_the_first_forward_made_is_made_again(failing: bool) -> None:
                 _fail()
             return loss
 
-        with hydra_ext.offload(model, optimizer, budget=2**21, checks=Checks(poison_hosts=True)) as run:
+        checks = Checks(poison_hosts=True)
+        with hydra_ext.offload(model, optimizer, budget=2**21, checks=checks, activations=None) as run:
             run.step(data, fn, seeds=range(len(data)))
             assert run.report().retries == failing
         values.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -126,24 +128,26 @@ def test_smaller_rounds_are_tried_then_recomputation_and_what_was_learned_stays(
 
     for size in (8, 4, 2, 1):
         assert following() == Decision(size, False)
-        assert choice.fail(following(), recompute=None)
+        assert not choice.fail(following(), size=None, recompute=None, looped=False)
     assert following() == Decision(1, True)
     choice.learn(Decision(1, True), held=10, peak=20)
     assert following() == Decision(8, True)
-    assert choice.fail(following(), recompute=None)
+    assert not choice.fail(following(), size=None, recompute=None, looped=False)
     assert following() == Decision(4, True)
     assert choice.next(8, size=8, recompute=True) == Decision(8, True)  # what is given is done
     assert choice.next(8, size=None, recompute=False) == Decision(1, False)
     for size in (4, 2):
-        assert choice.fail(Decision(size, True), recompute=None)
-    assert not choice.fail(Decision(1, True), recompute=None)
+        assert not choice.fail(Decision(size, True), size=None, recompute=None, looped=False)
+    assert choice.fail(Decision(1, True), size=None, recompute=None, looped=False)
     assert following() == Decision(8, False)  # other microbatches may fit
 
 
-def _disturbed_by(fn: Any, *, steps: int = 2, **choices: Any) -> tuple[hydra_ext.Report, Net]:
+def _disturbed_by(
+    fn: Any, *, steps: int = 2, activations: Literal["auto"] | None = None, **choices: Any
+) -> tuple[hydra_ext.Report, Net]:
     """Two steps of run.step in a roomy budget; ``fn(model, batch)`` may raise."""
     model, temperature, optimizer = Case(recorded=False).make()
-    with hydra_ext.offload(model, optimizer, budget=2**21) as run:
+    with hydra_ext.offload(model, optimizer, budget=2**21, activations=activations) as run:
         for step in range(steps):
             run.step(batches()[step], lambda batch: fn(model, temperature, batch), **choices)
         return run.report(), model
@@ -227,7 +231,7 @@ def test_where_hooks_have_seen_gradients_the_step_is_not_made_again() -> None:
     seen: list[Tensor] = []
     model, temperature, optimizer = Case().make()
     data = batches()
-    with hydra_ext.offload(model, optimizer, budget=2**21) as run:
+    with hydra_ext.offload(model, optimizer, budget=2**21, activations=None) as run:
         run.step(data[0], lambda batch: loss_of(model, temperature, batch))
         model.head.weight.register_post_accumulate_grad_hook(seen.append)
         with pytest.raises(torch.OutOfMemoryError, match=r"the step cannot be undone: hooks run when gradients"):

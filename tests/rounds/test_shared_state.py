@@ -157,6 +157,11 @@ def test_what_layers_share_is_read_and_written_as_in_a_loop(
     assert assert_is_the_loop(make, **choices).fallbacks > 0
 
 
+@pytest.mark.parametrize("make", HELD.values(), ids=HELD)
+def test_by_default_it_is_read_and_written_as_in_a_loop(make: Callable[[], nn.Module]) -> None:
+    assert_is_the_loop(make, activations="auto")
+
+
 @pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
 def test_generators_of_each_layer_refuse_no_round(make: Callable[[], Any]) -> None:
     report = assert_is_the_loop(lambda: Stack(lambda: Holds(make())))

@@ -48,6 +48,14 @@ def test_microbatches_that_run_alone_are_undone_alone(where: str, call: int) -> 
     assert (report.refusals, report.fallbacks > 0) == (1, True)
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("call", [2, 3, 4])
+def test_by_default_they_are_undone_too(where: str, call: int) -> None:
+    failure = Failure(where, 2, 1, call)
+    report = assert_is_the_loop(lambda: Stack(DrawsLater), failure, loss=draws_later, activations="auto")
+    assert report.retries >= 1
+
+
 # ---- generators of a module's own -----------------------------------------------------------------------------------
 
 GENERATORS: dict[str, Callable[[], Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -183,8 +183,8 @@ def test_recomputing_and_smaller_rounds_are_chosen_where_the_budget_asks_for_it(
     assert choice.next(80, size=80, recompute=False) == Decision(80, False)
 
 
-@pytest.mark.parametrize("name", ["tied_llama", "bert"])
-def test_steps_keep_to_a_budget_that_has_no_room_for_all_activations(name: str) -> None:
+@pytest.mark.parametrize(("name", "chosen"), [("tied_llama", None), ("bert", None), ("tied_llama", "auto")])
+def test_steps_keep_to_a_budget_that_has_no_room_for_all_activations(name: str, chosen: Literal["auto"] | None) -> None:
     family = {**FAMILIES, **MORE_FAMILIES}[name]
     plan = Plan(m=8)
     batches = family.batches(1, 5 * plan.m)
@@ -196,14 +196,19 @@ def test_steps_keep_to_a_budget_that_has_no_room_for_all_activations(name: str) 
         layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
         budget = activations + parameter_bytes(model) // 2 + 2**17
         with hydra_ext.offload(
-            model, optimizer, budget=budget, blocks=list(layers), checks=Checks(poison_hosts=True)
+            model,
+            optimizer,
+            budget=budget,
+            blocks=list(layers),
+            checks=Checks(poison_hosts=True),
+            activations=chosen,
         ) as run:
             seen = train_rounds(run, model, family.loss, batches, plan)
             report = run.report()
         assert differences(seen, expected) == []
         assert report.peak_bytes <= budget
         assert (report.refusals, report.fallbacks) == (0, 0)
-        if activations == 12 * each:
+        if activations == 12 * each and chosen is None:
             assert report.rounds == 5 + 1  # the first step tries one microbatch
 
 

@@ -30,10 +30,13 @@ def offloaded(
     budget: int = ROOMY,
     poison: bool = True,
     faults: Any = None,
+    **options: Any,
 ) -> Iterator[Run]:
     blocks = list(model.children())
     device, checks = SimulatedDevice(faults=faults), Checks(poison_hosts=poison)
-    with hydra_ext.offload(model, optimizer, budget=budget, blocks=blocks, device=device, checks=checks) as run:
+    with hydra_ext.offload(
+        model, optimizer, budget=budget, blocks=blocks, device=device, checks=checks, **options
+    ) as run:
         yield run
         assert run.report().windows > 0
         assert run.core.pager.pins == 0
@@ -168,7 +171,7 @@ def test_blocks_make_room_for_activations_and_come_back() -> None:
 
     plain, theirs, model, ours = pair()
     expected = [*work(plain, theirs, 1), *work(plain, theirs, 16), *work(plain, theirs, 1)]
-    with offloaded(model, ours, budget=2**19) as run:
+    with offloaded(model, ours, budget=2**19, activations=None) as run:
         seen = work(model, ours, 1)
         settled = run.report().homes
         assert len(settled) > 1

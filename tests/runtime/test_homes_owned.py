@@ -289,6 +289,6 @@ def test_what_fails_to_come_home_is_a_transfer_error_and_comes_the_next_time(nam
     plain, ours = make(), make()
     train(*plain)
     expected = work(*plain)
-    with at_home(ours, faults=faults):
+    with at_home(ours, faults=faults, activations=None):
         assert_same(expected, work(*ours))
     assert_same(state(*plain), state(*ours))

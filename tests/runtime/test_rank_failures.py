@@ -48,6 +48,18 @@ def test_a_rank_that_runs_out_of_memory_makes_all_of_them_make_the_step_again(
     assert [counted for _, counted, _ in found] == retries
 
 
+@pytest.mark.parametrize(("fault", "sizes"), [("forward", (None, None)), ("backward", (None, 2))])
+def test_by_default_all_ranks_make_it_again_too(
+    fault: str, sizes: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    expected = train_together(FAILING)
+    found = run_ranks(run_out_and_go_on, fault, 2, sizes, "auto", folder=tmp_path)
+    for (error, _, seen), plain in zip(found, expected, strict=True):
+        assert error == ""
+        assert differences(seen["parameters"], plain["parameters"]) == []
+    assert found[1][1] >= 2
+
+
 def test_a_rank_that_has_no_memory_for_any_round_is_an_error_on_all(tmp_path: Path) -> None:
     expected = train_together(FAILING)
     first, second = run_ranks(run_out_and_go_on, "backward", 3, (None, None), folder=tmp_path)

@@ -100,8 +100,9 @@ def test_whichever_operation_fails_the_step_can_be_repeated(
     subject = Trainee(GPT2)
     failed = 0
     device = SimulatedDevice(faults=faults)
+    checks = Checks(poison_hosts=True)
     with offload(
-        subject.model, subject.optimizer, budget=budget, device=device, checks=Checks(poison_hosts=True)
+        subject.model, subject.optimizer, budget=budget, device=device, checks=checks, activations=None
     ) as run:
         for index in range(STEPS):
             for nth in (1, 2, 3, 5, 8, 13, 21):

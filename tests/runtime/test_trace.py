@@ -75,7 +75,8 @@ def train(program: str, path: Path | None) -> tuple[list[Tensor], Run, Report, R
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     budget = activation_bytes(program) + parameter_bytes(model) // 3
     losses: list[Tensor] = []
-    with hydra_ext.offload(model, optimizer, budget=budget, checks=Checks(poison_hosts=True)) as run:
+    checks = Checks(poison_hosts=True)
+    with hydra_ext.offload(model, optimizer, budget=budget, checks=checks, activations=None) as run:
         torch.manual_seed(7)
         for step in range(STEPS - TRACED):
             losses += PROGRAMS[program](run, step)
@@ -282,7 +283,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_weights_written_back_and_gradients_with_a_graph_are_on_the_row_too(create_graph: bool, tmp_path: Path) -> None:
     model = Counting()
-    with hydra_ext.offload(model, budget="1MiB", checks=Checks(poison_hosts=True)) as run:
+    with hydra_ext.offload(model, budget="1MiB", checks=Checks(poison_hosts=True), activations=None) as run:
         with run.trace(tmp_path / "step.json"):
             model(torch.ones(4, 100)).pow(2).sum().backward(create_graph=create_graph)
         report = run.report()

@@ -125,7 +125,10 @@ def run_offloaded(case: Case, *, tight: bool) -> tuple[Outcome, list[hydra_ext.R
     checks = hydra_ext.Checks(poison_hosts=True)
     with ExitStack() as contexts:
         for model, budget in zip(bench.models, budgets, strict=True):
-            bench.runs.append(contexts.enter_context(hydra_ext.offload(model, budget=budget, checks=checks)))
+            # A tight budget is one for the activations and for some weights. Others are for what the default makes of it.
+            activations: Literal[auto] | None = None if tight else "auto"
+            context = hydra_ext.offload(model, budget=budget, checks=checks, activations=activations)
+            bench.runs.append(contexts.enter_context(context))
         outcome = _outcome(case, bench)
         bench.assert_at_rest()
     assert [type(model) for model in bench.models] == classes

@@ -33,8 +33,8 @@ void Account::charge(MemoryClass cls, Bytes bytes) {
       continue;
     }
     TORCH_CHECK_WITH(OutOfMemoryError, false, kOutOfMemory, human_bytes(bytes), " asked, ",
-                     human_bytes(ledger_.in_use()), " of the budget of ", human_bytes(ledger_.limit()), " in use: this moment needs ",
-                     human_bytes(ledger_.in_use() + bytes), ". ",
+                     human_bytes(ledger_.in_use()), " of the budget of ", human_bytes(ledger_.limit()),
+                     " in use: this moment needs ", human_bytes(ledger_.in_use() + bytes), ". ",
                      explain ? explain() : std::string());
   }
 }

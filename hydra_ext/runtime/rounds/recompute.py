@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from hydra_ext import _C
+from hydra_ext.activations.functional import goes_to_a_stash
 from hydra_ext.activations.recompute import CALLS_IN_FULL
 from hydra_ext.activations.repeatable import Call, Deviation, RepeatableCall
-from hydra_ext.activations.saving import goes_to_a_stash
 from hydra_ext.blocks import Site
 from hydra_ext.runtime.rounds.fibers import Fiber
 from hydra_ext.state.randomness import RandomState

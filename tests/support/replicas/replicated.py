@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Job:
     Attributes:
         m: Microbatches of a step, by rank; the last number counts for all further ranks.
         loop: "step"; "plain"; "no_sync", a plain loop that averages once a step.
+        activations: As for ``offload``.
         nested: Whether activations are checkpointed with backwards inside the backward.
     """
 
@@ -46,6 +47,7 @@ class Job:
     round_size: int | None = None
     recompute: bool | None = None
     nested: bool = False
+    activations: Literal["auto"] | None = None
 
     @property
     def known(self) -> Family:
@@ -105,7 +107,7 @@ def tight_budget(job: Job) -> int:
     for rank in range(2):
         model, optimizer = job.make(0)
         recorder = Recorder(model, optimizer)
-        with hydra_ext.offload(model, optimizer, budget=2**30) as run:
+        with hydra_ext.offload(model, optimizer, budget=2**30, activations=None) as run:
             for step in range(job.steps):
                 take_any_step(run, job, rank, step, recorder)
                 kinds = (_C.PassKind.FORWARD, _C.PassKind.BACKWARD, _C.PassKind.INFERENCE)
@@ -117,7 +119,8 @@ def train(rank: int, job: Job, budget: int) -> Seen:
     """Trains one rank, offloaded."""
     model, optimizer = job.make(rank)
     recorder = Recorder(model, optimizer)
-    with hydra_ext.offload(model, optimizer, budget=budget, checks=Checks(poison_hosts=True)) as run:
+    checks = Checks(poison_hosts=True)
+    with hydra_ext.offload(model, optimizer, budget=budget, checks=checks, activations=job.activations) as run:
         for step in range(job.steps):
             take_any_step(run, job, rank, step, recorder)
             assert_nothing_left(run)

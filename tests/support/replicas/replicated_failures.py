@@ -93,7 +93,13 @@ def _run_out(fault: str, model: nn.Module, loss: Tensor) -> Tensor:
     return loss + 0 * _RunningOut.apply(model.transformer.wpe.weight.sum())
 
 
-def run_out_and_go_on(rank: int, fault: str, times: int, sizes: tuple[int | None, int | None]) -> tuple[str, int, Seen]:
+def run_out_and_go_on(
+    rank: int,
+    fault: str,
+    times: int,
+    sizes: tuple[int | None, int | None],
+    activations: Literal[auto] | None = None,
+) -> tuple[str, int, Seen]:
     """Trains where the second rank's device runs out of memory ``times`` times in the second step.
 
     Returns:
@@ -109,7 +115,7 @@ def run_out_and_go_on(rank: int, fault: str, times: int, sizes: tuple[int | None
         left[0] -= 1
         return _run_out(fault, model, loss)
 
-    with offloaded(model, optimizer) as run:
+    with offloaded(model, optimizer, activations=activations) as run:
         for step in range(FAILING.steps):
             try:
                 step_with(run, model, rank, step, change if step == 1 else None, round_size=sizes[rank])

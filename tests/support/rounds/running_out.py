@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class Case:
         home: Home of the blocks at that time: "host", "device" or "disk". On the device an error is scripted. Otherwise
             the budget drops to nothing, which would also make blocks leave the device.
         recorded: Whether layers keep notes of their calls; such calls must not be repeated in backward.
+        activations: As for ``offload``.
     """
 
     where: str = "forward"
@@ -87,6 +88,7 @@ class Case:
     before: bool = False
     home: str = "host"
     recorded: bool = True
+    activations: Literal["auto"] | None = "auto"
 
     def make(self) -> tuple[Net, nn.Parameter, torch.optim.Optimizer]:
         """Makes the model, and a second module that is trained but is not part of it."""
@@ -214,7 +216,9 @@ def _offloaded(case: Case, model: Net, optimizer: torch.optim.Optimizer, folder:
         disk = {"host_budget": 260 * 1024, "spill_dir": folder}
     blocks = [*model.layers, model.head]
     checks = Checks(poison_hosts=True)
-    with hydra_ext.offload(model, optimizer, budget=BUDGET, blocks=blocks, checks=checks, **disk) as run:
+    with hydra_ext.offload(
+        model, optimizer, budget=BUDGET, blocks=blocks, checks=checks, activations=case.activations, **disk
+    ) as run:
         yield run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -110,7 +110,13 @@ def plain(make: Callable[[], nn.Module], extra: Extra, loss: Any) -> list[Any]:
 
 
 def in_rounds(
-    make: Callable[[], nn.Module], failure: Failure | None, extra: Extra, loss: Any, again: int = 0, **choices: Any
+    make: Callable[[], nn.Module],
+    failure: Failure | None,
+    extra: Extra,
+    loss: Any,
+    again: int = 0,
+    activations: Literal["auto"] | None = None,
+    **choices: Any,
 ) -> tuple[list[Any], hydra_ext.Report]:
     model: Any
     model, optimizer = _begin(make)
@@ -133,13 +139,15 @@ def in_rounds(
         model.layers[failure.layer].register_forward_hook(called)
     others = [child for child in model.children() if not isinstance(child, nn.ModuleList)]
     blocks, checks = [*model.layers, *others], Checks(poison_hosts=True)
-    with hydra_ext.offload(model, optimizer, budget=ROOMY, blocks=blocks, checks=checks) as run:
+    with hydra_ext.offload(
+        model, optimizer, budget=ROOMY, blocks=blocks, checks=checks, activations=activations
+    ) as run:
         for step, inputs in enumerate(batches()):
             armed[0] = failure is not None and step == failure.step
             losses += run.step(inputs, lambda x: loss(model, x), seeds=list(seeds(step)), **choices).losses
         report = run.report()
     assert report.windows > 0
-    assert report.retries == (failure is not None) + again
+    assert activations is not None or report.retries == (failure is not None) + again
     return _left(model, losses, extra), report
 
 
@@ -150,15 +158,18 @@ def assert_is_the_loop(
     extra: Extra = lambda _: None,
     loss: Any = squared,
     again: int = 0,
+    activations: Literal["auto"] | None = None,
     **choices: Any,
 ) -> hydra_ext.Report:
     """Asserts that ``run.step`` gives the results of the plain loop.
 
     Args:
-        again: Number of rounds that run twice because of what their first forward has shown.
+        again: Number of rounds that run twice because of what their first forward has shown; not for "auto", under
+            which the rounds depend on measurements.
+        activations: As for ``offload``. By default all of them stay, and the first round has one microbatch.
     """
     expected = plain(make, extra, loss)
-    found, report = in_rounds(make, failure, extra, loss, again, **choices)
+    found, report = in_rounds(make, failure, extra, loss, again, activations, **choices)
     assert len(found) == len(expected)
     assert [index for index, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other] == []
     return report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ def make(dtype: torch.dtype = torch.float32, **options: Any) -> Made:
     return model, optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
-def offloaded(made: Made, **device: Any) -> hydra_ext.offload:
+def offloaded(made: Made, *, activations: Literal["auto"] | None = "auto", **device: Any) -> hydra_ext.offload:
     model, optimizer = made
     return hydra_ext.offload(
         model,
@@ -44,6 +44,7 @@ def offloaded(made: Made, **device: Any) -> hydra_ext.offload:
         blocks=list(model.children()),
         device=SimulatedDevice(**device),
         checks=Checks(poison_hosts=False),
+        activations=activations,
     )
 
 

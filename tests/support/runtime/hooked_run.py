@@ -183,7 +183,7 @@ def _run(scenario: Scenario) -> HookedRun:
     batches = family.batches(1, STEPS)
     seen = HookedRun()
     hook = _Hook()
-    with hydra_ext.offload(model, optimizer, budget=scenario.budget) as run:
+    with hydra_ext.offload(model, optimizer, budget=scenario.budget, activations=None) as run:
         ledger, arena_before = run.core.memory.ledger, arenas[0].mapped_bytes
         buffers = ledger.in_use_by(_C.MemoryClass.BUFFERS)
         before = hook.moment(ledger, arenas[0], arena_before)

@@ -1,0 +1,479 @@
+"""Activations that are fitted into the budget, under programs that users write: equal bits, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+import hydra_ext
+from hydra_ext import Checks, SimulatedDevice
+from hydra_ext.profile.dry_run import dry_run
+from support.models.zoo import FAMILIES
+from support.runtime.fitted import Found, Program, both, noted, optimizer_of
+
+WIDTH, ROWS, LAYERS = 64, 96, 4
+TIGHT, AMPLE = 450_000, 1_200_000  # all weights take 0.55 MiB, and all that one forward saves takes 2
+
+
+class Layer(nn.Module):
+    """Its inner part saves much more than its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(0.1)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(self.act(self.up(x))).sigmoid())
+
+
+class Net(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers or [Layer() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def data(count: int) -> list[Tensor]:
+    return list(torch.randn(count, ROWS, WIDTH, generator=torch.Generator().manual_seed(2)))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    y = model(x)
+    return functional.cross_entropy(y, torch.arange(len(y), device=y.device) % 8)
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Four steps."""
+    for x in data(4):
+        loss = loss_of(model, x)
+        loss.backward()
+        update(optimizer)
+        yield loss.detach()
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+
+def simply(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return list(plainly(model, optimizer))
+
+
+def twice_in_a_microbatch(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        loss = loss_of(model, x) + 0.5 * loss_of(model, x.flip(0))
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def forwards_without_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        left.append(loss_of(model, x).detach())
+        left += simply(model, optimizer)[:1]
+        left.append(loss_of(model, x).detach())
+    return left
+
+
+def evaluation_between(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        with torch.no_grad():
+            model.eval()
+            left.append(loss_of(model, x))
+            model.train()
+        loss = loss_of(model, x)
+        with torch.no_grad():
+            left.append(loss_of(model, x))
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def two_forwards_before_a_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        first, second = loss_of(model, x), loss_of(model, x * 0.5)
+        (first + second).backward()
+        third, fourth = loss_of(model, x), loss_of(model, x * 2)
+        third.backward()
+        fourth.backward()
+        update(optimizer)
+        left += [first.detach(), second.detach(), third.detach(), fourth.detach()]
+    return left
+
+
+def gradients_that_are_asked_for(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        found = torch.autograd.grad(loss_of(model, x), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient
+        left += [gradient.clone() for gradient in found]
+        update(optimizer)
+    return left
+
+
+def penalty_of_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """A backward of a backward."""
+    left = []
+    for x in data(3):
+        x.requires_grad_()
+        loss = loss_of(model, x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def retained_graph(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for x in data(4):
+        loss = loss_of(model, x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def a_forward_that_raises(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The first one, which is measured, and one after it."""
+    left = []
+    for step, x in enumerate(data(4)):
+        if step in (0, 2):
+            state = torch.get_rng_state()
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                loss_of(model, x[:, :7])
+            torch.set_rng_state(state)
+        loss = loss_of(model, x)
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def a_backward_that_raises(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for step, x in enumerate(data(4)):
+        if step in (0, 2):
+            loss = loss_of(model, x)
+            loss.register_hook(_raises)
+            with pytest.raises(KeyError, match="of the user"):
+                loss.backward()
+            optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+def _raises(_gradient: Tensor) -> Tensor:
+    raise KeyError("of the user")
+
+
+def shapes_that_change(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    left = []
+    for step, x in enumerate(data(6)):
+        loss = loss_of(model, x[: (5, 96, 31, 60, 2, 96)[step]])
+        loss.backward()
+        update(optimizer)
+        left.append(loss.detach())
+    return left
+
+
+# Programs, and the smallest budget of each: gradients that are asked for stay on the device until all are there.
+PROGRAMS: dict[Program, int] = {
+    simply: TIGHT,
+    twice_in_a_microbatch: 2 * TIGHT,
+    forwards_without_backward: TIGHT,
+    evaluation_between: TIGHT,
+    two_forwards_before_a_backward: 2 * TIGHT,
+    gradients_that_are_asked_for: 2 * TIGHT,
+    penalty_of_gradients: 4 * TIGHT,
+    retained_graph: TIGHT,
+    a_forward_that_raises: TIGHT,
+    a_backward_that_raises: TIGHT,
+    shapes_that_change: TIGHT,
+}
+CASES = [
+    pytest.param(
+        program, factor * least, id=f"{program.__name__}-{factor}", marks=[] if factor == 1 else pytest.mark.full
+    )
+    for program, least in PROGRAMS.items()
+    for factor in (1, 2, 8)
+    if not (program is retained_graph and factor == 2)
+]
+
+
+@pytest.mark.parametrize(("program", "budget"), CASES)
+def test_a_loop_of_any_form_is_equal(program: Program, budget: int) -> None:
+    found = both(Net, program, budget=budget)
+    assert found.equal
+    assert found.fit.profile is not None
+
+
+# ---- modules that are not to be called again ------------------------------------------------------------------------
+
+# On such a link it is faster to call a layer again than to move what it saves.
+CRAWLING = SimulatedDevice(to_device_bytes_per_second=5e6, to_host_bytes_per_second=5e6)
+
+
+def recomputed(found: Found) -> list[str]:
+    return [] if found.fit.planned is None else found.fit.planned.recomputed
+
+
+def test_layers_are_called_again_where_that_is_faster() -> None:
+    found = both(Net, simply, budget=AMPLE, device=CRAWLING)
+    assert found.equal
+    assert recomputed(found)
+    assert found.report.activations.recomputed > 2 * len(recomputed(found))
+
+
+class Hooked(Net):
+    """Two layers have hooks of the user, or modules inside them do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.layers[0].register_forward_hook(lambda *_: self.calls.append(0))
+        self.layers[1].act.register_forward_pre_hook(lambda *_: self.calls.append(1))
+        self.layers[2].register_full_backward_hook(lambda *_: self.calls.append(2))
+
+
+@pytest.mark.parametrize("budget", [2 * TIGHT, AMPLE])
+def test_modules_with_hooks_of_the_user_are_not_called_again(budget: int) -> None:
+    found = both(Hooked, simply, budget=budget, device=CRAWLING)
+    assert found.equal
+    for name in ("", "layers.0", "layers.1", "layers.1.act", "layers.2"):
+        assert not found.fit.profile.modules[name].is_repeatable
+        assert name not in recomputed(found)
+    assert found.fit.profile.modules["layers.3"].is_repeatable
+    assert [found.model.calls.count(layer) for layer in range(3)] == [4, 4, 4]
+
+
+CALLS: list[int] = []
+
+
+class CachingElsewhere(Layer):
+    """Gives the same numbers in each call, and saves other tensors in every second one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(0)
+        y = super().forward(x)
+        return y if len(CALLS) % 2 else y.abs() * y.sign()
+
+
+class Writing(nn.Module):
+    """Writes to what it is given, and saves more than that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return x.sin() * x.cos() * x.exp()
+
+
+class DrawingFromPython(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + random.random())
+
+
+class Averaging(Layer):
+    """Has statistics, and a list that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(self.seen))
+        return super().forward(self.norm(x)) * (1 + len(self.seen) / 10)
+
+
+def test_a_module_that_depends_on_what_is_outside_is_found_by_a_trial_and_not_called_again() -> None:
+    CALLS.clear()
+    found = both(lambda: Net(*[CachingElsewhere() for _ in range(LAYERS)]), simply, budget=AMPLE, device=CRAWLING)
+    assert found.equal
+    tried = len(recomputed(found))
+    assert tried > 0
+    assert found.report.activations.recomputed == tried  # each once, which was the trial
+    assert len(CALLS) == 2 * 4 * LAYERS + tried
+
+
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE])
+def test_a_module_that_writes_to_its_inputs_is_not_called_again(budget: int) -> None:
+    make = lambda: Net(Layer(), Writing(), Layer(), Writing(), Layer())  # noqa: E731
+    found = both(make, simply, budget=budget, device=CRAWLING)
+    assert found.equal
+    assert not found.fit.profile.modules["layers.1"].is_repeatable
+    assert not {"layers.1", "layers.3"} & {*recomputed(found)}
+
+
+@pytest.mark.parametrize("kind", [DrawingFromPython, Averaging])
+def test_state_of_modules_and_of_generators_is_as_without_a_second_call(kind: type[Layer]) -> None:
+    def program(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        random.seed(3)
+        left = simply(model, optimizer)
+        return [*left, torch.tensor([len(getattr(layer, "seen", "")) for layer in model.layers])]
+
+    found = both(lambda: Net(*[kind() for _ in range(LAYERS)]), program, budget=AMPLE, device=CRAWLING)
+    assert found.equal
+    assert found.report.activations.recomputed > 0
+
+
+# ---- hooks on saved tensors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [AMPLE, 2**23])
+def test_hooks_of_the_user_on_saved_tensors_see_all_of_them(budget: int) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed[-1] += 1
+        return tensor
+
+    def hooked(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """In the second step of each two."""
+        left = []
+        for step, x in enumerate(data(4)):
+            packed.append(0)
+            if step % 2:
+                with saved_tensors_hooks(pack, lambda tensor: tensor):
+                    loss = loss_of(model, x)
+            else:
+                loss = loss_of(model, x)
+            loss.backward()
+            update(optimizer)
+            left.append(loss.detach())
+        return left
+
+    found = both(Net, hooked, budget=2**23 if budget == 2**23 else 4 * TIGHT)
+    assert found.equal
+    assert packed[:4] == packed[4:]
+    assert packed[1] > 4 * LAYERS
+
+
+# ---- kinds of models ------------------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """A root without modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(WIDTH, 8) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.up).tanh() @ self.down
+
+
+class Compiled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = torch.compile(self.layers[1], backend="aot_eager")  # type: ignore[assignment]
+        self.layers[2].compile(backend="aot_eager")
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, torch.jit.script(nn.Sequential(nn.Sigmoid(), nn.Tanh())))
+
+
+@pytest.mark.parametrize(
+    ("make", "budget"), [(Bare, 120_000), (Bare, 2**20), (Compiled, AMPLE), (Scripted, TIGHT), (Scripted, AMPLE)]
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_models_of_any_kind_are_equal(make: Callable[[], nn.Module], budget: int) -> None:
+    found = both(make, simply, budget=budget, device=CRAWLING)
+    assert found.equal
+
+
+@pytest.mark.parametrize("budget", [TIGHT, AMPLE, 2**23])
+def test_two_models_in_one_loop(budget: int) -> None:
+    left = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        first, second = Net(), nn.Sequential(nn.Linear(8, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 8))
+        optimizers = [optimizer_of(first), optimizer_of(second)]
+        with ExitStack() as stack:
+            if offloaded:
+                options = {"device": SimulatedDevice(), "checks": Checks(poison_hosts=True)}
+                stack.enter_context(hydra_ext.offload(first, optimizers[0], budget=budget, **options))
+                stack.enter_context(
+                    hydra_ext.offload(second, optimizers[1], budget=max(budget // 2, 400_000), **options)
+                )
+            torch.manual_seed(1)
+            losses = []
+            for x in data(4):
+                y = second(first(x))
+                loss = functional.cross_entropy(y, torch.arange(len(y)) % 8) + first(x).square().mean()
+                loss.backward()
+                for optimizer in optimizers:
+                    update(optimizer)
+                losses.append(loss.detach())
+        left.append([*losses, *noted(first).values(), *noted(second).values()])
+    assert all(map(torch.equal, *left))
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def profile_of(make: Callable[[], nn.Module], given: Any, loss: Callable[[nn.Module, Any], Tensor]) -> Any:
+    torch.manual_seed(0)
+    model = make().train()
+    with hydra_ext.offload(model, optimizer_of(model), budget=2**26, device=SimulatedDevice()) as run:
+        loss(model, given).backward()
+        assert run.fit is not None
+        return run.fit.profile
+
+
+def test_the_figures_of_a_small_model_are_those_that_are_counted_by_hand() -> None:
+    profile = profile_of(Net, data(1)[0], loss_of)
+    row, wide = 4 * ROWS * WIDTH, 16 * ROWS * WIDTH  # bytes of what layers take, and of what is inside
+    assert [name for name, _ in sorted(profile.modules.items(), key=lambda item: item[1].order)][:7] == [
+        "", "layers", "layers.0", "layers.0.up", "layers.0.act", "layers.0.drop", "layers.0.down",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "unet", "whisper"])
+def test_the_figures_are_those_of_a_dry_run(name: str) -> None:
+    family = FAMILIES[name]
+    batch = family.batches(1, 1)[0]
+    measured = profile_of(family.build, batch, family.loss)
+    torch.manual_seed(0)
+    model = family.build().train()
+    foreseen = dry_run(model, batch, lambda given: family.loss(model, given))
+    for module, figures in foreseen.modules.items():
+        real = measured.modules[module]
+        assert (real.calls, real.order) == (figures.calls, figures.order), module
+        if module:
+            assert real.saved == figures.saved, module
+            assert real.inputs == figures.inputs, module
