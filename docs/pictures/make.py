@@ -1,10 +1,11 @@
-"""Makes the pictures of the design pages: ``python docs/pictures/make.py [NAME ...] [--into FOLDER]``.
+"""Makes the pictures of the pages: ``python docs/pictures/make.py [NAME ...] [--into FOLDER]``.
 
-Names are architecture, layers, lanes and versions.
+Names are architecture, layers, lanes, versions and plan.
 
 ``lanes`` trains a small model on the simulated device, under a budget and over a link of a chosen speed. It draws the
 trace of the shortest of six steps twice: the work of each lane (lanes.png), and the bytes on the device (budget.png).
-Times depend on the machine that it runs on. ``layers`` and ``versions`` draw tables of the code.
+Times depend on the machine that it runs on. ``layers`` and ``versions`` draw tables of the code, and
+``plan`` a plan of the guide.
 
 It needs hydra_ext and matplotlib.
 """
@@ -28,6 +29,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from torch import nn
 
 import hydra_ext
+from hydra_ext.cli.plan_picture import draw as draw_plan
 from hydra_ext.schedule import ActionKind
 
 HERE = Path(__file__).resolve().parent
@@ -382,7 +384,17 @@ def _draw_buffers(axes: Any, schedule: Any, simulated: Any, stage: int, colours:
         axes.barh(top, end - begin, left=begin, height=0.1, color=colours[version % len(colours)], align="edge")
 
 
-PICTURES = {"architecture": architecture, "layers": layers, "lanes": lanes, "versions": versions}
+# ---- a plan ---------------------------------------------------------------------------------------------------------
+def plan() -> None:
+    """Of the model in docs/guide/does-my-model-fit.md."""
+    with torch.device("meta"):
+        wide = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(24)])
+    microbatch = torch.empty(8192, 4096, device="meta")
+    found = hydra_ext.plan.fit(wide, microbatch, lambda x: wide(x).square().mean(), device="rtx4090-24", budget="5GiB")
+    draw_plan(found, _into / "plan.png")
+
+
+PICTURES = {"architecture": architecture, "layers": layers, "lanes": lanes, "versions": versions, "plan": plan}
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra_ext.errors import HydraError, PlanError
 from hydra_ext.plan import Solution, solve
 
-_DTYPES = ("float32", "bfloat16", "float16")
+_STATE_BYTES = {"float32": 8.0, "bfloat16": 10.0, "float16": 12.0}  # of hydra_ext.optim.AdamW, by dtype of weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--budget", help="device memory for training, such as 20GiB; by default most of the card's")
     model.add_argument("--link", help="bytes a second between host and device, such as 25GB; by default the card's")
     model.add_argument("--microbatches", type=int, default=4, help="microbatches of a step (default: %(default)s)")
-    model.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of weights (default: %(default)s)")
+    model.add_argument("--round-size", type=int, help="microbatches that run together; by default the best number")
+    model.add_argument("--host-budget", help="host memory for training, such as 64GiB; the rest is on the disk")
+    model.add_argument("--state-bytes", type=float, help="optimizer state a parameter (default: that of AdamW)")
+    model.add_argument("--png", type=Path, metavar="FILE", help="draw the step's memory and lanes to this file")
+    model.add_argument("--dtype", choices=_STATE_BYTES, default="bfloat16", help="of weights (default: %(default)s)")
     problem = parser.add_argument_group("a problem of a file")
     problem.add_argument("--kind", help="kind of the problem, such as unequal_split")
     problem.add_argument("--problem", metavar="FILE", help="the problem as JSON; - reads standard input")
@@ -47,29 +51,46 @@ def run(options: argparse.Namespace) -> int:
 def _fitted(options: argparse.Namespace) -> str:
     import torch
 
-    from hydra_ext.errors import BudgetTooSmall
+    from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
     from hydra_ext.integrations.shapes import model_and_microbatch
     from hydra_ext.plan import fit
 
+    shape = _shape(options.batch)
     try:
-        shape = [int(size) for size in options.batch.split("x")]
-    except ValueError as error:
-        raise PlanError(f"--batch {options.batch} is no shape: give numbers with x between, such as 4x2048") from error
-    model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype))
-    try:
-        return str(
-            fit(
-                model,
-                batch,
-                fn,
-                microbatches=options.microbatches,
-                budget=options.budget,
-                device=options.gpu,
-                link=options.link,
-            )
+        model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype))
+        plan = fit(
+            model,
+            batch,
+            fn,
+            microbatches=options.microbatches,
+            round_size=options.round_size,
+            budget=options.budget,
+            host_budget=options.host_budget,
+            optimizer=_STATE_BYTES[options.dtype] if options.state_bytes is None else options.state_bytes,
+            device=options.gpu,
+            link=options.link,
         )
-    except BudgetTooSmall as error:
+    except (BudgetTooSmall, HostBudgetTooSmall) as error:
         return str(error)
+    except HydraError:
+        raise
+    except Exception as error:  # the model's own
+        first = (str(error).strip() or "no reason was given").splitlines()[0]
+        raise PlanError(
+            f"--model {options.model} fails with --batch {options.batch}: {type(error).__name__}: {first}"
+        ) from error
+    if options.png is not None:
+        from hydra_ext.cli.plan_picture import draw
+
+        draw(plan, options.png)
+    return str(plan)
+
+
+def _shape(batch: str) -> list[int]:
+    sizes = batch.split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise PlanError(f"--batch {batch} is no shape: give positive numbers with x between, such as 4x2048")
+    return [int(size) for size in sizes]
 
 
 def _read(file: str) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hydra_ext import _C
 from hydra_ext.profile import ModuleFigures, Profile
@@ -11,9 +12,53 @@ _LEAST_GAIN = 1.5  # a segment that saves less than this many times its inputs i
 _LEAST_BYTES = 2**16
 
 
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """One microbatch of modules that run in one piece.
+
+    Attributes:
+        figures: Of a module that stands for all of them.
+        backward_seconds: Time of its backward, without waits and without a second forward.
+        weight_bytes: Of all its blocks.
+        slot_bytes: Of the largest one.
+        gradient_bytes: That leave after its backward.
+        recompute: Where it may run again in backward.
+    """
+
+    figures: ModuleFigures
+    backward_seconds: float
+    weight_bytes: int
+    slot_bytes: int
+    gradient_bytes: int
+    recompute: _C.RecomputeScope = _C.RecomputeScope.NEVER
+
+    @property
+    def name(self) -> str:
+        return self.figures.name
+
+    def core(self) -> _C.ActivationSegment:
+        """The same for the planner."""
+        figures = self.figures
+        return _C.ActivationSegment(
+            forward_seconds=figures.forward_seconds,
+            backward_seconds=self.backward_seconds,
+            saved_fresh=figures.saved.fresh,
+            saved_all=figures.saved.all,
+            inputs_fresh=figures.inputs.fresh,
+            inputs_all=figures.inputs.all,
+            parked_bytes=figures.parked_bytes,
+            forward_bytes=figures.forward_bytes,
+            backward_bytes=figures.backward_bytes,
+            weight_bytes=self.weight_bytes,
+            slot_bytes=self.slot_bytes,
+            gradient_bytes=self.gradient_bytes,
+            recompute=self.recompute,
+        )
+
+
 def segments_of(
     profile: Profile, names: Sequence[str], *, recompute: bool = True, slowness: float = 1.0
-) -> list[_C.ActivationSegment]:
+) -> list[Segment]:
     """The segments of a cut.
 
     Args:
@@ -32,16 +77,13 @@ def segments_of(
         gradients = [profile.blocks[block].gradient_bytes for block in blocks if block not in counted]
         counted.update(blocks)
         segments.append(
-            _C.ActivationSegment(
-                forward_seconds=figures.forward_seconds * slowness,
+            Segment(
+                figures=replace(
+                    figures,
+                    forward_seconds=figures.forward_seconds * slowness,
+                    parked_bytes=max(figures.parked_bytes, after),
+                ),
                 backward_seconds=figures.forward_seconds * slowness * profile.backward_ratio,
-                saved_fresh=figures.saved.fresh,
-                saved_all=figures.saved.all,
-                inputs_fresh=figures.inputs.fresh,
-                inputs_all=figures.inputs.all,
-                parked_bytes=max(figures.parked_bytes, after),
-                forward_bytes=figures.forward_bytes,
-                backward_bytes=figures.backward_bytes,
                 weight_bytes=sum(weights),
                 slot_bytes=max(weights, default=0),
                 gradient_bytes=sum(gradients),

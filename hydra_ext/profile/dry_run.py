@@ -8,6 +8,7 @@ workspaces of convolutions and the notes of recurrent layers; a real step finds 
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import sys
 import traceback
@@ -165,6 +166,8 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _reasons_given() -> Iterator[None]:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes the stack of what is raised, too
+    was_disabled, log.disabled = log.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -181,6 +184,8 @@ def _reasons_given() -> Iterator[None]:
             "of fn what reads numbers, such as .item(), print, numpy, or a choice by a tensor's values, or profile a "
             "real step"
         ) from error
+    finally:
+        log.disabled = was_disabled
 
 
 def _is_of_fakes(error: BaseException) -> bool:

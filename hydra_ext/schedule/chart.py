@@ -25,7 +25,7 @@ def save(core: _C.Schedule, timeline: _C.Timeline, path: str | os.PathLike[str])
     ranks = work_by_rank(core, timeline)
     columns = timeline.makespan / shortest(ranks)
     inches = min(max(columns * _COLUMN_INCHES, 6.0), _LONGEST_INCHES)
-    figure = _figure()(figsize=(inches, 1.1 + 0.42 * core.ranks), layout="constrained")
+    figure = new_figure("a schedule", figsize=(inches, 1.1 + 0.42 * core.ranks))
     axes = figure.subplots()
     for rank, work in enumerate(ranks):
         for timed in work:
@@ -39,6 +39,11 @@ def save(core: _C.Schedule, timeline: _C.Timeline, path: str | os.PathLike[str])
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     _add_legend(axes, figure, ranks)
+    write(figure, path)
+
+
+def write(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Raises TraceFileError if the file cannot be written."""
     try:
         figure.savefig(os.fspath(path), dpi=120, format="png")
     except OSError as error:
@@ -48,13 +53,15 @@ def save(core: _C.Schedule, timeline: _C.Timeline, path: str | os.PathLike[str])
         ) from error
 
 
-def _figure() -> Any:
+def new_figure(subject: str, *, figsize: tuple[float, float]) -> Any:
+    """Raises MissingDependency if matplotlib is not installed."""
     try:
-        return importlib.import_module("matplotlib.figure").Figure
+        figure = importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise MissingDependency(
-            "the picture of a schedule needs matplotlib, which is not installed: pip install 'hydra-ext[demo]'"
+            f"the picture of {subject} needs matplotlib, which is not installed: pip install 'hydra-ext[demo]'"
         ) from error
+    return figure(figsize=figsize, layout="constrained")
 
 
 def _draw_bar(axes: Any, core: _C.Schedule, rank: int, timed: TimedAction) -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import GPT2Config
 
 from hydra_ext.cli import main
+from hydra_ext.errors import PlanError
 
 PROBLEM = {
     "num_blocks": 24,
@@ -99,6 +100,9 @@ def test_a_missing_file_and_an_unknown_kind_are_refused(
 
 
 # ---- a model --------------------------------------------------------------------------------------------------------
+SMALL = ("--model", "support.models.small:Small")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     config = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=96)
@@ -128,15 +132,50 @@ def test_a_budget_that_is_too_small_is_an_answer(folder: Path, capsys: pytest.Ca
     assert "give at least" in capsys.readouterr().out
 
 
+def test_a_host_budget_that_is_too_small_is_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fitted(folder, "--host-budget", "40KiB", "--state-bytes", "0") == 0
+    shown = capsys.readouterr().out
+    assert "host 40.00 KiB, disk" in shown
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra_ext.plan.steps.problem.StepProblem.solve", refuse)
+        assert fitted(folder, "--host-budget", "1B") == 0
+    assert "Give a host_budget of" in capsys.readouterr().out
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise PlanError("no treatment fits the host")
+
+
+def test_a_plan_is_drawn(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ((), ("--budget", "1MiB"), ("--budget", "1MiB", "--round-size", "4")):
+        assert fitted(folder, "--png", str(tmp_path / "plan.png"), *more) == 0
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+        assert "what would help" in capsys.readouterr().out
+
+
+def test_a_picture_without_matplotlib(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert fitted(folder, "--png", "plan.png") == 2
+    assert "picture of a plan needs matplotlib" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--model", "no_such_folder"], "config.json"),
         (["--model", "no_such_module:Model"], "cannot be imported"),
         (["--model", "json:loads"], "torch.nn.Module"),
-        (["--model", "support.models.small:Small", "--batch", "many"], "no shape"),
-        (["--model", "support.models.small:Small", "--gpu", "abacus"], "rtx4090-24"),
-        (["--model", "support.models.small:Small", "--batch", "16x8", "--link", "0GB"], "link"),
+        ([*SMALL, "--batch", "many"], "no shape"),
+        ([*SMALL, "--gpu", "abacus"], "rtx4090-24"),
+        ([*SMALL, "--batch", "16x8", "--link", "0GB"], "link"),
+        ([*SMALL, "--batch", "16x9"], "fails with --batch 16x9: RuntimeError"),
+        ([*SMALL, "--batch", "0x8"], "no shape"),
+        ([*SMALL, "--batch", "16x8", "--round-size", "5"], "contradicts microbatches=4"),
+        ([*SMALL, "--batch", "16x8", "--host-budget", "much"], "host_budget"),
+        ([*SMALL, "--batch", "16x8", "--png", "/nowhere/at/all.png"], "the picture cannot be written"),
+        (["--model", "torch.nn:Linear"], "missing 2 required positional arguments"),
         (["--kind", "width_depth"], "nothing to plan"),
     ],
 )

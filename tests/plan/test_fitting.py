@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hydra_ext
-from hydra_ext.errors import BudgetTooSmall, InvalidArgument, InvalidBudget, NotOnFakeTensors
+from hydra_ext.errors import (
+    BudgetTooSmall,
+    HostBudgetTooSmall,
+    InvalidArgument,
+    InvalidBudget,
+    NotOnFakeTensors,
+    PlanError,
+)
 from hydra_ext.plan import CARDS, Card, Plan, fit
 from support.models.zoo import FAMILIES
 
@@ -114,6 +121,79 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
     assert planned(model, budget=error.needed).peak_bytes <= error.needed
 
 
+def test_memory_over_the_step_has_the_peak() -> None:
+    model = layered()
+    for budget in (None, int(1.3 * planned(model).least_bytes)):
+        plan = planned(model, budget=budget)
+        assert max(point.total for point in plan.memory) == plan.peak_bytes
+        names = [point.segment for point in plan.memory]
+        assert names == names[::-1]
+        assert {segment.name for segment in plan.segments} < set(names)
+
+
+def homes_of(model: nn.Module, state: int) -> int:
+    return sum(p.nbytes + (p.nbytes + state * p.numel()) * p.requires_grad for p in model.parameters())
+
+
+def test_the_host_holds_weights_gradients_state_and_activations_that_left() -> None:
+    model = layered()
+    model[0].requires_grad_(False)
+    without = planned(model, device=None, link=1e6)
+    assert (without.host_bytes, without.disk_bytes) == (homes_of(model, 0), 0)
+    optimizer = hydra_ext.optim.AdamW(model.parameters())
+    assert planned(model, device=None, link=1e6, optimizer=optimizer).host_bytes == homes_of(model, 8)
+    assert planned(model, device=None, link=1e6, optimizer=8).host_bytes == homes_of(model, 8)
+    lean = planned(model, budget=int(1.3 * without.least_bytes), recompute=False)
+    moved = lean.round_size * sum(segment.moved_bytes for segment in lean.segments)
+    assert lean.host_bytes >= homes_of(model, 0) + moved > homes_of(model, 0)
+
+
+def test_what_exceeds_the_hosts_budget_is_on_the_disk() -> None:
+    model = layered()
+    least = planned(model).least_bytes
+    options: dict[str, Any] = {"budget": 2 * least, "link": 1e12, "optimizer": 8, "recompute": False}
+    free = planned(model, **options)
+    homes = homes_of(model, 8)
+    assert free.host_bytes > homes
+    assert planned(model, **options, host_budget=free.host_bytes).disk_bytes == 0
+    for limit in (free.host_bytes - homes, homes - 1):
+        plan = planned(model, **options, host_budget=limit)
+        assert plan.host_bytes <= limit
+        assert plan.host_bytes + plan.disk_bytes >= homes
+
+
+def test_a_host_that_cannot_hold_what_has_to_leave() -> None:
+    model = layered()
+    options: dict[str, Any] = {"budget": planned(model).least_bytes, "recompute": False}
+    with pytest.raises(HostBudgetTooSmall, match="no activation leaves") as caught:
+        planned(model, **options, host_budget=1)
+    needed = caught.value.needed
+    plan = planned(model, **options, host_budget=needed)
+    assert plan.host_bytes == needed
+    assert plan.disk_bytes > 0
+    with pytest.raises(HostBudgetTooSmall):
+        planned(model, **options, host_budget=int(0.9 * needed))
+
+
+def test_a_given_round_size_is_kept() -> None:
+    model = layered()
+    alone, together = (planned(model, round_size=size) for size in (1, 4))
+    assert (alone.round_size, together.round_size) == (1, 4)
+    assert alone.least_bytes < together.least_bytes
+    with pytest.raises(BudgetTooSmall) as caught:
+        planned(model, round_size=4, budget=together.least_bytes - 1)
+    assert "the round's other microbatches" in caught.value.terms
+    assert sum(caught.value.terms.values()) == caught.value.needed == together.least_bytes
+    assert planned(model, round_size=4, budget=together.least_bytes).round_size == 4
+
+
+def test_an_operation_that_exceeds_the_budget() -> None:
+    model = nn.Linear(WIDTH, CLASSES)
+    with pytest.raises(BudgetTooSmall) as caught:
+        planned(model, budget=4 * ROWS * CLASSES)
+    assert caught.value.terms["activations"] >= 4 * ROWS * CLASSES
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -122,6 +202,13 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
         ({"link": float("nan")}, InvalidArgument, "nothing could move"),
         ({"link": "0GB"}, InvalidBudget, "link"),
         ({"microbatches": 0}, InvalidArgument, "at least one"),
+        ({"microbatches": 5000}, PlanError, "1 to 1023 microbatches"),
+        ({"round_size": 5}, InvalidArgument, "round_size=5 contradicts microbatches=4"),
+        ({"round_size": 0}, InvalidArgument, "round_size=0 contradicts"),
+        ({"host_budget": "0GB"}, InvalidBudget, "host_budget"),
+        ({"optimizer": -1}, InvalidArgument, "optimizer=-1"),
+        ({"optimizer": float("nan")}, InvalidArgument, "optimizer=nan"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, InvalidArgument, "optimizer=SGD: the size of its state"),
         ({"budget": "much"}, InvalidBudget, "budget"),
         ({"budget": -1}, InvalidBudget, "positive"),
     ],

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hydra_ext import _C
+from hydra_ext.errors import PlanError
 from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
+from hydra_ext.plan.steps.memory import memory_of, moved_bytes
 from hydra_ext.plan.steps.problem import REST, StepProblem
 
 _POINTS = 8  # of the curve
@@ -27,15 +30,16 @@ def answer(
     """Describes what the planner has found; by default the best plan for the budget."""
     setting = problem.setting
     found = problem.solve(budget) if found is None else found
-    weights = sum(block.weight_bytes for block in problem.profile.blocks)
-    gradients = sum(block.gradient_bytes for block in problem.profile.blocks)
-    segments = _segments(problem, found)
+    chain = problem.segments[found.cut]
+    held = problem.homes.nbytes + moved_bytes(chain, found)
+    host = held if problem.homes.host_budget is None else min(held, problem.homes.host_budget)
     return Plan(
         budget=budget,
         least_bytes=problem.least_bytes,
         ideal_bytes=problem.ideal_bytes,
         peak_bytes=found.peak_bytes + setting.buffer_bytes,
-        host_bytes=weights + gradients + found.round_size * sum(segment.moved_bytes for segment in segments),
+        host_bytes=host,
+        disk_bytes=held - host,
         microbatches=setting.microbatches,
         round_size=found.round_size,
         stash_bytes=found.stash_bytes,
@@ -45,7 +49,8 @@ def answer(
             "to device": found.to_device_seconds,
             "to host": found.to_host_seconds,
         },
-        segments=segments,
+        memory=memory_of(chain, found, setting.buffer_bytes),
+        segments=_segments(problem, found),
         curve=_curve(problem, budget, found.seconds),
         advice=_advice(problem, budget, found.seconds),
         measured_seconds=measured_seconds,
@@ -101,23 +106,32 @@ def _curve(problem: StepProblem, budget: int, seconds: float) -> tuple[tuple[int
     """Seconds at budgets from the least to the ideal one. What fits a budget also fits a larger one."""
     least, ideal = problem.least_bytes, problem.ideal_bytes
     budgets = [round(least * (ideal / least) ** (point / (_POINTS - 1))) for point in range(_POINTS)]
-    found = {each: problem.solve(max(each, least), effort=_EFFORT_OF_POINT).seconds for each in sorted({*budgets})}
+    found = {each: _seconds(problem, max(each, least), effort=_EFFORT_OF_POINT) for each in sorted({*budgets})}
     found[budget] = seconds
     best, curve = math.inf, []
     for each in sorted(found):
         best = min(best, found[each])
-        curve.append((each, best))
+        if best < math.inf:
+            curve.append((each, best))
     return tuple(curve)
 
 
 def _advice(problem: StepProblem, budget: int, seconds: float) -> tuple[Advice, ...]:
     """What would make steps faster, the best first. Seconds are of as many microbatches as the step has."""
-    more = problem.solve(int(budget * _MORE_BUDGET), effort=_EFFORT_OF_ADVICE).seconds
+    more = _seconds(problem, int(budget * _MORE_BUDGET), effort=_EFFORT_OF_ADVICE)
     tries = {f"{_MORE_BUDGET:g} times the budget": more}
     if problem.setting.to_device < math.inf:
-        tries["twice the link's speed"] = problem.solve(budget, faster=2.0, effort=_EFFORT_OF_ADVICE).seconds
+        tries["twice the link's speed"] = _seconds(problem, budget, faster=2.0, effort=_EFFORT_OF_ADVICE)
     if 2 * problem.setting.microbatches <= _MOST_MICROBATCHES:
-        twice = problem.solve(budget, microbatches=2 * problem.setting.microbatches, effort=_EFFORT_OF_ADVICE).seconds
+        twice = _seconds(problem, budget, microbatches=2 * problem.setting.microbatches, effort=_EFFORT_OF_ADVICE)
         tries["twice the microbatches in a step"] = twice / 2
     good = [Advice(change=change, seconds=each) for change, each in tries.items() if each < _GAIN * seconds]
     return tuple(sorted(good, key=lambda advice: advice.seconds))
+
+
+def _seconds(problem: StepProblem, budget: int, **options: Any) -> float:
+    """Infinite where the host holds no plan."""
+    try:
+        return problem.solve(budget, **options).seconds
+    except PlanError:
+        return math.inf

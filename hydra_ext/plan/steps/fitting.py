@@ -6,16 +6,18 @@ move and compute again under a budget.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from hydra_ext.errors import InvalidArgument
+from hydra_ext import _C
+from hydra_ext.errors import InvalidArgument, PlanError
 from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
-from hydra_ext.plan.steps.problem import StepProblem, StepSetting
+from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
 from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
 from hydra_ext.profile.dry_run import dry_run
@@ -29,23 +31,30 @@ def fit(
     fn: Callable[[Example], Any],
     *,
     microbatches: int = 4,
+    round_size: int | None = None,
+    recompute: bool = True,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | float = 0.0,
     device: Card | str | None = None,
     link: float | str | None = None,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
 ) -> Plan:
-    """Plans a training step from a dry run: no step is made, and no memory is taken.
+    """Plans a training step from a dry run, which makes no step and takes no memory.
 
-    Seconds are from operations, bytes and the speeds of the device. A card's published speeds are peaks, so a real step
-    takes longer; plans compare with each other.
+    Seconds come from speeds that are peaks: a real step takes longer. Plans compare with each other.
 
     Args:
         model: Any module, also one on meta.
         example: One microbatch. The numbers in it are not read.
         fn: As in ``run.step``: returns the loss of ``example``, alone or with metrics.
         microbatches: Of a step.
+        round_size: Microbatches that run together; by default as the planner chooses.
+        recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
+        host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
+        optimizer: Whose state is on the host, too: one of :mod:`hydra_ext.optim`, or bytes for each trained parameter.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
         param_dtype: Dtype in which weights compute; by default the model's own.
@@ -53,30 +62,71 @@ def fit(
 
     Raises:
         BudgetTooSmall: No plan fits. The error names the budget that would do, and the moment that needs it.
+        HostBudgetTooSmall: The host cannot hold the activations that have to leave the device.
         NotOnFakeTensors: ``fn`` needs numbers.
-        InvalidArgument: The card is unknown, or a number is not positive.
+        InvalidArgument: The card is unknown, a number is not positive, or arguments contradict each other.
     """
     card = card_named(device) if isinstance(device, str) else device
-    speed = link_of(link, card)
+    lane = link_of(link, card)
     setting = StepSetting(
         microbatches=_checked_count(microbatches),
-        to_device=speed,
-        to_host=speed,
+        to_device=lane,
+        to_host=lane,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         update_seconds=update_seconds,
+        round_sizes=_round_sizes(round_size, microbatches),
+        recompute=recompute,
     )
     asked = None if budget is None else parse_bytes(budget)
+    homes = _homes(model, optimizer, host_budget)
     dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    profile = dry_run(model, example, fn, param_dtype=param_dtype, speed=None if card is None else card.speed(dtype))
-    problem = StepProblem(profile, setting)
+    speed = None if card is None else card.speed(dtype)
+    problem = StepProblem(dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), setting, homes)
     if asked is None:
         asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    if asked < problem.least_bytes:
-        raise problem.too_small(asked)
-    return answer(problem, asked)
+    return answer(problem, asked, _solved(problem, asked))
+
+
+def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:
+    if budget < problem.least_bytes:
+        raise problem.too_small(budget)
+    try:
+        return problem.solve(budget)
+    except PlanError as error:
+        raise problem.host_too_small(budget) from error
 
 
 def _checked_count(microbatches: int) -> int:
     if microbatches < 1:
         raise InvalidArgument(f"microbatches={microbatches}: a step has at least one")
     return microbatches
+
+
+def _round_sizes(round_size: int | None, microbatches: int) -> tuple[int, ...]:
+    if round_size is None:
+        return ()
+    if not 1 <= round_size <= microbatches:
+        raise InvalidArgument(
+            f"round_size={round_size} contradicts microbatches={microbatches}: a round has 1 to {microbatches} of them"
+        )
+    return (round_size,)
+
+
+def _homes(model: nn.Module, optimizer: torch.optim.Optimizer | float, host_budget: int | str | None) -> Homes:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    gradients = sum(parameter.nbytes for parameter in trained)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if not hasattr(optimizer, "state_sizes"):
+            raise InvalidArgument(
+                f"optimizer={type(optimizer).__name__}: the size of its state is not known before a step; give one of "
+                "hydra_ext.optim, or its bytes for each trained parameter"
+            )
+        sizes = optimizer.state_sizes()
+        state = sum(sum(sizes.get(parameter, ())) for parameter in trained)
+    elif 0 <= optimizer < math.inf:
+        state = round(optimizer * sum(parameter.numel() for parameter in trained))
+    else:
+        raise InvalidArgument(f"optimizer={optimizer}: give an optimizer, or bytes for each trained parameter")
+    limit = None if host_budget is None else parse_bytes(host_budget, named="host_budget")
+    return Homes(nbytes=weights + gradients + state, host_budget=limit)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from hydra_ext.plan.steps.memory import MemoryPoint
+
 _BAR = 24  # characters of the longest bar
 
 
@@ -49,12 +51,15 @@ class Plan:
         least_bytes: The smallest budget that any plan fits.
         ideal_bytes: The budget with which all activations of a step stay, and all weights.
         peak_bytes: The most bytes in use, without weights that stay only because there is room.
-        host_bytes: Of weights, gradients and activations on the host, without the optimizer's state.
+        host_bytes: Of weights, gradients, optimizer state and activations on the host, without working memory. In a
+            running step without the optimizer's state.
+        disk_bytes: Of what exceeds the host's budget.
         microbatches: Of a step.
         round_size: Microbatches that run together; 1 for one after the other.
         stash_bytes: Room for activations on their way.
         seconds: Of a step.
         lanes: Seconds in which compute and each direction of the link are busy.
+        memory: Device bytes over a round: forward, then backward.
         segments: In the order of their calls.
         curve: Budgets, and the seconds of a step with each.
         advice: What would help, the best first.
@@ -67,11 +72,13 @@ class Plan:
     ideal_bytes: int
     peak_bytes: int
     host_bytes: int
+    disk_bytes: int
     microbatches: int
     round_size: int
     stash_bytes: int
     seconds: float
     lanes: Mapping[str, float]
+    memory: tuple[MemoryPoint, ...]
     segments: tuple[PlannedSegment, ...]
     curve: tuple[tuple[int, float], ...]
     advice: tuple[Advice, ...]
@@ -89,6 +96,7 @@ class Plan:
     def _head(self) -> list[str]:
         lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items())
         advice = [f"{each.change}: {each.seconds:.3g} s" for each in self.advice]
+        disk = f", disk {_size(self.disk_bytes)}" if self.disk_bytes else ""
         measured = []
         if self.measured_seconds is not None:
             peak = "" if self.measured_peak_bytes is None else f", peak {_size(self.measured_peak_bytes)}"
@@ -96,7 +104,7 @@ class Plan:
         return [
             f"budget {_size(self.budget)}; least {_size(self.least_bytes)}, ideal {_size(self.ideal_bytes)}",
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "
-            f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}",
+            f"peak {_size(self.peak_bytes)}, stash {_size(self.stash_bytes)}, host {_size(self.host_bytes)}{disk}",
             *measured,
             f"busy: {lanes}; {self.binding} binds",
             "what would help: " + ("; ".join(advice) if advice else "nothing that was tried"),

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra_ext import _C
-from hydra_ext.errors import BudgetTooSmall
-from hydra_ext.plan.segments import segments_of
-from hydra_ext.profile import Amount, Profile, cuts_of
+from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall, PlanError
+from hydra_ext.plan.segments import Segment, segments_of
+from hydra_ext.plan.steps.memory import moved_bytes
+from hydra_ext.profile import Amount, ModuleFigures, Profile, cuts_of
 
 REST = "(outside of the segments)"
+
+_NO_LIMIT = 2**63 - 1  # bytes of the host
+_CLOSE = 1.01  # times the least room on the host: near enough for an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,27 +42,45 @@ class StepSetting:
     slowness: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where a model lives.
+
+    Attributes:
+        nbytes: Of weights, gradients and optimizer state.
+        host_budget: Bytes that the host may hold, activations included; None for no limit. The rest is on the disk.
+    """
+
+    nbytes: int
+    host_budget: int | None = None
+
+
 class StepProblem:
     """The planner's problem: a model's cuts as chains of segments.
 
     Attributes:
-        names: Of the segments of each cut. The last one is what runs outside of them.
+        homes: As given, or the profile's weights and gradients on the host.
+        segments: Of each cut. The last one is what runs outside of the others.
+        names: Of the segments.
         least_bytes: The smallest budget that any plan fits.
         ideal_bytes: The budget with which all activations of a step stay, and all weights.
     """
 
-    def __init__(self, profile: Profile, setting: StepSetting) -> None:
+    def __init__(self, profile: Profile, setting: StepSetting, homes: Homes | None = None) -> None:
         self.profile = profile
         self.setting = setting
-        self.names = [(*names, REST) for names in cuts_of(profile)]
-        self.cuts = [
+        self.homes = homes or Homes(nbytes=sum(block.weight_bytes + block.gradient_bytes for block in profile.blocks))
+        self.segments = [
             [
                 *segments_of(profile, names, recompute=setting.recompute, slowness=setting.slowness),
                 _rest(profile, names, setting.slowness),
             ]
             for names in cuts_of(profile)
         ]
-        least = max(_C.least_activation_budget(self.cuts), profile.least_bytes())
+        self.names = [tuple(segment.name for segment in cut) for cut in self.segments]
+        self._cuts = [[segment.core() for segment in cut] for cut in self.segments]
+        least = _C.least_activation_budget(self._cuts, round_sizes=setting.round_sizes)
+        least = max(least, profile.least_bytes())
         self.least_bytes = least + setting.buffer_bytes
         self.ideal_bytes = max(self.least_bytes, self._ideal())
 
@@ -66,11 +88,11 @@ class StepProblem:
         """The budget with which all is kept, and all weights stay."""
         weights = sum(block.weight_bytes for block in self.profile.blocks)
         peaks = []
-        for cut in self.cuts:
+        for cut in self._cuts:
             *_, peak = _C.simulate_activations(
                 cut,
                 options=[_C.ActivationOption.KEEP] * len(cut),
-                round_size=self.setting.microbatches,
+                round_size=max(self.setting.round_sizes, default=self.setting.microbatches),
                 stash_bytes=0,
                 microbatches=self.setting.microbatches,
                 budget=1 << 49,
@@ -81,14 +103,35 @@ class StepProblem:
     def solve(
         self, budget: int, *, faster: float = 1.0, microbatches: int | None = None, effort: float = 1.0
     ) -> _C.ActivationPlan:
-        """The best plan under a budget; ``faster``: how many times as fast the link is as in the setting."""
+        """The best plan under a budget; ``faster``: how many times as fast the link is as in the setting.
+
+        Activations get what weights, gradients and optimizer state leave of the host. If that is not enough, these make
+        room by going to the disk.
+        """
+
+        def within(room: int) -> _C.ActivationPlan:
+            return self._solve(budget, room, faster=faster, microbatches=microbatches, effort=effort)
+
+        limit = self.homes.host_budget
+        if limit is None:
+            return within(_NO_LIMIT)
+        try:
+            return within(max(0, limit - self.homes.nbytes))
+        except PlanError:
+            return within(limit)
+
+    def _solve(
+        self, budget: int, room: int, *, faster: float = 1.0, microbatches: int | None = None, effort: float = 1.0
+    ) -> _C.ActivationPlan:
+        """With so many bytes of activations on the host."""
         setting = self.setting
         return _C.plan_activations(
-            self.cuts,
+            self._cuts,
             microbatches=microbatches or setting.microbatches,
             budget=budget - setting.buffer_bytes,
             to_device=setting.to_device * faster,
             to_host=setting.to_host * faster,
+            host_bytes=room,
             update_seconds=setting.update_seconds,
             round_sizes=setting.round_sizes,
             effort=effort,
@@ -110,7 +153,8 @@ class StepProblem:
     def too_small(self, budget: int) -> BudgetTooSmall:
         moment, name, terms = self._neediest()
         terms["buffers"] = self.setting.buffer_bytes
-        terms["between segments"] = self.least_bytes - sum(terms.values())
+        beside = "between segments" if 1 in (self.setting.round_sizes or (1,)) else "the round's other microbatches"
+        terms[beside] = self.least_bytes - sum(terms.values())
         terms = {what: size for what, size in terms.items() if size}
         listed = ", ".join(f"{what} {_C.human_bytes(size)}" for what, size in terms.items())
         return BudgetTooSmall(
@@ -123,6 +167,24 @@ class StepProblem:
             moment=moment,
             terms=terms,
             ideal=self.ideal_bytes,
+        )
+
+    def host_too_small(self, budget: int) -> HostBudgetTooSmall:
+        """The error for a budget that has plans, none of which the host can hold. Raises PlanError if it has none."""
+        found = self._solve(budget, _NO_LIMIT)
+        least, enough = self.homes.host_budget or 0, moved_bytes(self.segments[found.cut], found)
+        while enough > least + 1 and enough > _CLOSE * least:
+            middle = (least + enough) // 2
+            try:
+                self._solve(budget, middle)
+                enough = middle
+            except PlanError:
+                least = middle
+        return HostBudgetTooSmall(
+            f"host_budget={self.homes.host_budget} cannot hold the activations that leave the device: with "
+            f"budget={budget} they take {_C.human_bytes(enough)} in the plan with the fewest that was found. Give a "
+            f"host_budget of {enough} bytes, or more budget: with {self.ideal_bytes} bytes no activation leaves",
+            needed=enough,
         )
 
     def _neediest(self) -> tuple[str, str, dict[str, int]]:
@@ -145,7 +207,7 @@ class StepProblem:
         return f"{way} of {name or 'the model'}", name, terms
 
 
-def _rest(profile: Profile, names: Sequence[str], slowness: float) -> _C.ActivationSegment:
+def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
     """What runs outside of the segments, such as the loss, as one more segment behind them."""
     whole = profile.modules[""]
     inside = [profile.modules[name] for name in names]
@@ -155,16 +217,15 @@ def _rest(profile: Profile, names: Sequence[str], slowness: float) -> _C.Activat
     used = {block for name in names for block in profile.blocks_of(name)}
     blocks = [block for number, block in enumerate(profile.blocks) if number not in used]
     weights = [block.weight_bytes for block in blocks]
-    return _C.ActivationSegment(
-        forward_seconds=forward_seconds,
+    return Segment(
+        figures=ModuleFigures(
+            name=REST,
+            forward_seconds=forward_seconds,
+            saved=Amount(fresh=saved, all=saved),
+            forward_bytes=max((figures.own_forward_bytes for figures in outside), default=0),
+            backward_bytes=max((figures.own_backward_bytes for figures in outside), default=0),
+        ),
         backward_seconds=forward_seconds * profile.backward_ratio,
-        saved_fresh=saved,
-        saved_all=saved,
-        inputs_fresh=0,
-        inputs_all=0,
-        parked_bytes=0,
-        forward_bytes=max((figures.own_forward_bytes for figures in outside), default=0),
-        backward_bytes=max((figures.own_backward_bytes for figures in outside), default=0),
         weight_bytes=sum(weights),
         slot_bytes=max(weights, default=0),
         gradient_bytes=sum(block.gradient_bytes for block in blocks),

@@ -1,0 +1,96 @@
+"""What a planned step holds on the device, segment by segment, and of activations on the host.
+
+The formulas are those of ``csrc/plan/step_simulation.h``, which gives the largest sum and not its terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hydra_ext import _C
+from hydra_ext.plan.segments import Segment
+
+_AGAIN = (_C.ActivationOption.RECOMPUTE, _C.ActivationOption.RECOMPUTE_OFFLOADED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPoint:
+    """Device bytes at the neediest moment of a segment's forward or backward.
+
+    Weights that stay only because there is room do not count.
+
+    Attributes:
+        segment: The module.
+        way: ``forward`` or ``backward``.
+        buffers: Of the model.
+        stash: Room for activations on their way.
+        kept: Activations that stay until backward reads them.
+        weights: Of the segment; with rounds of 1, of its largest block.
+        in_use: Activations that are alive in the segment, of all microbatches of the round.
+        gradients: Of the segment's parameters; with rounds of 1, of one block.
+    """
+
+    segment: str
+    way: str
+    buffers: int
+    stash: int
+    kept: int
+    weights: int
+    in_use: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return self.buffers + self.stash + self.kept + self.weights + self.in_use + self.gradients
+
+
+def memory_of(segments: Sequence[Segment], found: _C.ActivationPlan, buffer_bytes: int) -> tuple[MemoryPoint, ...]:
+    """A round's forward, then its backward."""
+    forward = [*_points(segments, found, buffer_bytes, "forward")]
+    backward = [*_points(segments, found, buffer_bytes, "backward")]
+    return (*forward, *reversed(backward))
+
+
+def _points(
+    segments: Sequence[Segment], found: _C.ActivationPlan, buffer_bytes: int, way: str
+) -> Iterator[MemoryPoint]:
+    size, kept = found.round_size, 0
+    for segment, option in zip(segments, found.options, strict=True):
+        kept += size * _kept(segment, option)
+        in_use, gradients = segment.figures.forward_bytes, 0
+        if way == "backward":
+            in_use, gradients = segment.figures.backward_bytes, segment.gradient_bytes
+            gradients = gradients if size > 1 else min(gradients, segment.slot_bytes)
+            if option in _AGAIN:
+                in_use = max(segment.figures.forward_bytes, in_use) + max(
+                    segment.figures.saved.fresh, segment.figures.saved.all
+                )
+        yield MemoryPoint(
+            segment=segment.name or "(the model)",
+            way=way,
+            buffers=buffer_bytes,
+            stash=found.stash_bytes,
+            kept=kept,
+            weights=segment.weight_bytes if size > 1 else segment.slot_bytes,
+            in_use=in_use + (size - 1) * segment.figures.parked_bytes,
+            gradients=gradients,
+        )
+
+
+def moved_bytes(segments: Sequence[Segment], found: _C.ActivationPlan) -> int:
+    """Activations of a round that are on the host at once."""
+    moved = 0
+    for segment, option in zip(segments, found.options, strict=True):
+        moved += segment.figures.saved.fresh if option == _C.ActivationOption.OFFLOAD else 0
+        moved += segment.figures.inputs.fresh if option == _C.ActivationOption.RECOMPUTE_OFFLOADED else 0
+    return found.round_size * moved
+
+
+def _kept(segment: Segment, option: _C.ActivationOption) -> int:
+    """Bytes of one microbatch that stay."""
+    if option == _C.ActivationOption.KEEP:
+        return max(segment.figures.saved.fresh, segment.figures.saved.all)
+    if option == _C.ActivationOption.RECOMPUTE:
+        return max(segment.figures.inputs.fresh, segment.figures.inputs.all)
+    return 0
