@@ -212,21 +212,6 @@ def test_a_size_of_rounds_that_is_given_is_kept_to(size: int) -> None:
     assert left.report.rounds == STEPS * -(-MICROBATCHES // size)
 
 
-def test_a_plan_keeps_to_a_size_of_rounds_that_is_given() -> None:
-    """With room for a plan of such rounds, and not for all that they save; a plan of one microbatch would do, too."""
-    sizes: list[int] = []
-
-    def note(run: hydra_ext.Run) -> None:
-        assert run.fit is not None
-        assert run.fit.applied is not None
-        sizes.append(run.fit.applied.round_size)
-
-    subject = SUBJECTS["tied"]
-    left = train(subject, 800_000, after_step=note, round_size=3)
-    assert left.differences(train_plain(subject)) == []
-    assert sizes == [3] * STEPS
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_whether_blocks_are_recomputed_is_as_given(recompute: bool) -> None:
     subject = SUBJECTS["tied"]
