@@ -28,7 +28,10 @@ myst_heading_anchors = 3
 # A reference to something of hydra_ext that is not there is an error. Not looked up: names of other libraries, and
 # types of its own that stand in signatures and no caller needs by name.
 nitpicky = True
-_OWN = r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|runtime|tiled\.devices)\b.*"
+_OWN = (
+    r"hydra_ext\.(_C|blocks|activations\.saving|optim\.host_optimizer|runtime|tiled\.devices|profile"
+    r"|plan\.\w+\.\w+\.Example)\b.*"
+)
 nitpick_ignore_regex = [(r"py:.*", r"(?!hydra_ext\.).*"), (r"py:.*", _OWN)]
 
 autodoc_member_order = "bysource"

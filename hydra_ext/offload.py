@@ -71,7 +71,7 @@ class offload:  # noqa: N801 - a verb: it is used as a function
             plans what stays, what leaves and what is computed again, so that steps fit the budget and are fast; see
             :meth:`Run.plan`. Hooks on saved tensors that are active around a forward take precedence. A policy such as
             ``hydra_ext.Offload()``, or one for each module, as :class:`hydra_ext.stash` takes it, is kept to. None
-            leaves all of them on the device.
+            leaves all of them on the device, and so does ``"auto"`` with a ``host_budget``.
         process_group: Ranks that train copies of this model together. None takes torch.distributed's default group if
             it is initialised and has several ranks; False takes none. The copies have to be alike. They begin with
             rank 0's parameters and buffers, as in ``DistributedDataParallel``; give the optimizers equal states.
@@ -133,7 +133,8 @@ class offload:  # noqa: N801 - a verb: it is used as a function
         self._grad_dtype = grad_dtype
         check_group(process_group)
         self._process_group = process_group
-        self._activations = activations
+        # What leaves the device is not counted against a host budget, so nothing leaves unless the user says so.
+        self._activations = None if activations == "auto" and self._host_limit is not None else activations
         if activations is not None and activations != "auto":
             default_policy(activations)  # raises InvalidArgument for an invalid policy
             policies_of(activations, model)

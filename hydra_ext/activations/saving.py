@@ -109,6 +109,7 @@ class Saving:
         functional.install()
 
     def unhook(self) -> None:
+        self.drop_stale()
         functional.remove()
         self._recomputed.choose((), None)
         for call in reversed(self._stand_ins):
@@ -125,7 +126,7 @@ class Saving:
             pack: Callable[[torch.Tensor], Any] = self._core.pack
             profiler = self._profiler
             if profiler is not None and torch.is_grad_enabled() and not profiler.runs:
-                pack = _watched(pack, profiler)
+                pack = _watched(self._core, profiler)
                 stack.enter_context(profiler.forward())
             stack.enter_context(saved_tensors_hooks(pack, self._core.unpack))
             treatment = self._default if self._dynamic is None else self._dynamic.treatment()
@@ -146,6 +147,11 @@ class Saving:
     def recompute(self, modules: Collection[nn.Module], device: torch.device) -> None:
         """From now on these modules are recomputed if a second call repeats the first. Called between forwards."""
         self._recomputed.choose(modules, device)
+
+    def drop_stale(self) -> None:
+        """Removes hooks that an interrupt has left on the calling thread, where no forward is under way."""
+        while (hooks := _saved_tensors_hooked(True)) is not None and _core_of(hooks[0]) is self._core:
+            _autograd._pop_saved_tensors_default_hooks()
 
     def report(self) -> StashReport:
         """Waits for the transfers under way, and returns the figures."""
@@ -174,15 +180,22 @@ class Saving:
         return _C.Treatment.keep() if isinstance(policy, Keep) else _C.Treatment.move()
 
 
-def _watched(pack: Callable[[torch.Tensor], Any], profiler: Profiler) -> Callable[[torch.Tensor], Any]:
+def _watched(core: _C.Stash, profiler: Profiler) -> Callable[[torch.Tensor], Any]:
     @steps_aside
     @not_traced
     def watched(tensor: torch.Tensor) -> Any:
         profiler.saves(tensor)
-        return pack(tensor)
+        return core.pack(tensor)
 
-    watching: Callable[[torch.Tensor], Any] = watched
-    return watching
+    watching: Any = watched
+    watching.core = core
+    packs: Callable[[torch.Tensor], Any] = watching
+    return packs
+
+
+def _core_of(pack: Any) -> Any:
+    """The stash to which a hook passes saved tensors; None for hooks of others."""
+    return getattr(pack, "core", None) or getattr(pack, "__self__", None)
 
 
 def _step_begins(layers: Iterable[Layers]) -> None:
@@ -195,6 +208,7 @@ def _can_hook() -> bool:
     return _saved_tensors_hooks_allowed() and _saved_tensors_hooked(True) is None
 
 
+_autograd: Any = torch._C._autograd
 _saved_tensors_hooked = torch._C._autograd._top_saved_tensors_default_hooks
 _saved_tensors_hooks_allowed: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
 _keys = itertools.count(1)  # keys of scopes; 0 is the scope of a whole stash

@@ -91,7 +91,8 @@ class Pipeline:
         checks: Switches for tests. They need a budget.
         plan: ``"auto"`` chooses what is not given of ``microbatches``, ``stages``, ``cuts``, ``replicas`` and
             ``recompute``, from the batch of the first call and times that the first rank measures. Every call then gets
-            the whole batch on all ranks, and each line takes its share. ``pipe.plan`` says what was chosen, and why.
+            the whole batch on all ranks, and each line takes its share. From then on ``pipe.plan`` says what was
+            chosen, and a rank has its place, and ``pipe.schedule``.
 
     Raises:
         InvalidArgument: An argument has another type or value than given here, the ranks do not divide into lines, or

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 
 _STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
-_LOOP_SHARE = 0.85  # of a plan's memory, in a loop of the user with modules that are recomputed
 _MOST_FAILURES = 3  # in one step, before the frugal way
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
@@ -68,7 +67,7 @@ class StepKind:
     recompute: bool
 
 
-_LOOP = StepKind(1, 1, recompute=True)  # a loop of the user
+_LOOP = StepKind(1, 1, recompute=False)  # a loop of the user
 
 
 @dataclass
@@ -285,12 +284,9 @@ class Fit:
         """The best plan, and the best one with the other kind of rounds if it is hardly slower. Empty if none fits."""
         kind, count, planner = self._kind, self._kind.microbatches, self.planner
         if kind is _LOOP:
-            # What a second forward saves cannot leave, and a failure cannot be undone.
-            plans = [
-                planner.plan(1, [1], recompute=True, share=_LOOP_SHARE),
-                planner.plan(1, [1], recompute=False),
-            ]
-            return sorted(filter(None, plans), key=lambda plan: plan.seconds)[:1]
+            # Nothing can be undone there: not what a second forward changes outside the model, nor one without memory.
+            plan = planner.plan(1, [1], recompute=False)
+            return [] if plan is None else [plan]
         sizes = [] if kind.size is None else [min(kind.size, count)]
         best = planner.plan(count, sizes, recompute=kind.recompute)
         if best is None or kind.size is not None or count == 1:

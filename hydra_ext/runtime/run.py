@@ -517,6 +517,8 @@ class Run:
             self._checkpoint.step_begins()
             if self.fit is not None and not self.meter.inside:
                 self.fit.forward_begins()
+        if self._saving is not None and not self.core.gate.open:
+            self._saving.drop_stale()
         window, token = self.core.window, _C.WindowToken()
         arguments = Arguments(self._place.move_input)
         failed = True

@@ -155,10 +155,8 @@ class StepPlanner:
             gradient_bytes=sum(size for size, needs in zip(sizes, trained, strict=True) if needs),
         )
 
-    def plan(
-        self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool, share: float = 1.0
-    ) -> PlannedStep | None:
-        """The best plan with one of these sizes of rounds; None if none fits this share of the budget."""
+    def plan(self, microbatches: int, round_sizes: Sequence[int], *, recompute: bool) -> PlannedStep | None:
+        """The best plan with one of these sizes of rounds; None if none fits the budget."""
         if self.profile is None:
             return None
         to_device, to_host = (lane.bytes_per_second() for lane in self._lanes)
@@ -173,7 +171,7 @@ class StepPlanner:
         )
         problem = StepProblem(self.profile, setting)
         try:
-            found = problem.solve(int(self._budget * self._share * share))
+            found = problem.solve(int(self._budget * self._share))
         except PlanError as error:
             logger.info("no plan for a step's activations: %s", error)
             return None

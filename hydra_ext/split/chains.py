@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hydra_ext.plan import Boundary, Event, SharedParameters
-from hydra_ext.plan.pipelines.chains import Chain
+from hydra_ext.plan.pipelines.chains import Chain, Overheads
 from hydra_ext.profile import Profile, device_of, dry_run, faked
 from hydra_ext.profile.cards import Speed
 from hydra_ext.split.rehearsal.record import Rehearsal
@@ -31,6 +31,7 @@ def chain_of(
     profile: Profile | None = None,
     param_dtype: torch.dtype | None = None,
     input_bytes: int = 0,
+    overheads: Overheads | None = None,
 ) -> Chain:
     """The chain of a rehearsed model.
 
@@ -43,6 +44,7 @@ def chain_of(
         profile: What the modules save; without one nothing counts as saved.
         param_dtype: Dtype in which floating parameters compute; by default their own.
         input_bytes: Of the microbatch.
+        overheads: Of a stage; None for none.
     """
     sizes = {
         name: parameter.numel()
@@ -77,6 +79,7 @@ def chain_of(
         ),
         working_bytes=working,
         input_bytes=input_bytes,
+        overheads=overheads or Overheads(),
     )
 
 

@@ -24,6 +24,8 @@ from support.ranks import run_ranks
         ("layers", {"replicas": 1, "schedule": "1f1b"}),
         ("layers", {"replicas": 1, "schedule": "gpipe", "stages": 4, "microbatches": 2}),
         ("layers", {"cuts": ["3"], "replicas": 1, "microbatches": 4, "budget": 2**20}),
+        ("stateful", {"replicas": 1, "recompute": True, "microbatches": 4}),
+        ("unbuilt", {}),
         ("gpt2", {"replicas": 1}),
     ],
 )
@@ -37,6 +39,13 @@ def test_a_plan_has_the_bits_of_its_choices_by_hand(name: str, options: dict[str
     assert choice["schedule"] == options.get("schedule", "2bw")
     for key, chosen in (("replicas", "width"), ("recompute",) * 2, ("stages",) * 2, ("microbatches",) * 2):
         assert choice[chosen] == options.get(key, choice[chosen])
+
+
+def test_four_ranks_follow_one_plan(tmp_path: Path) -> None:
+    ranks = run_ranks(both, "layers", {"schedule": "1f1b"}, folder=tmp_path, size=4)
+    assert all(rank["same"] for rank in ranks)
+    assert len({str(rank["choice"]) for rank in ranks}) == 1
+    assert ranks[0]["choice"]["width"] * ranks[0]["choice"]["depth"] == 4
 
 
 def test_all_ranks_call_fn_equally_often(tmp_path: Path) -> None:

@@ -161,8 +161,20 @@ def test_a_leaf_outside_of_the_model_has_its_gradient_once(size: int | None, tra
         model, outside = Scaled(), nn.Parameter(torch.ones(8))
         optimizer = torch.optim.SGD([*model.parameters(), *([outside] if trained else [])], lr=0.1)
 
-        def fn(x: Tensor, model: nn.Module = model, outside: Tensor = outside) -> Tensor:
-            return functional.cross_entropy(model(x) * outside, torch.arange(len(x)) % 8)
+        left_until, armed = [3], [False]  # the third microbatch of the second step, in its backward
+
+        def fn(
+            x: Tensor,
+            model: nn.Module = model,
+            outside: Tensor = outside,
+            left_until: list[int] = left_until,
+            armed: list[bool] = armed,
+        ) -> Tensor:
+            output = model(x)
+            left_until[0] -= armed[0]
+            if armed[0] and left_until[0] == 0:
+                output.register_hook(_out_of_memory)  # the leaf has its gradient by then
+            return functional.cross_entropy(output * outside, torch.arange(len(x)) % 8)
 
         if not offloaded:
             for _ in range(3):
@@ -173,21 +185,10 @@ def test_a_leaf_outside_of_the_model_has_its_gradient_once(size: int | None, tra
                 if trained:
                     outside.grad = None
         else:
-            left_until, armed = [3], [False]  # the third microbatch of the second step, in its backward
-
-            def failing_once(
-                x: Tensor, fn: Any = fn, left_until: list[int] = left_until, armed: list[bool] = armed
-            ) -> Tensor:
-                loss = fn(x)
-                left_until[0] -= armed[0]
-                if armed[0] and left_until[0] == 0:
-                    loss.register_hook(_out_of_memory)
-                return loss
-
             with hydra_ext.offload(model, optimizer, budget=2**20, device=SimulatedDevice()) as run:
                 for fails in (False, True, False):
                     armed[0] = fails
-                    run.step(data, failing_once, round_size=size)
+                    run.step(data, fn, round_size=size)
                 assert run.report().retries == 1
         left.append(
             [*noted(model).values(), outside.detach(), torch.zeros(8) if outside.grad is None else outside.grad]
@@ -204,16 +205,9 @@ def _out_of_memory(_gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [1, 2, 3, MICROBATCHES])
 def test_a_size_of_rounds_that_is_given_is_kept_to(size: int) -> None:
-    sizes: list[int] = []
-
-    def note(run: hydra_ext.Run) -> None:
-        assert run.fit is not None
-        sizes.append(size if run.fit.applied is None else run.fit.applied.round_size)
-
     subject = SUBJECTS["tied"]
-    left = train(subject, 2**22, after_step=note, round_size=size)
+    left = train(subject, 2**22, round_size=size)
     assert left.differences(train_plain(subject)) == []
-    assert sizes == [size] * STEPS
     assert left.report is not None
     assert left.report.rounds == STEPS * -(-MICROBATCHES // size)
 

@@ -16,7 +16,7 @@ from hydra_ext.pipeline.planning.layout import Given, Layout
 from hydra_ext.pipeline.planning.measuring import Measuring
 from hydra_ext.pipeline.ranks.topology import Topology
 from hydra_ext.pipeline.ranks.watch import Watch
-from hydra_ext.pipeline.stages.splitting import BYTES_PER_SECOND, compare, given_borders, made_ready
+from hydra_ext.pipeline.stages.splitting import compare, given_borders, made_ready
 from hydra_ext.plan.pipelines.chains import measured_at
 from hydra_ext.plan.pipelines.forecast import PipelinePlan
 from hydra_ext.plan.pipelines.planning import update_seconds
@@ -91,20 +91,25 @@ def planned_layout(
             borders = given_borders(rehearsal, len(given.cuts) + 1, given.cuts)
             constraints = replace(constraints, cuts=tuple(borders[1:-1]))
         chains.append(measuring.chain(microbatch, samples, rehearsal))
-    (memory_speed,) = measuring.common(
-        "to plan updates", [speed_of_this_machine(device, dtype_of(model)).bytes_per_second]
-    )
-    cluster = Cluster(
+    cluster = _cluster(measuring, world, device, dtype_of(model), budget)
+    plan = search(measured_at(chains), cluster, replace(constraints, samples=tuple(sizes)))
+    compare(repr((plan.choice, plan.cuts)), "found another plan than rank 0", watch, where="to follow one plan")
+    return _layout(plan), plan
+
+
+def _cluster(measuring: Measuring, world: int, device: torch.device, dtype: torch.dtype, budget: int | None) -> Cluster:
+    (memory_speed,) = measuring.common("to plan updates", [speed_of_this_machine(device, dtype).bytes_per_second])
+    bytes_per_second, latency = measuring.link(world)
+    return Cluster(
         devices=world,
-        bytes_per_second=BYTES_PER_SECOND,
+        bytes_per_second=bytes_per_second,
+        latency=latency,
+        overlap=device.type != "cpu",  # there messages take the time of the cores that compute
         update_seconds=update_seconds(memory_speed, _STATE_COPIES),
         state_copies=_STATE_COPIES,
         weights_at_home=budget is not None,
         budget=budget,
     )
-    plan = search(measured_at(chains), cluster, replace(constraints, samples=tuple(sizes)))
-    compare(repr((plan.choice, plan.cuts)), "found another plan than rank 0", watch, where="to follow one plan")
-    return _layout(plan), plan
 
 
 def _constraints(given: Given, batch: Any) -> Constraints:

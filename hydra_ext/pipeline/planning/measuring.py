@@ -5,21 +5,28 @@ All ranks make the same calls of ``fn``. The first rank's times count, so that a
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hydra_ext.pipeline.ranks.watch import Watch
 from hydra_ext.pipeline.stages.splitting import compare, timed
-from hydra_ext.plan.pipelines.chains import Chain
+from hydra_ext.plan.pipelines.chains import Chain, Overheads
 from hydra_ext.profile import dry_run
 from hydra_ext.profile.cards import Speed
-from hydra_ext.split import Rehearsal, rehearse, time_events
-from hydra_ext.split.chains import chain_of
+from hydra_ext.split import Rehearsal, is_absent, rehearse, time_events, time_microbatch
+from hydra_ext.split.chains import BACKWARD, chain_of
 from hydra_ext.state.arguments import tensors_in
+from hydra_ext.state.module_state import ModuleState
 
+_TIMES = 4
+_SUMMED = 2**20  # float32 numbers of the sum that measures a link
+_STATES_AGAIN = 4.0  # copies of the modules' state that a recomputed stage takes beyond a plain one, as measured
 _ANY_SPEED = Speed(flops_per_second=1.0, bytes_per_second=1.0)  # only the bytes of a dry run are read
 
 
@@ -62,20 +69,59 @@ class Measuring:
         """The chain for a microbatch of so many samples."""
 
         def measure() -> list[float]:
-            return time_events(self._model, self._fn, microbatch, rehearsal, seed=self._seed, device=self._device)
+            events = time_events(self._model, self._fn, microbatch, rehearsal, seed=self._seed, device=self._device)
+            whole = time_microbatch(self._model, self._fn, microbatch, seed=self._seed, device=self._device)
+            return [
+                *events,
+                *((sum(events), BACKWARD * sum(events)) if whole is None else whole),
+                self._state_seconds(),
+            ]
 
-        seconds = timed(measure, self._watch, where=f"of microbatches of {samples}")
+        *events, forward, backward, state = timed(measure, self._watch, where=f"of microbatches of {samples}")
+        events[-1] += max(forward - sum(events), 0.0)  # glue: most of it is the loss
         profile = dry_run(self._model, microbatch, self._fn, speed=_ANY_SPEED) if self._counts_bytes else None
         return chain_of(
             self._model,
             rehearsal,
-            seconds,
+            events,
             samples=samples,
+            backward=backward / forward if forward else BACKWARD,
             profile=profile,
             input_bytes=sum(tensor.nbytes for tensor in tensors_in(microbatch)),
+            overheads=Overheads(passing=state, recomputing=_STATES_AGAIN * state),
         )
+
+    def _state_seconds(self) -> float:
+        """Of a copy of the modules' state."""
+        found = []
+        for _ in range(_TIMES):
+            begin = time.perf_counter()
+            ModuleState.now([self._model]).copied(apart=is_absent)
+            found.append(time.perf_counter() - begin)
+        return min(found)
+
+    def link(self, world: int) -> tuple[float, float]:
+        """Bytes a second between ranks, each way, and seconds of a short message: by sums over all of them."""
+        if world == 1:
+            return math.inf, 0.0
+        place = self._device if dist.get_backend() == "nccl" else torch.device("cpu")
+        large, small = (torch.zeros(size, device=place) for size in (_SUMMED, 1))
+        self._watch.meet("before the links are measured")
+        sums, latency = _fastest_sum(large), _fastest_sum(small)
+        found = self.common("to plan messages", [sums, latency])
+        return 2 * (world - 1) / world * large.nbytes / max(found[0] - found[1], 1e-9), found[1]
 
     def common(self, where: str, numbers: Sequence[float]) -> list[float]:
         """The first rank's numbers."""
         found: list[float] = self._watch.meet(where, list(numbers))[0]
         return found
+
+
+def _fastest_sum(values: torch.Tensor) -> float:
+    found = []
+    for _ in range(_TIMES):
+        begin = time.perf_counter()
+        dist.all_reduce(values)
+        values.sum().item()  # waits for a GPU, too
+        found.append(time.perf_counter() - begin)
+    return min(found)

@@ -38,7 +38,7 @@ from hydra_ext.split.stages.stand_ins import replace_tensors
 from hydra_ext.split.stages.state_dicts import refuse_state_dicts
 from hydra_ext.split.state.carried import attribute_tensors
 
-BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
+_BYTES_PER_SECOND = 1e9  # speed of hops, for choosing cuts: a few bytes justify only a little imbalance
 
 
 def split_parts(
@@ -260,7 +260,7 @@ def _chosen(model: nn.Module, rehearsal: Rehearsal, stages: int, seconds: Sequen
     _refuse_too_few(rehearsal, stages)
     chain = chain_of(model, rehearsal, seconds)
     partition = partition_chain(
-        chain.events, chain.boundaries, stages=stages, shared=chain.shared, bandwidth=BYTES_PER_SECOND
+        chain.events, chain.boundaries, stages=stages, shared=chain.shared, bandwidth=_BYTES_PER_SECOND
     )
     return partition.cuts
 

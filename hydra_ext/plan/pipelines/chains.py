@@ -10,6 +10,19 @@ from hydra_ext.plan.chain import Boundary, Event, SharedParameters
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """Seconds that a stage takes for each microbatch beside its events.
+
+    Attributes:
+        passing: Of every stage.
+        recomputing: More, of a stage that is recomputed.
+    """
+
+    passing: float = 0.0
+    recomputing: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chain:
     """The calls of a model's blocks, in order.
 
@@ -21,6 +34,7 @@ class Chain:
         shared: Parameters that several events use.
         working_bytes: For each event, the most bytes in use at once beside what it saves.
         input_bytes: Of a microbatch.
+        overheads: Of a stage, however many events it has.
     """
 
     samples: int
@@ -30,6 +44,7 @@ class Chain:
     shared: tuple[SharedParameters, ...] = ()
     working_bytes: tuple[int, ...] = ()
     input_bytes: int = 0
+    overheads: Overheads = Overheads()
 
     @property
     def possible_cuts(self) -> list[int]:
@@ -90,6 +105,7 @@ def affine(small: Chain, large: Chain) -> ChainAt:
             shared=small.shared,
             working_bytes=tuple(map(count, small.working_bytes, large.working_bytes)),
             input_bytes=count(small.input_bytes, large.input_bytes),
+            overheads=small.overheads,
         )
 
     return at

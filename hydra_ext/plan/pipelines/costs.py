@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -156,44 +157,54 @@ class Judge:
         chain, planned = self.chain, []
         for stage, (begin, end) in enumerate(pairwise((0, *cuts, len(chain.events)))):
             own = chain.events[begin:end]
-            forward = sum(event.forward_seconds for event in own)
+            forward = sum(event.forward_seconds for event in own) + chain.overheads.passing
             backward = sum(event.backward_seconds for event in own)
+            if self.choice.recompute:
+                backward += forward + chain.overheads.recomputing
             planned.append(
                 PlannedStage(
                     rank=stage % self.choice.depth,
                     begin=begin,
                     names=chain.names[begin:end],
                     forward_seconds=forward,
-                    backward_seconds=backward + (forward if self.choice.recompute else 0.0),
+                    backward_seconds=backward,
                     weight_bytes=chain.weight_bytes(begin, end),
-                    nbytes=self._stage_bytes(stage, begin, end),
+                    nbytes=self._held_bytes(stage, begin, end) + self._passing_bytes(begin, end),
                 )
             )
         return tuple(planned)
 
-    def _stage_bytes(self, stage: int, begin: int, end: int) -> int:
+    def _held_bytes(self, stage: int, begin: int, end: int) -> int:
+        """What a stage holds all the time, or for microbatches in flight."""
         chain, cluster = self.chain, self.cluster
         own = chain.events[begin:end]
-        saved = sum(event.activation_bytes for event in own)
-        flying = self._peak(stage)
         if self.choice.recompute:
-            arriving = chain.crossing_bytes(begin) if begin else 0
-            activations = flying * (arriving + chain.input_bytes) + saved
+            kept = (chain.crossing_bytes(begin) if begin else 0) + chain.input_bytes
         else:
-            activations = flying * saved
+            kept = sum(event.activation_bytes for event in own)
         if cluster.weights_at_home:
             weights = 2 * max(event.parameter_bytes for event in own)
         else:
             copies = (self._runs or [])[-1].weights[stage] + cluster.state_copies
             weights = math.ceil(copies * chain.weight_bytes(begin, end))
-        return weights + activations + max(chain.working_bytes[begin:end], default=0)
+        return weights + self._peak(stage) * kept
+
+    def _passing_bytes(self, begin: int, end: int) -> int:
+        """What a stage holds while it computes, beside that: a rank computes one of its stages at a time."""
+        again = sum(event.activation_bytes for event in self.chain.events[begin:end]) if self.choice.recompute else 0
+        return again + max(self.chain.working_bytes[begin:end], default=0)
 
     def _peak(self, stage: int) -> int:
         counts = [run.in_flight[stage] for run in self._runs or []]
         return round(_at(self.choice.microbatches, self._counts, counts))
 
     def rank_bytes(self, stages: Sequence[PlannedStage]) -> tuple[int, ...]:
-        return tuple(sum(each.nbytes for each in stages if each.rank == rank) for rank in range(self.choice.depth))
+        held, passing = [0] * self.choice.depth, [0] * self.choice.depth
+        for stage in stages:
+            most = self._passing_bytes(stage.begin, stage.begin + len(stage.names))
+            held[stage.rank] += stage.nbytes - most
+            passing[stage.rank] = max(passing[stage.rank], most)
+        return tuple(map(operator.add, held, passing))
 
     # ---- seconds ----------------------------------------------------------------------------------------------------
     def least_seconds(self, stages: Sequence[PlannedStage]) -> float:
@@ -225,6 +236,7 @@ class Judge:
             crossing_bytes=[float(self._crossing(first, second)) for first, second in hops],
             bytes_per_second=self.cluster.bytes_per_second,
             latency=[self.cluster.latency if first.rank != second.rank else 0.0 for first, second in hops],
+            overlap=self.cluster.overlap,
         ).period
 
     def _crossing(self, first: PlannedStage, second: PlannedStage) -> int:

@@ -50,6 +50,7 @@ class Cluster:
         state_copies: Bytes of the optimizer's state for each byte of weights.
         weights_at_home: Whether weights are on the host, and only those of one block on the device.
         budget: Device bytes of a rank; None for no limit.
+        overlap: Whether messages and sums go on beside computes.
     """
 
     devices: int
@@ -59,6 +60,7 @@ class Cluster:
     state_copies: float = 2.0
     weights_at_home: bool = False
     budget: int | None = None
+    overlap: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from hydra_ext.errors import SplitError
+from hydra_ext.outputs import split
 from hydra_ext.runtime.rounds.isolation import Surroundings
 from hydra_ext.split.blocks import blocks_call, find_blocks
 from hydra_ext.split.rehearsal.glue_mode import away
@@ -72,6 +73,53 @@ def time_events(
         if len(measured[-1]) != len(rehearsal.events):
             raise SplitError(f"fn made {len(measured[-1])} calls of blocks; in the rehearsal {len(rehearsal.events)}")
     return [statistics.median(times) for times in zip(*measured[1:], strict=True)]
+
+
+def time_microbatch(
+    model: nn.Module,
+    fn: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    seed: int = 0,
+    runs: int = 2,
+    device: torch.device | None = None,
+) -> tuple[float, float] | None:
+    """Seconds of a whole forward, and of its backward: the fewest of ``runs`` after one that does not count.
+
+    The model, its gradients, and generators that ``fn`` draws from are as before. None if parameters are absent, or if
+    the backward cannot run without adding to gradients.
+    """
+    device = device or device_of(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    measured = []
+    undo, drawn = Undo(), DrawnGenerators()
+    for number in range(runs + 1):
+        surroundings = Surroundings(device)
+        try:
+            with (
+                host_randomness_kept(),
+                unchanged(model, microbatch),
+                ChangeWatch(undo) as changes,
+                DrawWatch(drawn) as draws,
+            ):
+                copy = own_copy(microbatch)
+                EventRandomness(device, seed).begin()
+                with _unwatched(changes, draws) if number > 0 else nullcontext():
+                    started = _now(device)
+                    loss, _ = split(fn(copy))
+                    between = _now(device)
+                    torch.autograd.grad(loss, trained, allow_unused=True)
+                    measured.append((between - started, _now(device) - between))
+        except RuntimeError:  # of a checkpoint that is reentrant, for instance
+            return None
+        finally:
+            undo.put_back()
+            drawn.put_back()
+            surroundings.restore()
+    forward, backward = (min(times) for times in zip(*measured[1:], strict=True))
+    return forward, backward
 
 
 def _run(

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hydra_ext
 from hydra_ext.errors import HydraError
 from hydra_ext.pipeline import Pipeline
 from support.models.zoo import FAMILIES
@@ -17,13 +18,27 @@ from support.pipeline.pipelines import sgd
 ROWS, WIDTH, STEPS = 16, 24, 3
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(5))
+    )
+
+
+def stateful() -> nn.Module:
+    """Layers with running statistics and random numbers."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)) for _ in range(4))
+    )
+
+
+PLAIN = {"layers": layers, "stateful": stateful, "unbuilt": layers}
+
+
 def made(name: str) -> tuple[nn.Module, list[Any], Callable[[nn.Module, Any], Any]]:
     """A model, its batches, and its loss."""
     torch.manual_seed(0)
-    if name == "layers":
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)) for _ in range(5))
-        )
+    if name in PLAIN:
+        model = hydra_ext.materialize(layers) if name == "unbuilt" else PLAIN[name]()
         batches = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(STEPS)]
         return model, batches, lambda model, x: (model(x) - x).square().mean()
     family = FAMILIES[name]

@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra_ext.errors import InvalidSchedule
 from hydra_ext.plan import Boundary, Event, SharedParameters
-from hydra_ext.plan.pipelines.chains import Chain
+from hydra_ext.plan.pipelines.chains import Chain, Overheads
 from hydra_ext.plan.pipelines.question import Cluster
 from hydra_ext.schedule import Schedule, make
 
@@ -42,6 +42,7 @@ def random_chain(draw: random.Random) -> dict[int, Chain]:
     working = [draw.randint(0, 20) for _ in range(count)]
     crossing = [draw.randint(1, 20) for _ in range(count - 1)]
     possible = [draw.random() < 0.9 for _ in range(count - 1)]
+    overheads = Overheads(passing=draw.choice([0.0, 0.3]), recomputing=draw.choice([0.0, 0.5]))
     shared = tuple(
         SharedParameters(nbytes=draw.randint(1, 20), events=tuple(sorted(draw.sample(range(count), 2))))
         for _ in range(draw.randint(0, 1))
@@ -67,6 +68,7 @@ def random_chain(draw: random.Random) -> dict[int, Chain]:
             shared=shared,
             working_bytes=tuple(samples * size for size in working),
             input_bytes=3 * samples,
+            overheads=overheads,
         )
 
     return {samples: at(samples) for samples in range(1, 25)}
@@ -80,6 +82,7 @@ def random_cluster(draw: random.Random) -> Cluster:
         update_seconds=draw.choice([0.0, 0.01]),
         state_copies=draw.choice([0.0, 2.0]),
         weights_at_home=draw.random() < 0.2,
+        overlap=draw.random() < 0.7,
     )
 
 
@@ -119,24 +122,26 @@ def schedule_of(way: Way) -> Schedule:
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 def rank_bytes(way: Way, chain: Chain, cluster: Cluster) -> list[float]:
-    held = [0.0] * way.depth
+    held, passing = [0.0] * way.depth, [0.0] * way.depth
     borders = [0, *way.cuts, len(chain.events)]
     for stage, (begin, end) in enumerate(pairwise(borders)):
         flying, gradients = peaks(schedule_of(way), stage)
-        own = chain.events[begin:end]
-        kept = sum(event.activation_bytes for event in own)
+        own, rank = chain.events[begin:end], stage % way.depth
+        saved = sum(event.activation_bytes for event in own)
+        working = max(chain.working_bytes[begin:end])
         if way.recompute:
             arriving = chain.boundaries[begin - 1].crossing_bytes if begin else 0
-            total = flying * (arriving + chain.input_bytes) + kept
+            held[rank] += flying * (arriving + chain.input_bytes)
+            passing[rank] = max(passing[rank], saved + working)
         else:
-            total = flying * kept
+            held[rank] += flying * saved
+            passing[rank] = max(passing[rank], working)
         if cluster.weights_at_home:
-            total += 2 * max(event.parameter_bytes for event in own)
+            held[rank] += 2 * max(event.parameter_bytes for event in own)
         else:
             versions = 2 if way.kind == "2bw" else 1
-            total += (versions + gradients + cluster.state_copies) * weights(chain, begin, end)
-        held[stage % way.depth] += total + max(chain.working_bytes[begin:end])
-    return held
+            held[rank] += (versions + gradients + cluster.state_copies) * weights(chain, begin, end)
+    return [sum(both) for both in zip(held, passing, strict=True)]
 
 
 def weights(chain: Chain, begin: int, end: int) -> int:
@@ -174,8 +179,7 @@ def end_of(way: Way, chain: Chain, cluster: Cluster, batches: int) -> float:
     borders = [0, *way.cuts, len(chain.events)]
     schedule = schedule_of(way)
     lists = schedule.unroll(batches)
-    forward = [sum(event.forward_seconds for event in chain.events[a:b]) for a, b in pairwise(borders)]
-    backward = [sum(event.backward_seconds for event in chain.events[a:b]) for a, b in pairwise(borders)]
+    forward, backward = _stage_seconds(way, chain, borders)
     sizes = [weights(chain, a, b) for a, b in pairwise(borders)]
     arrived: dict[tuple[str, int, int, int], float] = {}
     summed: dict[tuple[int, int], float] = {}
@@ -195,8 +199,7 @@ def end_of(way: Way, chain: Chain, cluster: Cluster, batches: int) -> float:
                 if need not in arrived:
                     return False
                 now = max(now, arrived[need])
-            again = forward[stage] if way.recompute else 0.0
-            end = clock[rank] = now + (forward[stage] if name == "F" else backward[stage] + again)
+            end = clock[rank] = now + (forward[stage] if name == "F" else backward[stage])
             to = ("value", stage + 1, *key) if name == "F" else ("gradient", stage - 1, *key)
             if 0 <= to[1] < stages and to[1] % way.depth == rank:
                 arrived[to] = end
@@ -206,6 +209,7 @@ def end_of(way: Way, chain: Chain, cluster: Cluster, batches: int) -> float:
             start = max(now, free.get(hop, 0.0))
             free[hop] = start + chain.boundaries[border - 1].crossing_bytes / cluster.bytes_per_second
             end = free[hop] + cluster.latency
+            clock[rank] = now if cluster.overlap else end
             arrived[("value", stage + 1, *key) if name == "SF" else ("gradient", stage - 1, *key)] = end
         elif name == "R":
             took = 0.0
@@ -213,6 +217,7 @@ def end_of(way: Way, chain: Chain, cluster: Cluster, batches: int) -> float:
                 took = 2 * (way.width - 1) * sizes[stage] / way.width / cluster.bytes_per_second + cluster.latency
             end = free["sums", rank] = max(now, free.get(("sums", rank), 0.0)) + took
             summed[stage, action.batch] = end
+            clock[rank] = now if cluster.overlap else end
         elif name == "U":
             end = clock[rank] = max(now, summed[stage, action.batch]) + cluster.update_seconds * sizes[stage]
         next_of[rank] += 1
@@ -226,3 +231,13 @@ def end_of(way: Way, chain: Chain, cluster: Cluster, batches: int) -> float:
                 went = True
         assert went, "ranks block each other"
     return last
+
+
+def _stage_seconds(way: Way, chain: Chain, borders: list[int]) -> tuple[list[float], list[float]]:
+    forward, backward = [], []
+    for begin, end in pairwise(borders):
+        own = chain.events[begin:end]
+        forward.append(chain.overheads.passing + sum(event.forward_seconds for event in own))
+        again = forward[-1] + chain.overheads.recomputing if way.recompute else 0.0
+        backward.append(sum(event.backward_seconds for event in own) + again)
+    return forward, backward
