@@ -109,7 +109,6 @@ class Saving:
         functional.install()
 
     def unhook(self) -> None:
-        self.drop_stale()
         functional.remove()
         self._recomputed.choose((), None)
         for call in reversed(self._stand_ins):
@@ -148,6 +147,7 @@ class Saving:
         """From now on these modules are recomputed if a second call repeats the first. Called between forwards."""
         self._recomputed.choose(modules, device)
 
+    @nothing_traced
     def drop_stale(self) -> None:
         """Removes hooks that an interrupt has left on the calling thread, where no forward is under way."""
         while (hooks := _saved_tensors_hooked(True)) is not None and _core_of(hooks[0]) is self._core:

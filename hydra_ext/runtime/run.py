@@ -466,6 +466,8 @@ class Run:
             if root.is_swapped(self.model):
                 stack.callback(root.restore, self.model)
             if self._saving is not None:
+                if not self.core.gate.open:
+                    stack.callback(self._saving.drop_stale)
                 stack.callback(self._saving.close)
                 stack.callback(self._saving.unhook)
             stack.callback(sites.remove, self.layout.sites)
