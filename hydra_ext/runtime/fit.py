@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hydra_ext.plan.steps.forecast import Plan
     from hydra_ext.runtime.step_planner import PlannedStep, StepPlanner
 
-_STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
+STRICT = 1  # byte of room: saved tensors leave at once, and come when they are read
 _MOST_FAILURES = 3  # in one step, before the frugal way
 _NEAR = 1.3  # times the seconds of the best plan: one that is slower is not timed
 _REPLANS = 3  # because a forecast was far off
@@ -244,7 +244,7 @@ class Fit:
         self.applied = None
         self._saving.leaves_all_on_device = False
         self._saving.recompute((), self._owner.device)
-        self._saving.set_room(_STRICT)
+        self._saving.set_room(STRICT)
 
     def _measure(self) -> None:
         self._rung = Rung.MEASURED

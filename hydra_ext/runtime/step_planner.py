@@ -6,42 +6,25 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import nn
 
 from hydra_ext import _C
 from hydra_ext.activations.profiler import Profiler
-from hydra_ext.blocks import Block, Layout
+from hydra_ext.blocks import Block
 from hydra_ext.errors import PlanError
 from hydra_ext.plan.steps.problem import StepProblem, StepSetting
 from hydra_ext.profile import ModuleFigures, Profile
 from hydra_ext.profile.figures import BlockFigures
+from hydra_ext.runtime.fit import STRICT, FitOwner
 from hydra_ext.runtime.placement.residents import buffer_bytes
 
 logger = logging.getLogger(__name__)
 
-_STRICT = 1  # byte of room: saved tensors leave at once
 _SHARE = 0.97  # of the budget that a plan may take
 _CUDA_SHARE = 0.9  # there: memory that the allocator cannot use, since it is in pieces
 _TIGHTER = 0.94  # of that share, after a failure that no change of shapes explains
 _OFF = 0.3  # a step that differs by more from its forecast is planned again
 _LEAST_SAMPLE = 2**16  # bytes from which a lane's speed is measured
 _NOTHING = Profile(modules={"": ModuleFigures(name="")})  # of a model whose forward was not seen
-
-
-class PlannerOwner(Protocol):
-    """The run whose steps are planned."""
-
-    model: nn.Module
-    layout: Layout
-    core: _C.PagedModel
-    device: torch.device
-    budget: int
-
-    def activation_bytes(self) -> int: ...
-    def face_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +98,7 @@ class StepPlanner:
         slowness: Seconds of compute for each one of the profile.
     """
 
-    def __init__(self, owner: PlannerOwner) -> None:
+    def __init__(self, owner: FitOwner) -> None:
         self._owner = owner
         self._budget = owner.budget
         self._share = _CUDA_SHARE if owner.device.type == "cuda" else _SHARE
@@ -177,7 +160,7 @@ class StepPlanner:
             return None
         keeps_all = all(option == _C.ActivationOption.KEEP for option in found.options)
         room = found.stash_bytes + found.round_size * problem.kept_bytes(found)
-        return PlannedStep(problem, found, self._budget if keeps_all else max(_STRICT, room))
+        return PlannedStep(problem, found, self._budget if keeps_all else max(STRICT, room))
 
 
 class _LaneSpeed:
