@@ -183,7 +183,6 @@ class Profiler:
             blocks=tuple(blocks),
             sites={site.name: site.blocks for site in self._layout.sites if site.name in self._measured},
             backward_ratio=max(0.5, backward / forward) if forward > 0 else 2.0,
-            largest_saved_bytes=self._storages.largest,
         )
 
     def _figures(self, name: str, module: nn.Module, peaks: dict[str, tuple[int, int]]) -> ModuleFigures:
@@ -224,18 +223,13 @@ class _Forward:
 
 
 class _Storages:
-    """The storages of saved tensors, without those of the model's own tensors.
-
-    Attributes:
-        largest: Bytes of the largest one.
-    """
+    """The storages of saved tensors, without those of the model's own tensors."""
 
     def __init__(self, model: nn.Module) -> None:
         own = [*model.parameters(), *model.buffers()]
         with _unseen():
             self._own = {tensor.untyped_storage()._cdata for tensor in own if _has_storage(tensor)}
         self._known: dict[_Key, StorageWeakRef] = {}
-        self.largest = 0
 
     def counts(self, tensor: Tensor) -> bool:
         """Whether a stash would take the tensor."""
@@ -256,7 +250,6 @@ class _Storages:
         key, size, fresh = _key_of(tensor), tensor.untyped_storage().nbytes(), self.is_fresh(tensor)
         if fresh:
             self._known[key] = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self.largest = max(self.largest, size)
         return key, size, fresh
 
 

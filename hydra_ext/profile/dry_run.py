@@ -256,7 +256,6 @@ def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) ->
         blocks=_blocks(layout, param_dtype),
         sites={site.name: site.blocks for site in layout.sites},
         backward_ratio=backward / forward if forward else 2.0,
-        largest_saved_bytes=watch.largest_saved,
     )
 
 

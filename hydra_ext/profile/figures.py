@@ -80,14 +80,12 @@ class Profile:
         blocks: The model's weights, in the order of the model.
         sites: Numbers of the blocks that a module uses itself, by the module's name.
         backward_ratio: Seconds of a backward for each second of its forward.
-        largest_saved_bytes: Of one storage.
     """
 
     modules: Mapping[str, ModuleFigures]
     blocks: tuple[BlockFigures, ...] = ()
     sites: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     backward_ratio: float = 2.0
-    largest_saved_bytes: int = 0
 
     def children(self, name: str) -> list[ModuleFigures]:
         """The modules directly inside one, in the model's order."""

@@ -75,7 +75,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         log: Calls of modules, with what they save and take.
         timeline: Storages that live, without parameters and buffers.
         gradients: Numbers of the storages that were gradients of parameters in the end.
-        largest_saved: Bytes of the largest storage that was saved.
     """
 
     def __init__(self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn) -> None:
@@ -86,7 +85,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.log = CallLog()
         self.timeline = Timeline()
         self.gradients: set[int] = set()
-        self.largest_saved = 0
         self._storages = Storages(lambda number, size: self.timeline.add(self.log.part, number, -size))
         self._known: set[Storage] = set()
         self._back: dict[int, weakref.ref[Any]] = {}  # by the number of the storage that was saved
@@ -171,7 +169,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is None:
             return self._asleep(tensor.detach)
         size = tensor.untyped_storage().nbytes()
-        self.largest_saved = max(self.largest_saved, size)
         for call in self.log.open_calls:
             call.saved[key] = size
             if key not in self._known:
