@@ -75,6 +75,8 @@ def test_every_budget_from_the_least_on_is_enough(seed: int | None, rounds: bool
         assert_same(found, expected)
         assert report.activations is not None
         assert report.activations.to_device_bytes > 0
+        if budget == LEAST:  # little comes ahead only to be given up and brought again
+            assert report.activations.to_device_bytes <= 1.4 * STEPS * MICROBATCHES * LAYERS * SAVED
         assert report.evictions > 0 or budget > LEAST
         assert_empty(report.activations)
 

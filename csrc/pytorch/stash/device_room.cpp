@@ -11,7 +11,19 @@ bool DeviceRoom::has_room(Bytes bytes) const noexcept {
 }
 
 bool DeviceRoom::may_come_ahead(Bytes bytes) const noexcept {
-  return budget_ ? has_room(bytes) : usage_.held - asked_for_ + bytes <= std::max(largest_, share_of_pass());
+  const Bytes wanted = ahead() + bytes;
+  if (most_ahead_ && wanted > *most_ahead_) {
+    return false;
+  }
+  return budget_ ? has_room(bytes) : wanted <= std::max(largest_, share_of_pass());
+}
+
+void DeviceRoom::note_asked_for(Bytes bytes) noexcept {
+  constexpr Bytes kRegrowth = 8;
+  asked_for_ += bytes;
+  if (most_ahead_) {
+    *most_ahead_ += bytes / kRegrowth;
+  }
 }
 
 Bytes DeviceRoom::share_of_pass() const noexcept {
@@ -46,6 +58,7 @@ void DeviceRoom::note_peak() noexcept { pass_.peak_bytes = std::max(pass_.peak_b
 void DeviceRoom::end_pass() noexcept {
   const std::int64_t next = pass_.number + 1;
   last_pass_ = std::exchange(pass_, StashPass{.number = next});
+  most_ahead_.reset();
 }
 
 }  // namespace hydra

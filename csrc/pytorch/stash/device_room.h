@@ -42,7 +42,8 @@ class DeviceRoom final {
   void set_budget(std::optional<Bytes> budget) noexcept { budget_ = budget; }
   bool has_room(Bytes bytes) const noexcept;
   /// Whether `bytes` more may come back ahead of their use. Without a budget, only as much as the largest interval, or
-  /// an eighth of the last pass, may be there ahead of its use.
+  /// an eighth of the last pass, may be there ahead of its use. After note_given_up() no more than was there then, and
+  /// an eighth of what is read meanwhile: so little is brought twice.
   bool may_come_ahead(Bytes bytes) const noexcept;
   /// Whether intervals that the host has too stay on the device.
   bool keeps_copies() const noexcept { return budget_ && has_room(0); }
@@ -54,7 +55,9 @@ class DeviceRoom final {
   void hold(Bytes bytes, bool is_resident) noexcept;
   void free(Bytes bytes, bool is_resident, bool was_asked_for) noexcept;
   /// Counts held bytes that backward has read: it will read other intervals next.
-  void note_asked_for(Bytes bytes) noexcept { asked_for_ += bytes; }
+  void note_asked_for(Bytes bytes) noexcept;
+  /// An allocation has taken the memory of an interval that was there ahead of its use.
+  void note_given_up() noexcept { most_ahead_ = ahead(); }
   void note_new_form(Bytes before, Bytes after) noexcept { pass_.form_bytes += after - before; }
   /// Updates the pass's peak. Called when room has been made.
   void note_peak() noexcept;
@@ -65,10 +68,12 @@ class DeviceRoom final {
 
  private:
   Bytes share_of_pass() const noexcept;
+  Bytes ahead() const noexcept { return usage_.held - asked_for_; }
 
   std::optional<Bytes> budget_;
   Usage usage_;
-  Bytes asked_for_ = 0;  // held bytes that backward has read
+  Bytes asked_for_ = 0;              // held bytes that backward has read
+  std::optional<Bytes> most_ahead_;  // in this pass, since memory was given up
   Bytes largest_ = 0;
   StashPass pass_{.number = 1};
   std::optional<StashPass> last_pass_;

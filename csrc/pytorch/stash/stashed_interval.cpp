@@ -310,7 +310,9 @@ std::optional<IntervalIndex::RoomStep> StashedInterval::give_up(const Lock& lock
     return IntervalIndex::RoomStep{.freed = {}, .awaited = arriving_, .departing = nullptr};
   }
   if (is_copied()) {
-    return IntervalIndex::RoomStep{.freed = free_copy(lock), .awaited = nullptr, .departing = nullptr};
+    c10::Storage freed = free_copy(lock);
+    index_->room(lock).note_given_up();
+    return IntervalIndex::RoomStep{.freed = std::move(freed), .awaited = nullptr, .departing = nullptr};
   }
   if (state_ == kOnDevice && (form_.coder || !wishes_.encodable)) {
     return IntervalIndex::RoomStep{.freed = {}, .awaited = nullptr, .departing = shared_from_this()};
