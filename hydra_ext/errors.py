@@ -182,7 +182,15 @@ class PlanDoesNotFit(PlanError):
 
 
 class NotOnFakeTensors(HydraError, RuntimeError):
-    """A function cannot run on fake tensors, which have no numbers. Nothing was changed; the message says why."""
+    """A function cannot run on fake tensors, which have no numbers. Nothing was changed; the message says why.
+
+    Attributes:
+        reason: What asked for numbers, and the line of the user's code.
+    """
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class TraceFileError(HydraError, OSError):

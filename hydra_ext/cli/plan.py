@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from pathlib import Path
 
 from hydra_ext.errors import HydraError, PlanError
-from hydra_ext.plan import Solution, solve
+from hydra_ext.plan import Plan, Solution, solve
 
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_MODEL = 0.5  # of the host's memory, at most, for a model that is built to be measured
 _STATE_BYTES = {"float32": 8.0, "bfloat16": 10.0, "float16": 12.0}  # of hydra_ext.optim.AdamW, by dtype of weights
 
 
@@ -49,27 +53,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fitted(options: argparse.Namespace) -> str:
-    import torch
-
-    from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
-    from hydra_ext.integrations.shapes import model_and_microbatch
-    from hydra_ext.plan import fit
+    from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall, NotOnFakeTensors
 
     shape = _shape(options.batch)
     try:
-        model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype))
-        plan = fit(
-            model,
-            batch,
-            fn,
-            microbatches=options.microbatches,
-            round_size=options.round_size,
-            budget=options.budget,
-            host_budget=options.host_budget,
-            optimizer=_STATE_BYTES[options.dtype] if options.state_bytes is None else options.state_bytes,
-            device=options.gpu,
-            link=options.link,
-        )
+        try:
+            plan = _plan_on("meta", options, shape)
+        except NotOnFakeTensors as error:
+            if not _has_room(options, shape):
+                raise
+            logger.info("the model is made with numbers: %s", error.reason)
+            plan = _plan_on("cpu", options, shape)
     except (BudgetTooSmall, HostBudgetTooSmall) as error:
         return str(error)
     except HydraError:
@@ -84,6 +78,40 @@ def _fitted(options: argparse.Namespace) -> str:
 
         draw(plan, options.png)
     return str(plan)
+
+
+def _plan_on(device: str, options: argparse.Namespace, shape: list[int]) -> Plan:
+    import torch
+
+    from hydra_ext.integrations.shapes import model_and_microbatch
+    from hydra_ext.plan import fit
+
+    model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype), device)
+    return fit(
+        model,
+        batch,
+        fn,
+        microbatches=options.microbatches,
+        round_size=options.round_size,
+        budget=options.budget,
+        host_budget=options.host_budget,
+        optimizer=_STATE_BYTES[options.dtype] if options.state_bytes is None else options.state_bytes,
+        device=options.gpu,
+        link=options.link,
+    )
+
+
+def _has_room(options: argparse.Namespace, shape: list[int]) -> bool:
+    """Whether the host has room for the model with numbers, beside a microbatch."""
+    import torch
+
+    from hydra_ext.integrations.shapes import model_and_microbatch
+    from hydra_ext.runtime.placement.host_memory import memory_limit
+
+    model, _, _ = model_and_microbatch(options.model, shape, getattr(torch, options.dtype))
+    built = 4 * sum(parameter.numel() for parameter in model.parameters())  # constructors work in float32
+    limit = memory_limit()
+    return limit is None or _SHARE_OF_MODEL * limit > built
 
 
 def _shape(batch: str) -> list[int]:

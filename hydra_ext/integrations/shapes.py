@@ -1,4 +1,4 @@
-"""Models without weights, from a folder with a configuration or from a class, with a microbatch of a given shape."""
+"""Models and microbatches, from a folder with a configuration or from a class: on meta, or with random weights."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Loss = Callable[[Any], Any]
 
 
 def model_and_microbatch(
-    source: str, shape: Sequence[int], dtype: torch.dtype
+    source: str, shape: Sequence[int], dtype: torch.dtype, device: str = "meta"
 ) -> tuple[nn.Module, dict[str, Tensor], Loss]:
-    """A model on meta, a microbatch of zeros, and the function that computes its loss.
+    """A model, a microbatch of zeros, and the function that computes its loss.
 
     Args:
         source: A folder with the ``config.json`` of a transformers model, or a class as ``package.module:Class``, whose
             constructor takes no arguments and whose forward takes one tensor.
         shape: Of a microbatch: rows and tokens for a text model, else all sizes of its main input.
         dtype: Of the weights.
+        device: Where they are: on meta they have no numbers.
 
     Raises:
         InvalidArgument: There is no such folder or class, or no such model.
@@ -33,7 +34,7 @@ def model_and_microbatch(
     """
     folder = Path(source)
     if (folder / "config.json").is_file():
-        return _of_folder(folder, shape, dtype)
+        return _of_folder(folder, shape, dtype, device)
     package, colon, name = source.partition(":")
     if not colon or folder.exists():
         raise InvalidArgument(f"--model {source}: give a folder with a config.json, or a class as package.module:Class")
@@ -43,12 +44,14 @@ def model_and_microbatch(
         raise InvalidArgument(f"--model {source} cannot be imported: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise InvalidArgument(f"--model {source} is no torch.nn.Module: give a class of one")
-    with torch.device("meta"):
+    with torch.device(device):
         model = kind().to(dtype)
-    return model, {"input": torch.empty(*shape, dtype=dtype, device="meta")}, lambda batch: _mean(model(batch["input"]))
+    return model, {"input": torch.zeros(*shape, dtype=dtype, device=device)}, lambda batch: _mean(model(batch["input"]))
 
 
-def _of_folder(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor], Loss]:
+def _of_folder(
+    folder: Path, shape: Sequence[int], dtype: torch.dtype, device: str
+) -> tuple[nn.Module, dict[str, Tensor], Loss]:
     try:
         import transformers
     except ImportError as error:
@@ -58,16 +61,16 @@ def _of_folder(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> tuple[
     kind = getattr(transformers, named[0], None)
     if kind is None:
         raise InvalidArgument(f"{folder}: this transformers has no {named[0]}")
-    with torch.device("meta"):
+    with torch.device(device):
         model = kind.from_config(config) if named[0].startswith("AutoModel") else kind(config)
     model = model.to(dtype).train()
     name = model.main_input_name
     if name == "input_ids":
-        given = torch.empty(*shape, dtype=torch.long, device="meta")
+        given = torch.zeros(*shape, dtype=torch.long, device=device)
         batch = {name: given, "labels": given}
     else:
-        batch = {name: torch.empty(*shape, dtype=dtype, device="meta")}
-        batch["labels"] = torch.empty(shape[0], dtype=torch.long, device="meta")
+        batch = {name: torch.zeros(*shape, dtype=dtype, device=device)}
+        batch["labels"] = torch.zeros(shape[0], dtype=torch.long, device=device)
     return model, batch, lambda batch: model(**batch).loss
 
 

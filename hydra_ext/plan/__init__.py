@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hydra_ext.plan.pipelines.question import PipelineChoice
     from hydra_ext.plan.solution import Solution
     from hydra_ext.plan.steps.fitting import fit
-    from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
+    from hydra_ext.plan.steps.forecast import Advice, MeasuredStep, Plan, PlannedSegment
     from hydra_ext.plan.steps.memory import MemoryPoint
     from hydra_ext.profile.cards import CARDS, Card
 
@@ -27,6 +27,7 @@ __all__ = [
     "Crossover",
     "CrossoverPoint",
     "Event",
+    "MeasuredStep",
     "MemoryPoint",
     "Partition",
     "PipelineAlternative",
@@ -53,6 +54,7 @@ _ON_FIRST_USE = {  # a run imports one planner
     "Crossover": "hydra_ext.plan.pipelines.crossover",
     "CrossoverPoint": "hydra_ext.plan.pipelines.crossover",
     "Event": "hydra_ext.plan.chain",
+    "MeasuredStep": "hydra_ext.plan.steps.forecast",
     "MemoryPoint": "hydra_ext.plan.steps.memory",
     "Partition": "hydra_ext.plan.chain",
     "PipelineAlternative": "hydra_ext.plan.pipelines.forecast",

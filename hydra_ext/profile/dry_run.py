@@ -10,36 +10,30 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from hydra_ext import _C
-from hydra_ext.blocks import Layout, discover
 from hydra_ext.calls import StandIn, standing_in
 from hydra_ext.errors import AlreadyOffloaded, InvalidDevice, NotOnFakeTensors, UnsupportedModel
-from hydra_ext.outputs import check_loss, split
-from hydra_ext.profile.call_log import Call, amount
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
-from hydra_ext.profile.fakes import Fakes, on_fakes
-from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
+from hydra_ext.profile.fakes import Fakes
+from hydra_ext.profile.figures import Profile
+from hydra_ext.profile.form import profile_of
+from hydra_ext.profile.microbatch import nothing_compiled, random_state_kept, run_microbatch
 from hydra_ext.profile.operators import run_on_fakes, seconds_of
+from hydra_ext.profile.replacing import replaced
 from hydra_ext.profile.watch import Watch
-from hydra_ext.state.randomness import RandomState
 
 Example = TypeVar("Example")
 
-_BLOCKS_PER_MODEL = 16  # as offload cuts it, where the budget does not ask for smaller ones
 _OF_FAKES = re.compile(r"fake ?tensor|tensor subclasses|data pointer|invalid python storage|meta tensor", re.IGNORECASE)
 
 
@@ -83,30 +77,9 @@ def dry_run(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
     watch = Watch(lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
-    with _random_state_kept(place), on_fakes(model, fakes), _reasons_given():
-        watch.exempt([*model.parameters(), *model.buffers()])
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(watch.take_gradient)  # type: ignore[no-untyped-call]
-        with _nothing_compiled(), torch.enable_grad(), mode, watch:
-            given = [Fakes(mode, place, None).of_value(example)]
-            _run(watch, model, given, fn, trained)
-    return _profile(model, watch, param_dtype)
-
-
-def _run(watch: Watch, model: nn.Module, given: list[Any], fn: Callable[[Any], Any], trained: Sequence[Tensor]) -> None:
-    """Makes the microbatch. ``given`` has the example, and is emptied, so that nothing here keeps it alive."""
-    watch.born(given)
-    with saved_tensors_hooks(watch.pack, watch.unpack):
-        with watch.watched_calls(model):
-            loss, metrics = split(fn(given.pop()))
-        check_loss(loss)
-        metrics = tree_map_only(Tensor, Tensor.detach, metrics)
-        kept, root = loss.detach(), [loss]
-        del loss
-        watch.begin_backward()
-        torch.autograd.backward(root.pop(), inputs=trained)
-    del kept, metrics  # alive during backward, as in a step
+    with random_state_kept(place), replaced(model, fakes), _reasons_given():
+        run_microbatch(watch, model, [Fakes(mode, place, None).of_value(example)], fn, mode=mode)
+    return profile_of(model, watch, param_dtype)
 
 
 @contextmanager
@@ -122,7 +95,7 @@ def faked(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, device, param_dtype)
-    with _random_state_kept(device), on_fakes(model, fakes), _reasons_given(), _nothing_compiled(), mode, _OnFakes():  # type: ignore[no-untyped-call]
+    with random_state_kept(device), replaced(model, fakes), _reasons_given(), nothing_compiled(), mode, _OnFakes():  # type: ignore[no-untyped-call]
         given: Example = Fakes(mode, device, None).of_value(example)
         yield given
 
@@ -150,20 +123,6 @@ def device_of(model: nn.Module, device: torch.device | str | None) -> torch.devi
     return torch.device("cuda", torch.cuda.current_device()) if str(place) == "cuda" else place
 
 
-def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Compiled code runs as it was before. Where the compiler was not imported, there is none."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    state = RandomState(device)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
 @contextmanager
 def _reasons_given() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")  # writes the stack of what is raised, too
@@ -179,10 +138,12 @@ def _reasons_given() -> Iterator[None]:
             ) from error
         if not _is_of_fakes(error):
             raise
+        reason = f"{_first_line(error)}{_place_of(error)}"
         raise NotOnFakeTensors(
-            f"fn cannot run on fake tensors, which have no numbers{_place_of(error)}: {_first_line(error)}. Leave out "
-            "of fn what reads numbers, such as .item(), print, numpy, or a choice by a tensor's values, or profile a "
-            "real step"
+            f"fn cannot run on fake tensors, which have no numbers: {reason}. Leave out of fn what reads numbers, such "
+            "as .item(), print, numpy, or a choice by a tensor's values; or give plan.fit a model and an example with "
+            "numbers, of which it profiles a real step",
+            reason=reason,
         ) from error
     finally:
         log.disabled = was_disabled
@@ -207,79 +168,3 @@ def _place_of(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-
-
-# ---- the form -------------------------------------------------------------------------------------------------------
-def _profile(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) -> Profile:
-    calls = watch.log.calls
-    modules = list(model.named_modules())
-    of_module: list[list[int]] = [[] for _ in modules]
-    for number, call in enumerate(calls):
-        of_module[call.module].append(number)
-    alive = watch.timeline.most(without=watch.gradients)
-    parked = watch.timeline.at_begin(without=watch.gradients)
-    most = [[0, 0] for _ in calls]
-    for part, size in alive.items():
-        most[part.call][part.is_backward] = size
-    own_most = [tuple(each) for each in most]
-    for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
-        above = calls[number].parent
-        for way in (0, 1):
-            most[above][way] = max(most[above][way], most[number][way])
-            calls[above].seconds[way] += calls[number].seconds[way]
-    figures = {}
-    for (name, module), numbers in zip(modules, of_module, strict=True):
-        whole = numbers if name else [0]
-        own = [calls[number] for number in whole]
-        called = len(numbers) - (not name)
-        figures[name] = ModuleFigures(
-            name=name,
-            order=numbers[-called] if called else 0,
-            calls=called,
-            forward_seconds=sum(call.seconds[0] for call in own),
-            saved=amount((call.fresh for call in own), (call.saved for call in own)),
-            inputs=amount(
-                (calls[number].fresh_inputs for number in numbers), (calls[number].inputs for number in numbers)
-            ),
-            parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
-            forward_bytes=max((most[number][0] for number in whole), default=0),
-            backward_bytes=max((most[number][1] for number in whole), default=0),
-            own_forward_bytes=max((own_most[number][0] for number in numbers), default=0),
-            own_backward_bytes=max((own_most[number][1] for number in numbers), default=0),
-            is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
-        )
-    forward, backward = calls[0].seconds
-    weights = sum(_bytes(parameter, param_dtype) for parameter in model.parameters())
-    layout = discover(model, largest_bytes=weights // _BLOCKS_PER_MODEL)
-    return Profile(
-        modules=figures,
-        blocks=_blocks(layout, param_dtype),
-        sites={site.name: site.blocks for site in layout.sites},
-        backward_ratio=backward / forward if forward else 2.0,
-    )
-
-
-def _is_repeatable(module: nn.Module, calls: list[Call]) -> bool:
-    return not any(call.writes for call in calls) and not any(_has_hooks(inner) for inner in module.modules())
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(not (getattr(hook, "__module__", None) or type(hook).__module__).startswith("torch.") for hook in hooks)
-
-
-def _blocks(layout: Layout, param_dtype: torch.dtype | None) -> tuple[BlockFigures, ...]:
-    page = _C.PAGE_ALIGNMENT
-    return tuple(
-        BlockFigures(
-            name=block.name,
-            weight_bytes=sum(-(-_bytes(p, param_dtype) // page) * page for _, p in block.parameters),
-            gradient_bytes=sum(_bytes(p, param_dtype) for _, p in block.parameters if p.requires_grad),
-        )
-        for block in layout.blocks
-    )
-
-
-def _bytes(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
-    itemsize = param_dtype.itemsize if param_dtype and parameter.is_floating_point() else parameter.itemsize
-    return parameter.numel() * itemsize

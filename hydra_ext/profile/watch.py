@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from hydra_ext.profile.timeline import Timeline
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
 from hydra_ext.tracing import not_traced
+
+Made = TypeVar("Made")
+
+_DEVICE_OF_A_FAKE = torch.ops.prim.device.default  # asked of fake tensors only
 
 SMALLEST = 1024  # bytes of a tensor that is counted among those saved, or among inputs
 
@@ -63,6 +67,16 @@ class Storages:
         return number
 
 
+class Elsewhere:
+    """Where the bytes of saved storages are: nowhere, as fake tensors have none."""
+
+    def take(self, storage: Any) -> Any:
+        """Gives what :meth:`bring` needs to fill another storage alike."""
+
+    def bring(self, storage: Any, taken: Any) -> None:
+        """Fills a storage with what was taken."""
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one microbatch, on the thread that enters it.
 
@@ -70,6 +84,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds: The time of an operator, from its function, its arguments and its result.
         run: Runs an operator.
         tensor_on: Makes a tensor on a storage, from its dtype and its place.
+        elsewhere: Where the bytes of saved storages are.
 
     Attributes:
         log: Calls of modules, with what they save and take.
@@ -77,17 +92,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gradients: Numbers of the storages that were gradients of parameters in the end.
     """
 
-    def __init__(self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn) -> None:
+    def __init__(
+        self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn, elsewhere: Elsewhere | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seconds = seconds
         self._run = run
         self._tensor_on = tensor_on
+        self._elsewhere = elsewhere or Elsewhere()
         self.log = CallLog()
         self.timeline = Timeline()
         self.gradients: set[int] = set()
         self._storages = Storages(lambda number, size: self.timeline.add(self.log.part, number, -size))
         self._known: set[Storage] = set()
-        self._back: dict[int, weakref.ref[Any]] = {}  # by the number of the storage that was saved
+        self._away: weakref.WeakValueDictionary[Storage, _Away] = weakref.WeakValueDictionary()
+        self._back: dict[Storage, weakref.ref[Any]] = {}
         self._sleeps = False
 
     # ---- storages ---------------------------------------------------------------------------------------------------
@@ -119,7 +138,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = self._run(func, args, kwargs)
-        if not self._sleeps:
+        if not self._sleeps and func is not _DEVICE_OF_A_FAKE:
             self.log.follow_backward()
             part = self.log.part
             self.born(out)
@@ -174,19 +193,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._known:
                 call.fresh[key] = size
         self._known.add(key)
-        return _SavedTensor(key[0], size, tensor)
+        away = self._away.get(key)
+        if away is None:
+            taken = self._asleep(lambda: self._elsewhere.take(tensor.untyped_storage()))
+            away = self._away[key] = _Away(key, size, taken)
+        return _SavedTensor(away, tensor)
 
     def unpack(self, saved: Any) -> Tensor:
         """A saved tensor comes back. Its storage is one with those that came back before and are still alive."""
         if isinstance(saved, Tensor):
             return saved
         self.log.follow_backward()
-        there = self._back.get(saved.storage)
+        away = saved.away
+        there = self._back.get(away.key)
         storage = None if there is None else there()
         if storage is None:
-            made = self._asleep(lambda: torch.empty(saved.size, dtype=torch.uint8, device=saved.device))
+            made = self._asleep(lambda: torch.empty(away.size, dtype=torch.uint8, device=saved.device))
             storage = made.untyped_storage()
-            self._back[saved.storage] = weakref.ref(storage)
+            self._asleep(lambda: self._elsewhere.bring(storage, away.taken))
+            self._back[away.key] = weakref.ref(storage)
             self.born(made)
         return self._asleep(lambda: self._tensor_on(storage, saved.dtype, saved.place))
 
@@ -199,7 +224,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.gradients.add(number)
         parameter.grad = None
 
-    def _asleep(self, made: Callable[[], Tensor]) -> Tensor:
+    def _asleep(self, made: Callable[[], Made]) -> Made:
         """What a hook does itself is not part of the microbatch."""
         was, self._sleeps = self._sleeps, True
         try:
@@ -208,12 +233,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sleeps = was
 
 
+class _Away:
+    """A storage that was saved, of which nothing is left here."""
+
+    def __init__(self, key: Storage, size: int, taken: Any) -> None:
+        self.key = key
+        self.size = size
+        self.taken = taken
+
+
 class _SavedTensor:
     """What is needed to make a saved tensor again."""
 
-    def __init__(self, storage: int, size: int, tensor: Tensor) -> None:
-        self.storage = storage
-        self.size = size
+    def __init__(self, away: _Away, tensor: Tensor) -> None:
+        self.away = away
         self.device = tensor.device
         self.dtype = tensor.dtype
         self.place = tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -138,6 +138,7 @@ class Fit:
     def answer(self) -> Plan | None:
         """Describes the step as it runs now, foreseen beside measured; None before a plan, or if none fits."""
         from hydra_ext.plan.steps.answer import answer
+        from hydra_ext.plan.steps.forecast import MeasuredStep
 
         planned = self.applied
         if planned is None:
@@ -147,8 +148,7 @@ class Fit:
             planned.problem,
             self._owner.budget,
             planned.found,
-            measured_seconds=min(times, default=None),
-            measured_peak_bytes=self._owner.core.memory.ledger.peak,
+            measured=MeasuredStep(seconds=min(times, default=None), peak_bytes=self._owner.core.memory.ledger.peak),
         )
 
     # ---- run.step ---------------------------------------------------------------------------------------------------

@@ -127,6 +127,19 @@ def test_a_class_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "budget 1.00 GiB" in capsys.readouterr().out
 
 
+def test_a_model_that_reads_numbers_is_made_and_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "--model", "support.models.small:Reading", "--batch", "16x8", "--gpu", "t4-16"]
+    assert main.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "from a real microbatch, as a dry run has no numbers: DataDependentOutputException" in shown
+    assert "y.sum().item() > 0" in shown
+    monkeypatch.setattr("hydra_ext.runtime.placement.host_memory.memory_limit", lambda: 1000)
+    assert main.run(arguments) == 2  # it is too large to be made
+    assert "y.sum().item() > 0" in capsys.readouterr().err
+
+
 def test_a_budget_that_is_too_small_is_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fitted(folder, "--budget", "1KiB") == 0
     assert "give at least" in capsys.readouterr().out

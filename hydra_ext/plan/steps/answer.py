@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra_ext import _C
 from hydra_ext.errors import PlanError
-from hydra_ext.plan.steps.forecast import Advice, Plan, PlannedSegment
+from hydra_ext.plan.steps.forecast import Advice, MeasuredStep, Plan, PlannedSegment
 from hydra_ext.plan.steps.memory import memory_of, moved_bytes
 from hydra_ext.plan.steps.problem import REST, StepProblem
 
@@ -24,8 +24,8 @@ def answer(
     budget: int,
     found: _C.ActivationPlan | None = None,
     *,
-    measured_seconds: float | None = None,
-    measured_peak_bytes: int | None = None,
+    measured: MeasuredStep | None = None,
+    measured_because: str | None = None,
 ) -> Plan:
     """Describes what the planner has found; by default the best plan for the budget."""
     setting = problem.setting
@@ -53,8 +53,8 @@ def answer(
         segments=_segments(problem, found),
         curve=_curve(problem, budget, found.seconds),
         advice=_advice(problem, budget, found.seconds),
-        measured_seconds=measured_seconds,
-        measured_peak_bytes=measured_peak_bytes,
+        measured=measured,
+        measured_because=measured_because,
     )
 
 

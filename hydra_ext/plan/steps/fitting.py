@@ -1,7 +1,7 @@
 """Whether a model's training step fits a device, and how fast it is, before anything runs.
 
-A dry run on fake tensors gives one microbatch's figures. The planner of activations then says what a step should keep,
-move and compute again under a budget.
+A dry run on fake tensors gives one microbatch's figures, or a real microbatch, where numbers are needed. The planner of
+activations then says what a step should keep, move and compute again under a budget.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from hydra_ext import _C
-from hydra_ext.errors import InvalidArgument, PlanError
+from hydra_ext.errors import InvalidArgument, NotOnFakeTensors, PlanError
 from hydra_ext.plan.steps.answer import answer
 from hydra_ext.plan.steps.forecast import Plan
 from hydra_ext.plan.steps.problem import Homes, StepProblem, StepSetting
 from hydra_ext.policy import parse_bytes
+from hydra_ext.profile import Profile
 from hydra_ext.profile.cards import USABLE, Card, card_named, link_of
-from hydra_ext.profile.dry_run import dry_run
+from hydra_ext.profile.dry_run import dry_run, dtype_of
+from hydra_ext.profile.real_run import has_numbers, real_run
 
 Example = TypeVar("Example")
 
@@ -43,14 +45,15 @@ def fit(
 ) -> Plan:
     """Plans a training step from a dry run, which makes no step and takes no memory.
 
-    Seconds come from speeds that are peaks: a real step takes longer. Plans compare with each other.
+    Where ``fn`` reads numbers, a real microbatch runs in its place, on the model's device. It changes nothing but what
+    ``fn`` does elsewhere, which is then done twice. Seconds come from speeds that are peaks; plans compare.
 
     Args:
         model: Any module, also one on meta.
-        example: One microbatch. The numbers in it are not read.
+        example: One microbatch. Only a real one reads its numbers.
         fn: As in ``run.step``: returns the loss of ``example``, alone or with metrics.
         microbatches: Of a step.
-        round_size: Microbatches that run together; by default as the planner chooses.
+        round_size: Microbatches that run together; by default the planner chooses.
         recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
         host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
@@ -63,7 +66,7 @@ def fit(
     Raises:
         BudgetTooSmall: No plan fits. The error names the budget that would do, and the moment that needs it.
         HostBudgetTooSmall: The host cannot hold the activations that have to leave the device.
-        NotOnFakeTensors: ``fn`` needs numbers.
+        NotOnFakeTensors: ``fn`` needs numbers, and the model or the example has none.
         InvalidArgument: The card is unknown, a number is not positive, or arguments contradict each other.
     """
     card = card_named(device) if isinstance(device, str) else device
@@ -79,12 +82,28 @@ def fit(
     )
     asked = None if budget is None else parse_bytes(budget)
     homes = _homes(model, optimizer, host_budget)
-    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    speed = None if card is None else card.speed(dtype)
-    problem = StepProblem(dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), setting, homes)
+    profile, because = _profiled(model, example, fn, param_dtype, card)
+    problem = StepProblem(profile, setting, homes)
     if asked is None:
         asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
-    return answer(problem, asked, _solved(problem, asked))
+    return answer(problem, asked, _solved(problem, asked), measured_because=because)
+
+
+def _profiled(
+    model: nn.Module,
+    example: Example,
+    fn: Callable[[Example], Any],
+    param_dtype: torch.dtype | None,
+    card: Card | None,
+) -> tuple[Profile, str | None]:
+    """What one microbatch costs, and why it had to be a real one."""
+    speed = None if card is None else card.speed(param_dtype or dtype_of(model))
+    try:
+        return dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), None
+    except NotOnFakeTensors as error:
+        if not has_numbers(model, example):
+            raise
+        return real_run(model, example, fn, param_dtype=param_dtype, speed=speed), error.reason
 
 
 def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:

@@ -43,6 +43,19 @@ class Advice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """What ran as it was planned.
+
+    Attributes:
+        seconds: Of the fastest step; None before one was timed.
+        peak_bytes: The most bytes of the device in use.
+    """
+
+    seconds: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a training step runs under a budget. ``str()`` gives a table.
 
@@ -63,8 +76,8 @@ class Plan:
         segments: In the order of their calls.
         curve: Budgets, and the seconds of a step with each.
         advice: What would help, the best first.
-        measured_seconds: Of a step, where one ran so; the fastest. None before.
-        measured_peak_bytes: Of the device, where a step ran so.
+        measured: Of steps that ran so; None before.
+        measured_because: Why a real microbatch gave the figures, and not a dry run; None if that was not needed.
     """
 
     budget: int
@@ -82,8 +95,8 @@ class Plan:
     segments: tuple[PlannedSegment, ...]
     curve: tuple[tuple[int, float], ...]
     advice: tuple[Advice, ...]
-    measured_seconds: float | None = None
-    measured_peak_bytes: int | None = None
+    measured: MeasuredStep | None = None
+    measured_because: str | None = None
 
     @property
     def binding(self) -> str:
@@ -98,9 +111,10 @@ class Plan:
         advice = [f"{each.change}: {each.seconds:.3g} s" for each in self.advice]
         disk = f", disk {_size(self.disk_bytes)}" if self.disk_bytes else ""
         measured = []
-        if self.measured_seconds is not None:
-            peak = "" if self.measured_peak_bytes is None else f", peak {_size(self.measured_peak_bytes)}"
-            measured = [f"measured: {self.measured_seconds:.3g} s a step{peak}"]
+        if self.measured_because is not None:
+            measured.append(f"from a real microbatch, as a dry run has no numbers: {self.measured_because}")
+        if self.measured is not None and self.measured.seconds is not None:
+            measured.append(f"measured: {self.measured.seconds:.3g} s a step, peak {_size(self.measured.peak_bytes)}")
         return [
             f"budget {_size(self.budget)}; least {_size(self.least_bytes)}, ideal {_size(self.ideal_bytes)}",
             f"{self.seconds:.3g} s a step of {self.microbatches} microbatches in rounds of {self.round_size}; "

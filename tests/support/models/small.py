@@ -1,4 +1,4 @@
-"""A small module that a command line can name."""
+"""Small modules that a command line can name."""
 
 from torch import Tensor, nn
 
@@ -11,3 +11,11 @@ class Small(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers(x)
         return y
+
+
+class Reading(Small):
+    """Chooses by a number, which only a real microbatch has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum().item() > 0 else 2 * y
