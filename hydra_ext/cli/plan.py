@@ -7,9 +7,10 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra_ext.errors import HydraError, PlanError
-from hydra_ext.plan import Plan, Solution, solve
+from hydra_ext.plan import PipelinePlan, Plan, Solution, solve
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="MODEL", help="folder with a config.json, or a class as package.module:Class")
     model.add_argument("--batch", default="1x2048", help="shape of a microbatch, such as 4x2048 for rows and tokens")
     model.add_argument("--gpu", metavar="CARD", help="a known card, such as rtx4090-24; by default this machine")
+    model.add_argument("--gpus", type=int, default=1, metavar="N", help="cards that train it together (default: 1)")
     model.add_argument("--budget", help="device memory for training, such as 20GiB; by default most of the card's")
     model.add_argument("--link", help="bytes a second between host and device, such as 25GB; by default the card's")
     model.add_argument("--microbatches", type=int, default=4, help="microbatches of a step (default: %(default)s)")
@@ -53,19 +55,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fitted(options: argparse.Namespace) -> str:
-    from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall, NotOnFakeTensors
+    from hydra_ext.errors import NotOnFakeTensors
 
     shape = _shape(options.batch)
+    if options.gpus < 1:
+        raise PlanError(f"--gpus {options.gpus}: give a number of cards from 1 on")
     try:
         try:
-            plan = _plan_on("meta", options, shape)
+            return _answers("meta", options, shape)
         except NotOnFakeTensors as error:
             if not _has_room(options, shape):
                 raise
             logger.info("the model is made with numbers: %s", error.reason)
-            plan = _plan_on("cpu", options, shape)
-    except (BudgetTooSmall, HostBudgetTooSmall) as error:
-        return str(error)
+            return _answers("cpu", options, shape)
     except HydraError:
         raise
     except Exception as error:  # the model's own
@@ -73,32 +75,80 @@ def _fitted(options: argparse.Namespace) -> str:
         raise PlanError(
             f"--model {options.model} fails with --batch {options.batch}: {type(error).__name__}: {first}"
         ) from error
-    if options.png is not None:
-        from hydra_ext.cli.plan_picture import draw
-
-        draw(plan, options.png)
-    return str(plan)
 
 
-def _plan_on(device: str, options: argparse.Namespace, shape: list[int]) -> Plan:
+def _answers(device: str, options: argparse.Namespace, shape: list[int]) -> str:
+    """The plan for one device, and before it the one for several, where these were asked for."""
     import torch
 
     from hydra_ext.integrations.shapes import model_and_microbatch
+
+    subject = model_and_microbatch(options.model, shape, getattr(torch, options.dtype), device)
+    alone = _on_one_device(options, *subject)
+    if options.png is not None and not isinstance(alone, str):
+        from hydra_ext.cli.plan_picture import draw
+
+        draw(alone, options.png)
+    if options.gpus == 1:
+        return str(alone)
+    samples = shape[0] * options.microbatches
+    together = _on_several(options, samples, *subject)
+    head = f"a step of {samples} samples: one device {_seconds(alone)}, {options.gpus} devices {_seconds(together)}"
+    return "\n".join([head, "", f"{options.gpus} devices:", str(together), "", "one device:", str(alone)])
+
+
+def _seconds(plan: Plan | PipelinePlan | str) -> str:
+    return "fits no plan" if isinstance(plan, str) else f"{plan.seconds:.3g} s"
+
+
+def _on_one_device(options: argparse.Namespace, model: Any, batch: Any, fn: Any) -> Plan | str:
+    """The plan, or why there is none."""
+    from hydra_ext.errors import BudgetTooSmall, HostBudgetTooSmall
     from hydra_ext.plan import fit
 
-    model, batch, fn = model_and_microbatch(options.model, shape, getattr(torch, options.dtype), device)
-    return fit(
-        model,
-        batch,
-        fn,
-        microbatches=options.microbatches,
-        round_size=options.round_size,
-        budget=options.budget,
-        host_budget=options.host_budget,
-        optimizer=_STATE_BYTES[options.dtype] if options.state_bytes is None else options.state_bytes,
-        device=options.gpu,
-        link=options.link,
-    )
+    try:
+        return fit(
+            model,
+            batch,
+            fn,
+            microbatches=options.microbatches,
+            round_size=options.round_size,
+            budget=options.budget,
+            host_budget=options.host_budget,
+            optimizer=_state_bytes(options),
+            device=options.gpu,
+            link=options.link,
+        )
+    except (BudgetTooSmall, HostBudgetTooSmall) as error:
+        return str(error)
+
+
+def _on_several(options: argparse.Namespace, samples: int, model: Any, batch: Any, fn: Any) -> PipelinePlan | str:
+    """The plan for as many samples a step, or why there is none."""
+    import torch
+
+    from hydra_ext.errors import PlanDoesNotFit
+    from hydra_ext.plan import pipeline
+
+    try:
+        return pipeline(
+            model,
+            batch,
+            fn,
+            devices=options.gpus,
+            batch=samples,
+            budget=options.budget,
+            device=options.gpu,
+            link=options.link,
+            state_copies=_state_bytes(options) / getattr(torch, options.dtype).itemsize,
+        )
+    except PlanDoesNotFit as error:
+        return str(error)
+
+
+def _state_bytes(options: argparse.Namespace) -> float:
+    """Of the optimizer, for each parameter."""
+    return _STATE_BYTES[options.dtype] if options.state_bytes is None else options.state_bytes
 
 
 def _has_room(options: argparse.Namespace, shape: list[int]) -> bool:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config
 
 from hydra_ext.cli import main
 from hydra_ext.errors import PlanError
+from hydra_ext.integrations.shapes import model_and_microbatch
+from hydra_ext.plan import fit, pipeline
 
 PROBLEM = {
     "num_blocks": 24,
@@ -140,6 +143,28 @@ def test_a_model_that_reads_numbers_is_made_and_measured(
     assert "y.sum().item() > 0" in capsys.readouterr().err
 
 
+def test_several_cards_are_planned_beside_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fitted(folder, "--dtype", "float16", "--gpus", "2", "--microbatches", "2", "--state-bytes", "6") == 0
+    shown = capsys.readouterr().out
+    model, batch, fn = model_and_microbatch(str(folder), [2, 32], torch.float16)
+    together = pipeline(model, batch, fn, devices=2, batch=4, device="t4-16", state_copies=3.0)
+    alone = fit(model, batch, fn, microbatches=2, optimizer=6, device="t4-16")
+    assert shown.splitlines()[0] == (
+        f"a step of 4 samples: one device {alone.seconds:.3g} s, 2 devices {together.seconds:.3g} s"
+    )
+    assert f"2 devices:\n{together}\n" in shown
+    assert shown.endswith(f"one device:\n{alone}\n")
+
+
+def test_several_cards_that_are_too_small_are_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["plan", *SMALL, "--batch", "16x8", "--gpu", "t4-16", "--gpus", "2"]
+    assert main.run([*small, "--budget", "1KiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "one device fits no plan, 2 devices fits no plan" in shown
+    assert "the leanest plan needs" in shown
+    assert "give at least" in shown
+
+
 def test_a_budget_that_is_too_small_is_an_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fitted(folder, "--budget", "1KiB") == 0
     assert "give at least" in capsys.readouterr().out
@@ -185,6 +210,7 @@ def test_a_picture_without_matplotlib(
         ([*SMALL, "--batch", "16x8", "--link", "0GB"], "link"),
         ([*SMALL, "--batch", "16x9"], "fails with --batch 16x9: RuntimeError"),
         ([*SMALL, "--batch", "0x8"], "no shape"),
+        ([*SMALL, "--batch", "16x8", "--gpus", "0"], "--gpus 0: give a number of cards"),
         ([*SMALL, "--batch", "16x8", "--round-size", "5"], "contradicts microbatches=4"),
         ([*SMALL, "--batch", "16x8", "--host-budget", "much"], "host_budget"),
         ([*SMALL, "--batch", "16x8", "--png", "/nowhere/at/all.png"], "the picture cannot be written"),
