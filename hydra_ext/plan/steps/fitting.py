@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ def fit(
     optimizer: torch.optim.Optimizer | float = 0.0,
     device: Card | str | None = None,
     link: float | str | None = None,
+    disk: float = 0.0,
     param_dtype: torch.dtype | None = None,
     update_seconds: float = 0.0,
 ) -> Plan:
@@ -53,10 +55,11 @@ def fit(
         round_size: Microbatches that run together; by default as the planner chooses.
         recompute: Whether modules may run again in backward.
         budget: Device bytes. None takes the card's memory, or without a card as much as all activations take.
-        host_budget: Bytes that the host may hold. The rest is on the disk, whose speed is not planned with.
+        host_budget: Bytes that the host may hold. Weights, gradients and state beyond it take no time.
         optimizer: Whose state is on the host, too: one of :mod:`hydra_ext.optim`, or bytes for each trained parameter.
         device: The name of a known card, such as ``"rtx4090-24"``, or a card's figures; None for this machine.
         link: Bytes a second between host and device, each way; None for the card's, or without a card for no limit.
+        disk: Bytes a second of the disk, each way, for activations beyond ``host_budget``; 0 if they have to fit it.
         param_dtype: Dtype in which weights compute; by default the model's own.
         update_seconds: Of the optimizer's step, which runs behind the next forward.
 
@@ -78,13 +81,19 @@ def fit(
         recompute=recompute,
     )
     asked = None if budget is None else parse_bytes(budget)
-    homes = _homes(model, optimizer, host_budget)
-    dtype = param_dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    speed = None if card is None else card.speed(dtype)
+    homes = replace(_homes(model, optimizer, host_budget), disk=disk)
+    speed = None if card is None else card.speed(param_dtype or _dtype_of(model))
     problem = StepProblem(dry_run(model, example, fn, param_dtype=param_dtype, speed=speed), setting, homes)
-    if asked is None:
-        asked = problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
+    asked = _most(problem, card) if asked is None else asked
     return answer(problem, asked, _solved(problem, asked))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _most(problem: StepProblem, card: Card | None) -> int:
+    return problem.ideal_bytes if card is None else int(card.memory_bytes * USABLE)
 
 
 def _solved(problem: StepProblem, budget: int) -> _C.ActivationPlan:
