@@ -6,20 +6,33 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-MAIN = "benchmark.main(['--tiny', '--seeds', '2', '--out', {out!r}])"
+# The whole benchmark, with little to be scored by.
+MAIN = """
+import small_trainings
+small_trainings.PIECES = 2
+learnt, unseen = small_trainings.digits()
+few = small_trainings.Digits(unseen.images[:100], unseen.classes[:100])
+small_trainings.digits = lambda: (learnt, few)
+benchmark.main(["--tiny", "--seeds", "2", "--out", {out!r}])
+"""
+# So few steps that each is a point of the curve, and only the CNN's default.
+SHORT = """
+from dataclasses import replace
+def short(policy):
+    (study, _) = benchmark.studies(tiny=True)
+    training = replace(study.training, steps=benchmark.POINTS)
+    policies = {benchmark.PLAIN: None, benchmark.DEFAULT: policy}
+    return replace(study, training=training, policies=policies)
+"""
 # Within such a bound nothing of a layer's input can be left out.
 NEARLY_EXACT = """
-import torch
-from dataclasses import replace
-torch.set_num_threads(1)
-study = benchmark.studies(tiny=True)[0]
-policies = {benchmark.PLAIN: None, benchmark.DEFAULT: hydra_ext.Compress(error=1e-7)}
-print(*benchmark.judge(benchmark.run_all(replace(study, policies=policies), 2)), sep="\\n")
+print(*benchmark.judge(benchmark.run_all(short(hydra_ext.Compress(error=1e-7)), 2)), sep="\\n")
 """
 # What backward takes comes back as zeros, in the first step already.
 SPOILED = """
@@ -30,26 +43,49 @@ class Spoils(saved_tensors_hooks):
         super().__init__(lambda tensor: tensor.detach(), lambda tensor: tensor * 0)
         self.report = stash(policy, device="simulated").report
 hydra_ext.stash = Spoils
+chosen = short(benchmark.DEFAULT_POLICY)
+benchmark.studies = lambda *, tiny: [chosen]
+benchmark.main(["--seeds", "2", "--out", {spoiled!r}])
 """
+NEXT = "\nprint(chr(12))\n"
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    """A process that ran all programs, of which the last one fails.
+
+    Attributes:
+        printed: By the whole benchmark.
+        nearly_exact: The judgement of a bound that saves too little.
+        spoiled: The error of a stash that gives zeros.
+        folder: The whole benchmark's results.
+        spoiled_folder: Where results would be that are not to be there.
+    """
+
+    printed: str
+    nearly_exact: str
+    spoiled: str
+    folder: Path
+    spoiled_folder: Path
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    folder, spoiled = (tmp_path_factory.mktemp(name) for name in ("results", "spoiled"))
+    programs = [MAIN.format(out=str(folder)), SHORT + NEARLY_EXACT, SPOILED.format(spoiled=str(spoiled))]
+    program = "import torch, hydra_ext, compressed_training as benchmark\ntorch.set_num_threads(1)\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *filter(None, sys.path)])}
-    program = f"import hydra_ext, compressed_training as benchmark\n{program}"
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    command = [sys.executable, "-W", "ignore", "-c", program + NEXT.join(programs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    assert done.stdout.count("\f") == 2, done.stderr
+    assert done.returncode != 0
+    printed, nearly_exact, _ = done.stdout.split("\f")
+    return Ended(printed, nearly_exact, done.stderr, folder, spoiled)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("results")
-
-
-@pytest.fixture(scope="module")
-def printed(folder: Path) -> str:
-    ended = run(MAIN.format(out=str(folder)))
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+def printed(ended: Ended) -> str:
+    return ended.printed
 
 
 def cells_of(printed: str, case: str) -> list[list[str]]:
@@ -85,27 +121,23 @@ def test_verdicts_are_those_of_the_goals(printed: str) -> None:
     assert re.findall(r"stored ([0-9.]+) times smaller: at least 5 (\w+)", printed)[0][1] == "holds"
 
 
-def test_a_bound_that_saves_too_little_misses_the_goal() -> None:
-    ended = run(NEARLY_EXACT)
-    assert ended.returncode == 0, ended.stderr
-    ((ratio, verdict),) = re.findall(r"stored ([0-9.]+) times smaller: at least 5 (\w+)", ended.stdout)
+def test_a_bound_that_saves_too_little_misses_the_goal(ended: Ended) -> None:
+    ((ratio, verdict),) = re.findall(r"stored ([0-9.]+) times smaller: at least 5 (\w+)", ended.nearly_exact)
     assert float(ratio) < 5
     assert verdict == "MISSED"
 
 
-def test_curves_have_every_run(printed: str, folder: Path) -> None:
-    (path,) = folder.glob("*-compressed-training.csv")
+def test_curves_have_every_run(ended: Ended) -> None:
+    (path,) = ended.folder.glob("*-compressed-training.csv")
     rows = [line.split(",") for line in path.read_text().splitlines()]
     runs = {tuple(row[:3]) for row in rows[1:]}
     cases = [("CNN", case) for case in ("plain", "Compress()", "fraction 0.05", "bound 0.1")]
     cases += [("GPT-2", "plain"), ("GPT-2", "Compress()")]
     assert runs == {(*case, seed) for case in cases for seed in "01"}
     assert len(rows) == 1 + 10 * len(runs)
-    assert len([*folder.glob("*-compressed-training.png")]) == 1
+    assert len([*ended.folder.glob("*-compressed-training.png")]) == 1
 
 
-def test_training_that_begins_differently_is_refused(tmp_path: Path) -> None:
-    ended = run(SPOILED + MAIN.format(out=str(tmp_path)))
-    assert ended.returncode != 0
-    assert "CNN, Compress() begins with losses" in ended.stderr
-    assert not [*tmp_path.iterdir()]
+def test_training_that_begins_differently_is_refused(ended: Ended) -> None:
+    assert "CNN, Compress() begins with losses" in ended.spoiled
+    assert not [*ended.spoiled_folder.iterdir()]
