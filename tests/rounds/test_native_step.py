@@ -56,7 +56,9 @@ def test_is_the_plain_loop_with_our_clipping_to_the_bit(
     ours, theirs = make(model.parameters()), make(plain.parameters())
     expected = loop(plain, theirs, max_norm)
     seen: Outcome = []
-    with hydra_ext.offload(model, ours, budget=budget(model), checks=Checks(poison_hosts=True)) as run:
+    with hydra_ext.offload(
+        model, ours, budget=budget(model), activations=None, checks=Checks(poison_hosts=True)
+    ) as run:
         for batches in BATCHES.to(dtype):
             out = run.step(list(batches), lambda batch: model(batch).pow(2).mean(), max_norm=max_norm)
             assert out.grad_norm is not None
