@@ -22,6 +22,7 @@ from hydra_ext.state.arguments import tensors_in
 from support.models.zoo import FAMILIES
 from support.models.zoo_more import MORE_FAMILIES
 from support.profile.real_run import peaks, saved_by_modules
+from support.profile.unchanged import is_same, random_states, state_of
 
 ALL = {**FAMILIES, **MORE_FAMILIES}
 STATIC = [name for name in ALL if name not in ("dynamic", "experts")]  # whose paths do not depend on numbers
@@ -226,32 +227,12 @@ class Stateful(nn.Module):
         return found
 
 
-def _state(model: nn.Module) -> list[Any]:
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    hooks = [(list(module._forward_hooks), list(module.__dict__), module.training) for module in model.modules()]
-    gradients = [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()]
-    return [
-        [(name, id(tensor), tensor._version, tensor.detach().clone()) for name, tensor in tensors],
-        [(id(module), *hook) for module, hook in zip(model.modules(), hooks, strict=True)],
-        gradients,
-        [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()],
-    ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_changed(fails: bool) -> None:
     model = Stateful()
     model(torch.randn(4, 8)).backward()  # gradients that are there already
     table = model.table
-    before = _state(model)
+    before = state_of(model)
     seen = list(model.seen)
 
     def fn(x: Tensor) -> Tensor:
@@ -269,15 +250,15 @@ def test_nothing_is_changed(fails: bool) -> None:
     assert [id(each) for each in model.seen] == [id(each) for each in seen]
     assert "made" in model._buffers
     assert not isinstance(model.made, FakeTensor)
-    assert _same(before[:3], _state(model)[:3])
+    assert is_same(before, state_of(model))
 
 
 def test_random_states_are_kept() -> None:
     model = Stateful()
-    before = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    before = random_states()
     example = torch.ones(4, 8)
     dry_run(model, example, lambda x: model(x))
-    assert _same(before, [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()])
+    assert is_same(before, random_states())
 
 
 def test_the_same_loss_after_a_dry_run() -> None:

@@ -21,6 +21,7 @@ from hydra_ext.profile.real_run import has_numbers, real_run
 from support.models.zoo import FAMILIES
 from support.models.zoo_more import MORE_FAMILIES
 from support.profile.real_run import saved_by_modules
+from support.profile.unchanged import is_same, random_states, state_of
 
 ROWS = 8
 SPEED = Speed(flops_per_second=1e12, bytes_per_second=1e11)
@@ -128,24 +129,14 @@ class Stateful(nn.Module):
 
 
 def _state(model: Stateful, x: Tensor) -> list[Any]:
-    tensors = [*model.named_parameters(), *model.named_buffers(), ("table", model.table)]
     return [
-        [(name, id(tensor), tensor._version, tensor.detach().clone()) for name, tensor in tensors],
-        [(id(module), list(module.__dict__), module.training) for module in model.modules()],
-        [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in model.parameters()],
+        *state_of(model),
+        [id(model.table), model.table._version, model.table.clone()],
         [[p._backward_hooks, len(p._post_accumulate_grad_hooks or ())] for p in model.parameters()],
         [id(each) for each in model.seen] + [model.seen[0].clone(), x.clone(), x._version],
         [model.counts["array"].tolist(), str(model.counts["deep"])],
-        [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()],
+        random_states(),
     ]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -171,7 +162,7 @@ def test_nothing_is_changed(fails: bool) -> None:
         real_run(model, x, fn, speed=SPEED)
     assert not stepped
     for one, other in zip(before, _state(model, x), strict=True):
-        assert _same(one, other)
+        assert is_same(one, other)
 
 
 # ---- a plan ---------------------------------------------------------------------------------------------------------
