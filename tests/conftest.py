@@ -1,5 +1,6 @@
 """Options of the test run, and what all of it shares."""
 
+import gc
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = set(map(id, kept))
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """Keeps all that is there by now out of later collections of garbage, which examine what tests have made.
+
+    The modules of all tests are hundreds of thousands of objects. To examine them takes a second, and many tests, and
+    what they test, collect garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
