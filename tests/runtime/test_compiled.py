@@ -131,8 +131,17 @@ def evaluate(model: nn.Module, call: Call) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("when", ["before", "called before", "inside"])
-@pytest.mark.parametrize("form", FORMS)
+WHEN = ("before", "called before", "inside")
+# These at all times, others at one each.
+OFTEN = ("the model", "in place", "its parts")
+TIMES = [
+    pytest.param(form, when, marks=[] if form in OFTEN or number % 3 == turn else pytest.mark.full)
+    for number, form in enumerate(FORMS)
+    for turn, when in enumerate(WHEN)
+]
+
+
+@pytest.mark.parametrize(("form", "when"), TIMES)
 def test_windows_are_opened(form: str, when: str) -> None:
     plain, model = Net(), Net()
     plainly = FORMS[form](plain)
@@ -173,7 +182,7 @@ REFUSED: dict[str, Callable[[nn.Module], Call]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "called before", "inside"])
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_is_to_be_one_graph_and_needs_windows_is_refused_before_a_gradient_is_made(form: str, when: str) -> None:
     make = (lambda: nn.Sequential(Outer(), Part())) if form == "a container of torch's own" else Net
