@@ -138,11 +138,12 @@ other-key: $(VENV)/.deps-test ## tests of operators, in a build with the other d
 	cd tests && ../build/other-key/bin/python -m pytest -q pytorch/test_op_coverage.py runtime/test_window_cases.py
 
 # Includes the place of GoogleTest.
+CTEST = --output-on-failure --no-tests=error --parallel $(WORKERS)
 CORE_CMAKE = $(CMAKE) -C $(BUILD)-gtest/googletest.cmake -DHYDRA_PYTHON=OFF -DHYDRA_TESTS=ON
 
 ctest: $(BUILD)-gtest/googletest.cmake ## the C++ tests of all code without torch
 	$(CORE_CMAKE) -B $(BUILD)-core
-	cmake --build $(BUILD)-core && ctest --test-dir $(BUILD)-core --output-on-failure --no-tests=error
+	cmake --build $(BUILD)-core && ctest --test-dir $(BUILD)-core $(CTEST)
 
 # The tests that take minutes are disabled by name.
 ctest-full: ctest ## the C++ tests that take minutes
@@ -150,11 +151,11 @@ ctest-full: ctest ## the C++ tests that take minutes
 
 asan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	$(CORE_CMAKE) -B $(BUILD)-asan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=address,undefined
-	cmake --build $(BUILD)-asan && ctest --test-dir $(BUILD)-asan --output-on-failure --no-tests=error
+	cmake --build $(BUILD)-asan && ctest --test-dir $(BUILD)-asan $(CTEST)
 
-tsan: $(BUILD)-gtest/googletest.cmake ## the C++ tests under ThreadSanitizer
+tsan: $(BUILD)-gtest/googletest.cmake ## the C++ tests of code with threads under ThreadSanitizer
 	$(CORE_CMAKE) -B $(BUILD)-tsan -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHYDRA_SANITIZE=thread
-	cmake --build $(BUILD)-tsan && $(FIXED) ctest --test-dir $(BUILD)-tsan --output-on-failure --no-tests=error
+	cmake --build $(BUILD)-tsan && $(FIXED) ctest --test-dir $(BUILD)-tsan $(CTEST)
 
 # Every CUDA source compiled with warnings as errors, nothing linked: needs nvcc and any torch, no GPU.
 check-cuda: $(VENV)/.deps ## compile every CUDA source with warnings as errors; needs nvcc, no GPU

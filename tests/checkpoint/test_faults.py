@@ -19,7 +19,8 @@ from support.checkpoint.checkpoints import Small, small_states
 from support.checkpoint.faulty_files import ERRORS, CountingFiles, FailingFiles, PowerLossFiles, PowerLost
 
 KEEP = 2
-
+# By default some operations only, others for each error; with the mark every one.
+EVERY = [4, pytest.param(1, marks=pytest.mark.full)]
 
 EXPECTED = small_states(4)
 
@@ -76,10 +77,15 @@ def after_failure(folder: Path, allowed: tuple[int, ...]) -> None:
     assert {path.name for path in folder.iterdir()} == {v.path.name for v in found}
 
 
-@pytest.mark.parametrize(("error", "lasting"), [("EIO", False), ("EIO", True), ("ENOSPC", False), ("short", False)])
-def test_a_save_whose_nth_operation_fails(error: str, lasting: bool, begun: Path, tmp_path: Path) -> None:
+WAYS = [("EIO", False), ("EIO", True), ("ENOSPC", False), ("short", False)]
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("way", range(len(WAYS)), ids=lambda way: str(WAYS[way]))
+def test_a_save_whose_nth_operation_fails(way: int, every: int, begun: Path, tmp_path: Path) -> None:
+    error, lasting = WAYS[way]
     failures = []
-    for n in itertools.count(1):
+    for n in itertools.count(1 + way % every, every):
         folder = tmp_path / str(n)
         shutil.copytree(begun, folder)
         with Small() as small:
@@ -174,9 +180,13 @@ def test_a_load_whose_nth_operation_fails(code: int | None, begun: Path) -> None
     assert (whole > 30) == (code is not None)
 
 
-@pytest.mark.parametrize("names", ["safe", "now", "some"])
-def test_power_is_lost_at_the_nth_operation(names: str, begun: Path, tmp_path: Path) -> None:
-    for n in itertools.count(1):
+LEFT = ["safe", "now", "some"]
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("names", LEFT)
+def test_power_is_lost_at_the_nth_operation(names: str, every: int, begun: Path, tmp_path: Path) -> None:
+    for n in itertools.count(1 + LEFT.index(names) % every, every):
         folder, left = tmp_path / f"{n}", tmp_path / f"{n}-left"
         shutil.copytree(begun, folder)
         with Small() as small:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import random
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hydra_ext.checkpoint.verifying import verify
 from support.checkpoint import killed
 from support.checkpoint.killed import TIERS
 
-FEW, ALL = 2, 40
+SEEDS = 40
 
 
 @functools.cache
@@ -25,29 +26,30 @@ def uninterrupted() -> str:
 
 
 @functools.cache
-def moments(folder: Path, tier: str) -> int:
+def moments(tier: str) -> int:
     """That a whole run has."""
-    found, count, tiers = killed.train(folder / "ckpt", tier, None)
+    with tempfile.TemporaryDirectory() as folder:
+        found, count, tiers = killed.train(Path(folder) / "ckpt", tier, None)
     assert found == uninterrupted()
     assert tier in tiers <= {tier, "host"}  # the device becomes a home after some steps, and until a save
     return count
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    return {tier: moments(tmp_path_factory.mktemp("counted"), tier) for tier in TIERS}
+# By default every tier once; half of the runs go on in the same one.
+RUNS = [
+    pytest.param(seed, tier, marks=[] if seed == number % 2 else pytest.mark.full)
+    for seed in range(SEEDS)
+    for number, tier in enumerate(TIERS)
+]
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("seed", [*range(FEW), *(pytest.param(s, marks=pytest.mark.full) for s in range(FEW, ALL))])
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    seed: int, tier: str, counted: dict[str, int], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("seed", "tier"), RUNS)
+def test_a_killed_run_goes_on_as_if_it_had_not_been(seed: int, tier: str, tmp_path: Path) -> None:
     draw = random.Random(seed)
     folder = tmp_path / "ckpt"
     others = [each for each in TIERS if each != tier]
     going_on = tier if seed % 2 else others[seed // 2 % len(others)]
-    whole = counted[tier]
+    whole = moments(tier)
     for last, where in ((draw.randrange(1, whole), tier), (draw.randrange(1, whole // 2), tier), (None, going_on)):
         code, found = killed.in_a_process(folder, where, last)
         states = [verdict.state for verdict in verify(folder)] if folder.exists() else []

@@ -57,7 +57,8 @@ def test_the_example_gives_the_losses_of_one_process(processes: int, tmp_path: P
     assert others == [[]] * (processes - 1)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [2, 3])
 def test_remedies_are_compared_with_the_losses_of_one_process(processes: int, tmp_path: Path) -> None:
     (alone,) = run("pipeline_remedies.py", REMEDIES, tmp_path / "alone", 1)
     first, *others = run("pipeline_remedies.py", REMEDIES, tmp_path / "together", processes)

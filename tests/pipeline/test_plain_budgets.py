@@ -61,7 +61,7 @@ def test_however_inputs_are_given(tmp_path: Path) -> None:
     _check_all([*cases, Case(CALLED_TWICE, budget=90_000, evicts=False)], tmp_path)
 
 
-@pytest.mark.parametrize("budget", [None, 100_000])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.full), 100_000])
 def test_each_of_several_stages_of_a_rank_gets_the_microbatch_as_it_was(budget: int | None, tmp_path: Path) -> None:
     names = ("written numbers", "written, the microbatch's", "left in the microbatch", "table")
     of = [(name, recompute) for name in names for recompute in (False, True)]

@@ -16,12 +16,10 @@ ROOMY = 10**8  # poisoned hosts tell whether all that is computed with came to t
 SAMPLE = {  # by the number of processes
     2: [
         Case("gpt2", cuts=("transformer.h.2",)),
-        Case("llama_mask", schedule="2bw", optimizer="native-adamw", max_norm=0.5),
         Case("t5_dropout", schedule="2bw", optimizer="sgd"),
         Case("resnet", schedule="2bw", optimizer="sgd", materialized=True),
         Case("functional", schedule="2bw"),
         Case("mixtral_router", materialized=True),
-        Case("clip", optimizer="native-adamw", max_norm=0.5),
         Case("branches", schedule="2bw"),
         Case("catches_all"),
         Case("denoiser", schedule="2bw", recompute=True),
@@ -30,20 +28,15 @@ SAMPLE = {  # by the number of processes
         Case("qwen2", 3, schedule="2bw", optimizer="native-adamw", max_norm=0.5),
         Case("whisper", 3, schedule="2bw", optimizer="sgd"),
         Case("resnet_dropout", 3, recompute=True),
-        Case("mobilenet", 3, microbatches=3),
         Case("recurrent", 3, schedule="2bw", materialized=True),
         Case("in_place", 3, cuts=("layers.1", "layers.3"), materialized=True),
-        Case("outside_residual", 3, microbatches=3),
         Case("on_modules", 3, schedule="2bw", microbatches=3),
     ],
     4: [
         Case("unet", 4, schedule="2bw", cuts=("down.2", "wider.0", "wider.2")),
-        Case("albert", 4, schedule="2bw", optimizer="native-adamw", max_norm=0.5),
-        Case("resnet_dropout", 4, schedule="2bw", optimizer="native-adamw"),
         Case("bert", 4, materialized=True),
         Case("translator_dropout", 4),
         Case("repeats", 4, schedule="2bw", microbatches=3),
-        Case("dense", 4, microbatches=3),
         Case("resnet", 2, schedule="2bw", optimizer="native-adamw", max_norm=0.5, replicas=2),
         Case("gpt2", 2, replicas=2, materialized=True),
     ],
@@ -74,7 +67,7 @@ def test_a_rank_holds_its_stage_and_at_most_a_hundredth_more(materialized: bool,
 
 
 def test_a_budget_changes_nothing(tmp_path: Path) -> None:
-    names = ("functional", "branches", "llama_mask", "resnet_dropout", "t5_dropout", "llama_cache")
+    names = ("functional", "llama_mask", "t5_dropout")
     check_all([Case(name, schedule="gpipe", budget=ROOMY) for name in names], tmp_path)
 
 

@@ -19,9 +19,9 @@ from support.ranks import run_ranks
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("layers", {}),
+        pytest.param("layers", {}, marks=pytest.mark.full),
         ("layers", {"replicas": 2, "recompute": True}),
-        ("layers", {"replicas": 1, "schedule": "1f1b"}),
+        pytest.param("layers", {"replicas": 1, "schedule": "1f1b"}, marks=pytest.mark.full),
         ("layers", {"replicas": 1, "schedule": "gpipe", "stages": 4, "microbatches": 2}),
         ("layers", {"cuts": ["3"], "replicas": 1, "microbatches": 4, "budget": 2**20}),
         ("stateful", {"replicas": 1, "recompute": True, "microbatches": 4}),

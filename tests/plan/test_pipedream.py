@@ -64,7 +64,7 @@ def wide_problem(machines: list[int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("machines", [[2], [2, 2]])
+@pytest.mark.parametrize("machines", [[2], pytest.param([2, 2], marks=pytest.mark.full)])
 def test_a_wide_graph_has_a_plan_and_a_bound(machines: list[int]) -> None:
     problem = wide_problem(machines)
     found = pipedream.solve(problem)

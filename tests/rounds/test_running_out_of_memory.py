@@ -296,9 +296,8 @@ def test_a_batch_finder_knows_what_the_library_raises_and_bytes_are_bytes_in_eve
 # ---- the smallest budgets -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt_bigcode", *(pytest.param(name, marks=pytest.mark.full) for name in SUBJECTS if name != "gpt_bigcode")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SUBJECTS)
 def test_a_little_above_the_smallest_budget_steps_run_by_themselves(name: str) -> None:
     subject = SUBJECTS[name]
     least, mode = smallest(subject)

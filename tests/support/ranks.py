@@ -1,11 +1,7 @@
-"""Ranks on this machine: processes that run one function together, in a gloo process group.
-
-The processes are forked from one that has already imported slow libraries.
-"""
+"""Ranks on this machine: processes that run one function together, in a gloo process group."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -18,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support import forks
+
 LIMIT_SECONDS = 300.0  # seconds for all ranks of a test, also on a busy machine; ranks that hang fail
-_IMPORTED_ONCE = ["torch", "torch.distributed", "transformers", "transformers.models.gpt2.modeling_gpt2", "peft"]
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int = 2) -> list[Any]:
@@ -30,10 +27,9 @@ def run_ranks(body: Callable[..., Any], *arguments: Any, folder: Path, size: int
     ``body`` has to be importable, so it is in :mod:`support`. Each group has its own folder below ``folder``, since
     ranks that find the addresses of an earlier group would wait for it."""
     folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_IMPORTED_ONCE, "hydra_ext.pipeline"])
     processes = [
-        context.Process(target=_run, args=(body, arguments, rank, size, folder), daemon=True) for rank in range(size)
+        forks.context().Process(target=_run, args=(body, arguments, rank, size, folder), daemon=True)
+        for rank in range(size)
     ]
     for process in processes:
         process.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ import hydra_ext
 from hydra_ext import Checks
 from hydra_ext.checkpoint.format.tensors import bytes_of
 from hydra_ext.runtime.reporting.report import Report
+from support import forks
 from support.checkpoint.checkpoints import Job, Made
 from support.checkpoint.faulty_files import CountingFiles
 
@@ -147,11 +147,9 @@ def plain() -> str:
 
 def in_a_process(folder: Path, tier: str, last: int | None) -> tuple[int, str]:
     """Runs :func:`train` in a process. Returns the exit code, and the digest if it finished."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.gpt2.modeling_gpt2", "hydra_ext", __name__])
     result = folder.parent / f"{folder.name}.digest"
     result.unlink(missing_ok=True)
-    process = context.Process(target=_run, args=(folder, tier, last, result))
+    process = forks.context().Process(target=_run, args=(folder, tier, last, result))
     process.start()
     process.join(LIMIT_SECONDS)
     alive = process.is_alive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import nn
 import hydra_ext
 from hydra_ext.checkpoint.folder import Folder
 from hydra_ext.checkpoint.format.files import Files
+from support import forks
 from support.checkpoint import damaged
 from support.checkpoint.faulty_files import CountingFiles
 from support.pipeline.pipeline_save_failures import own, pipeline, step
@@ -127,7 +127,7 @@ class _Unsynced(Files):
 @contextmanager
 def saver(folder: Path) -> Iterator[None]:
     """Starts a process that saves :func:`numbered` models into a folder, one after the other, and keeps one."""
-    context = multiprocessing.get_context("forkserver")
+    context = forks.context()
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_until_told, args=(folder, theirs), daemon=True)
     process.start()

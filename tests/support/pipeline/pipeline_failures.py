@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import threading
@@ -18,7 +17,7 @@ from torch import nn
 
 from hydra_ext.errors import RankFailed
 from hydra_ext.pipeline import Pipeline
-from support import ranks
+from support import forks, ranks
 from support.pipeline import pipelines
 
 LIMIT_SECONDS = 30.0  # from the failure to the end of every rank
@@ -159,10 +158,8 @@ def run_to_the_end(
     body: Callable[..., None], *arguments: Any, folder: Path, size: int, without: Collection[int] = ()
 ) -> dict[int, dict[str, Any]]:
     """Runs ``body(rank, *arguments)`` in each rank, and returns the records. Does not wait for ranks in ``without``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "hydra_ext"])
     processes = [
-        context.Process(target=ranks._run, args=(body, arguments, rank, size, folder), daemon=True)
+        forks.context().Process(target=ranks._run, args=(body, arguments, rank, size, folder), daemon=True)
         for rank in range(size)
     ]
     for process in processes:

@@ -111,7 +111,7 @@ class Case:
     stages: int = 2
     microbatches: int = 4
     optimizer: str = "adamw"
-    steps: int = 20
+    steps: int = 8
     max_norm: float | None = None
     dropout: float = 0.0
     checkpoints: bool = False  # whether the pipeline's stages, not the reference, checkpoint each layer
