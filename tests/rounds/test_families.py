@@ -1,7 +1,7 @@
 """``run.step`` equals the loop it stands for, bit for bit: families x microbatches x keep or recompute x budgets.
 
-By default a sample in which every pair of choices meets, but for many microbatches, which a few families have; with the
-mark ``full`` every pair and every triple, in more steps.
+By default a sample in which every pair of choices meets, but for one microbatch and for many, which a few families
+have; with the mark ``full`` every pair and every triple, in more steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOM_FOR_ALL = 400
 SMALL = ("normed",)  # all its weights are less than the scratch of one convolution
 FEW_STEPS = 3
 MANY = 8  # microbatches
-OF_MANY = ("llama", "mixtral", "unet", "dynamic")
+BY_DEFAULT = {MANY: ("llama", "mixtral", "unet", "dynamic"), 1: ("gpt2", "t5", "tied_llama", "resnet")}
 CHOICES: dict[str, list[Any]] = {
     "family": list(EVERY_FAMILY),
     "m": [3, 1, MANY],
@@ -77,7 +77,8 @@ def _allowed(row: Row) -> bool:
 
 
 def _allowed_by_default(row: Row) -> bool:
-    return _allowed(row) and not (row.get("m") == MANY and row.get("family", OF_MANY[0]) not in OF_MANY)
+    families = BY_DEFAULT.get(row.get("m", 3))
+    return _allowed(row) and (families is None or row.get("family", families[0]) in families)
 
 
 SAMPLE = [Case(**row) for row in covering_rows(CHOICES, allowed=_allowed_by_default)]
