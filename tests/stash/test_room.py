@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,60 @@ def test_what_is_compressed_does_not_depend_on_the_room() -> None:
     assert_same(tight, roomy)
     assert report.activations is not None
     assert report.activations.compressed > 0
+
+
+# ---- graphs that backward passes more than once ---------------------------------------------------------------------
+def a_forward_between(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    model(x * 0.5).square().mean().backward()
+    loss.backward()
+
+
+def gradients_asked_for_twice(model: nn.Module, x: Tensor) -> None:
+    loss, weights = model(x).square().mean(), list(model.parameters())
+    torch.autograd.grad(loss, weights[: len(weights) // 2], retain_graph=True)
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = gradient
+
+
+PASSED_AGAIN = [a_forward_between, gradients_asked_for_twice]
+WITH_GRADIENTS = LEAST + LAYERS * 20 * 1024  # those that are asked for stay until all are there
+
+
+def passed_again(program: Callable[[nn.Module, Tensor], None], budget: int | None, **options: Any) -> list[Tensor]:
+    """Trains, plainly or with a stash from which tensors leave only when an allocation finds no room."""
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for x in data[:2]:  # in the first one, all that is saved leaves at once
+            program(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if budget is None:
+        steps()
+        return [parameter.detach() for parameter in model.parameters()]
+    with hydra_ext.offload(
+        model,
+        optimizer,
+        budget=budget,
+        device=SimulatedDevice(**options),
+        activations=hydra_ext.Offload(),
+        checks=Checks(poison_hosts=True),
+    ) as run:
+        assert run._saving is not None
+        run._saving.set_room(2**30)
+        steps()
+        report = run.report().activations
+        assert report is not None
+        assert_empty(report)
+        return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("program", PASSED_AGAIN)
+def test_what_backward_has_read_makes_room_too(program: Callable[[nn.Module, Tensor], None]) -> None:
+    expected = passed_again(program, None)
+    assert_same(passed_again(program, WITH_GRADIENTS), expected)
+    assert_same(passed_again(program, WITH_GRADIENTS + 9 * SAVED, asynchronous=True, seed=1), expected)

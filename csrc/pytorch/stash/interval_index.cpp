@@ -114,10 +114,13 @@ TicketPtr IntervalIndex::next_to_leave() const {
 
 std::optional<IntervalIndex::RoomStep> IntervalIndex::next_to_give_up() {
   const Lock lock(*this);
-  for (const auto& [number, known] : held_) {
-    const StashedIntervalPtr interval = lock.look_at(known);
-    if (std::optional<RoomStep> step = interval ? interval->give_up(lock) : std::nullopt) {
-      return step;
+  for (const bool was_read : {false, true}) {
+    for (const auto& [number, known] : held_) {
+      const StashedIntervalPtr interval = lock.look_at(known);
+      const bool is_next = interval && interval->was_read(lock) == was_read;
+      if (std::optional<RoomStep> step = is_next ? interval->give_up(lock) : std::nullopt) {
+        return step;
+      }
     }
   }
   return std::nullopt;

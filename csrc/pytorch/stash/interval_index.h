@@ -135,8 +135,9 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   std::optional<RoomStep> next_for_room(Bytes bytes, bool in_backward);
   /// The transfer of the oldest interval that is leaving; null if none is.
   TicketPtr next_to_leave() const;
-  /// Returns a step by which the oldest interval that can gives up its device memory, whatever the room. Null if none
-  /// can.
+  /// Returns a step by which an interval gives up its device memory, whatever the room. Null if none can. The oldest
+  /// that backward has not read comes first, then the oldest that it has read: it may read that again, as another
+  /// tensor, or in another backward through the same graph.
   std::optional<RoomStep> next_to_give_up();
   /// Returns the interval that was saved last before `number` and is on the host alone. Null if there is none, or it
   /// may not come ahead of its use.

@@ -61,7 +61,7 @@ class Stash final {
   // whether something has changed, so that the allocation is worth another attempt.
   /// Waits for the oldest interval that is leaving: costs no traffic.
   bool await_leaving();
-  /// Frees the oldest interval that the host has too, or sends one that could have stayed.
+  /// Frees an interval that the host has too, or sends one that could have stayed.
   bool give_one_up();
 
   /// Changes the budget (see DeviceRoom). Returns when no more than that is held, or nothing else can leave.

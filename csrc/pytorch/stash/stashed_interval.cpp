@@ -303,7 +303,7 @@ TicketPtr StashedInterval::leaving(const Lock& /*lock*/) const {
 }
 
 std::optional<IntervalIndex::RoomStep> StashedInterval::give_up(const Lock& lock) {
-  if (readers_.have_come) {
+  if (readers_.have_come && form_.held.use_count() > 1) {
     return std::nullopt;
   }
   if (state_ == kReturning && arriving_ && !arriving_->finished()) {  // its memory is not free before

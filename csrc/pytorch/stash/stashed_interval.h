@@ -156,8 +156,11 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   std::optional<IntervalIndex::RoomStep> make_room(const Lock& lock, bool in_backward);
   /// The transfer by which it leaves now; null if there is none.
   TicketPtr leaving(const Lock& lock) const;
-  /// A step by which it gives up its device memory, without any allocation. Returns null if there is none. What is to
-  /// be encoded leaves only as a stream: otherwise the numbers would depend on the room.
+  /// Whether a tensor was read since the interval is held.
+  bool was_read(const Lock& /*lock*/) const noexcept { return readers_.have_come; }
+  /// A step by which it gives up its device memory, without any allocation. Returns null if there is none, or if a
+  /// reader has the memory in use, which would stay. What is to be encoded leaves only as a stream: otherwise the
+  /// numbers would depend on the room.
   std::optional<IntervalIndex::RoomStep> give_up(const Lock& lock);
   /// kLeaving -> kCopied, and on to kAway if room is short. Returns the freed memory.
   c10::Storage note_left(const Lock& lock, ArenaRegionPtr host);
@@ -191,7 +194,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
 
   struct Readers {
     int waiting = 0;         // tensors that share the interval and were not read yet
-    bool have_come = false;  // a tensor was read since the interval is held; others will be read next
+    bool have_come = false;  // a tensor was read since the interval is held; others are often read next
   };
 
   const std::shared_ptr<IntervalIndex> index_;
