@@ -111,7 +111,13 @@ PASSED_AGAIN = [a_forward_between, gradients_asked_for_twice]
 WITH_GRADIENTS = LEAST + LAYERS * 20 * 1024  # those that are asked for stay until all are there
 
 
-def passed_again(program: Callable[[nn.Module, Tensor], None], budget: int | None, **options: Any) -> list[Tensor]:
+def passed_again(
+    program: Callable[[nn.Module, Tensor], None],
+    budget: int | None,
+    *,
+    make: Callable[[], tuple[nn.Module, list[Tensor]]] = make,
+    **options: Any,
+) -> list[Tensor]:
     """Trains, plainly or with a stash from which tensors leave only when an allocation finds no room."""
     model, data = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -147,3 +153,77 @@ def test_what_backward_has_read_makes_room_too(program: Callable[[nn.Module, Ten
     expected = passed_again(program, None)
     assert_same(passed_again(program, WITH_GRADIENTS), expected)
     assert_same(passed_again(program, WITH_GRADIENTS + 9 * SAVED, asynchronous=True, seed=1), expected)
+
+
+class Product(nn.Module):
+    """Saves the thirds of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.up(x).view(3, -1, WIDTH).unbind(0)
+        return first * second * third
+
+
+def products() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Product() for _ in range(8)]), list(torch.randn(2, ROWS, WIDTH))
+
+
+def an_evaluation_between(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model(torch.cat([x] * 4))  # takes 29 * SAVED
+    loss.backward()
+
+
+def test_all_that_was_read_from_one_storage_makes_room_too() -> None:
+    """All that the first backward has read takes 32 * SAVED, 24 of them in such storages."""
+    expected = passed_again(an_evaluation_between, None, make=products)
+    for budget in (30 * SAVED, 40 * SAVED):
+        assert_same(passed_again(an_evaluation_between, budget, make=products), expected)
+
+
+# ---- transfers that nobody needs any more ---------------------------------------------------------------------------
+SLOW = 8e6  # bytes/s: all that is saved takes some 0.4 s
+
+
+class Stops(Exception):
+    pass
+
+
+def a_dropped_forward(model: nn.Module, x: Tensor) -> None:
+    model(x)
+
+
+def a_dropped_backward(model: nn.Module, x: Tensor) -> None:
+    """Ends when the last layer's tensors are read, and others are on their way."""
+
+    def stop(*_: object) -> None:
+        raise Stops
+
+    def stop_before(_layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        inputs[0].register_hook(stop)
+
+    handle = model[-1].register_forward_pre_hook(stop_before)  # type: ignore[index, operator, union-attr]
+    loss = model(x).square().mean()
+    handle.remove()
+    with pytest.raises(Stops):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "link"),
+    [(a_dropped_forward, "to_host_bytes_per_second"), (a_dropped_backward, "to_device_bytes_per_second")],
+)
+def test_what_a_dropped_graph_has_on_a_lane_makes_room(program: Callable[[nn.Module, Tensor], None], link: str) -> None:
+    model, data = make()
+    device = SimulatedDevice(**{link: SLOW})  # type: ignore[arg-type]
+    budget = 8 * SAVED + 60 * 1024  # what the evaluation takes, and weights
+    with hydra_ext.offload(model, budget=budget, device=device, activations=hydra_ext.Offload()):
+        program(model, data[0])
+        with torch.no_grad():
+            model[0](torch.cat(data))  # type: ignore[index, operator]

@@ -59,7 +59,7 @@ class Stash final {
   at::Tensor unpack(SavedTensor& saved);
   // Ways to make room for an allocation on the device, from inside it: no call allocates device memory. Both return
   // whether something has changed, so that the allocation is worth another attempt.
-  /// Waits for the oldest interval that is leaving: costs no traffic.
+  /// Waits for the oldest transfer whose end releases memory: costs no traffic.
   bool await_leaving();
   /// Frees an interval that the host has too, or sends one that could have stayed.
   bool give_one_up();
