@@ -244,7 +244,6 @@ CASES = [
     )
     for program, least in PROGRAMS.items()
     for factor in (1, 2, 8)
-    if not (program is retained_graph and factor == 2)
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +90,141 @@ def test_what_is_compressed_does_not_depend_on_the_room() -> None:
     assert_same(tight, roomy)
     assert report.activations is not None
     assert report.activations.compressed > 0
+
+
+# ---- graphs that backward passes more than once ---------------------------------------------------------------------
+def a_forward_between(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    model(x * 0.5).square().mean().backward()
+    loss.backward()
+
+
+def gradients_asked_for_twice(model: nn.Module, x: Tensor) -> None:
+    loss, weights = model(x).square().mean(), list(model.parameters())
+    torch.autograd.grad(loss, weights[: len(weights) // 2], retain_graph=True)
+    for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+        weight.grad = gradient
+
+
+PASSED_AGAIN = [a_forward_between, gradients_asked_for_twice]
+WITH_GRADIENTS = LEAST + LAYERS * 20 * 1024  # those that are asked for stay until all are there
+
+
+def passed_again(
+    program: Callable[[nn.Module, Tensor], None],
+    budget: int | None,
+    *,
+    make: Callable[[], tuple[nn.Module, list[Tensor]]] = make,
+    **options: Any,
+) -> list[Tensor]:
+    """Trains, plainly or with a stash from which tensors leave only when an allocation finds no room."""
+    model, data = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps() -> None:
+        for x in data[:2]:  # in the first one, all that is saved leaves at once
+            program(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if budget is None:
+        steps()
+        return [parameter.detach() for parameter in model.parameters()]
+    with hydra_ext.offload(
+        model,
+        optimizer,
+        budget=budget,
+        device=SimulatedDevice(**options),
+        activations=hydra_ext.Offload(),
+        checks=Checks(poison_hosts=True),
+    ) as run:
+        assert run._saving is not None
+        run._saving.set_room(2**30)
+        steps()
+        report = run.report().activations
+        assert report is not None
+        assert_empty(report)
+        return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("program", PASSED_AGAIN)
+def test_what_backward_has_read_makes_room_too(program: Callable[[nn.Module, Tensor], None]) -> None:
+    expected = passed_again(program, None)
+    assert_same(passed_again(program, WITH_GRADIENTS), expected)
+    assert_same(passed_again(program, WITH_GRADIENTS + 9 * SAVED, asynchronous=True, seed=1), expected)
+
+
+class Product(nn.Module):
+    """Saves the thirds of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.up(x).view(3, -1, WIDTH).unbind(0)
+        product: Tensor = first * second * third
+        return product
+
+
+def products() -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Product() for _ in range(8)]), list(torch.randn(2, ROWS, WIDTH))
+
+
+def an_evaluation_between(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model(torch.cat([x] * 4))  # takes 29 * SAVED
+    loss.backward()
+
+
+def test_all_that_was_read_from_one_storage_makes_room_too() -> None:
+    """All that the first backward has read takes 32 * SAVED, 24 of them in such storages."""
+    expected = passed_again(an_evaluation_between, None, make=products)
+    for budget in (30 * SAVED, 40 * SAVED):
+        assert_same(passed_again(an_evaluation_between, budget, make=products), expected)
+
+
+# ---- transfers that nobody needs any more ---------------------------------------------------------------------------
+SLOW = 8e6  # bytes/s: all that is saved takes some 0.4 s
+
+
+class Stops(Exception):
+    pass
+
+
+def a_dropped_forward(model: nn.Module, x: Tensor) -> None:
+    model(x)
+
+
+def a_dropped_backward(model: nn.Module, x: Tensor) -> None:
+    """Ends when the last layer's tensors are read, and others are on their way."""
+
+    def stop(*_: object) -> None:
+        raise Stops
+
+    def stop_before(_layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        inputs[0].register_hook(stop)  # type: ignore[no-untyped-call]
+
+    handle = model[-1].register_forward_pre_hook(stop_before)  # type: ignore[index]
+    loss = model(x).square().mean()
+    handle.remove()
+    with pytest.raises(Stops):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "link"),
+    [(a_dropped_forward, "to_host_bytes_per_second"), (a_dropped_backward, "to_device_bytes_per_second")],
+)
+def test_what_a_dropped_graph_has_on_a_lane_makes_room(program: Callable[[nn.Module, Tensor], None], link: str) -> None:
+    model, data = make()
+    device = SimulatedDevice(**{link: SLOW})  # type: ignore[arg-type]
+    budget = 8 * SAVED + 60 * 1024  # what the evaluation takes, and weights
+    with hydra_ext.offload(model, budget=budget, device=device, activations=hydra_ext.Offload()):
+        program(model, data[0])
+        with torch.no_grad():
+            model[0](torch.cat(data))  # type: ignore[index]

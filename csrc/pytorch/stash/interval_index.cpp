@@ -101,23 +101,28 @@ std::optional<IntervalIndex::RoomStep> IntervalIndex::next_for_room(Bytes bytes,
   return std::nullopt;
 }
 
-TicketPtr IntervalIndex::next_to_leave() const {
+TicketPtr IntervalIndex::next_to_release() {
   const Lock lock(*this);
-  for (const auto& [number, known] : held_) {
-    const StashedIntervalPtr interval = lock.look_at(known);
-    if (TicketPtr leaving = interval ? interval->leaving(lock) : nullptr) {
-      return leaving;
-    }
+  drop_released(lock);
+  return releasing_.empty() ? nullptr : releasing_.front();
+}
+
+void IntervalIndex::drop_released(const Lock& /*lock*/) noexcept {
+  while (!releasing_.empty() && releasing_.front()->finished()) {
+    releasing_.pop_front();
   }
-  return nullptr;
 }
 
 std::optional<IntervalIndex::RoomStep> IntervalIndex::next_to_give_up() {
   const Lock lock(*this);
-  for (const auto& [number, known] : held_) {
-    const StashedIntervalPtr interval = lock.look_at(known);
-    if (std::optional<RoomStep> step = interval ? interval->give_up(lock) : std::nullopt) {
-      return step;
+  using enum StashedInterval::Reader;
+  for (const StashedInterval::Reader last : {kNone, kGone, kMayBeThere}) {
+    for (const auto& [number, known] : held_) {
+      const StashedIntervalPtr interval = lock.look_at(known);
+      const bool is_next = interval && interval->reader(lock) == last;
+      if (std::optional<RoomStep> step = is_next ? interval->give_up(lock) : std::nullopt) {
+        return step;
+      }
     }
   }
   return std::nullopt;
@@ -150,6 +155,11 @@ void IntervalIndex::note_held(const Lock& /*lock*/, const StashedIntervalPtr& in
 
 void IntervalIndex::note_freed(const Lock& /*lock*/, const StashedInterval& interval) noexcept {
   held_.erase(interval.number());
+}
+
+void IntervalIndex::note_releasing(const Lock& lock, TicketPtr transfer) {
+  drop_released(lock);
+  releasing_.push_back(std::move(transfer));
 }
 
 void IntervalIndex::note_storage(const Lock& /*lock*/, c10::StorageImpl* storage, const StashedIntervalPtr& interval) {

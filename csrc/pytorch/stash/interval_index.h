@@ -133,10 +133,11 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   /// Returns a step of the oldest interval that can make room, except for one that backward will read again next. Null
   /// if there is room for `bytes` more, or no interval can make any.
   std::optional<RoomStep> next_for_room(Bytes bytes, bool in_backward);
-  /// The transfer of the oldest interval that is leaving; null if none is.
-  TicketPtr next_to_leave() const;
-  /// Returns a step by which the oldest interval that can gives up its device memory, whatever the room. Null if none
-  /// can.
+  /// The oldest transfer under way whose end releases device memory (see note_releasing); null if there is none.
+  TicketPtr next_to_release();
+  /// Returns a step by which an interval gives up its device memory, whatever the room. Null if none can. The oldest
+  /// that backward has not read comes first, then the oldest that it has read: it may read that again, as another
+  /// tensor, or in another backward through the same graph. Those come last whose memory an operator may still read.
   std::optional<RoomStep> next_to_give_up();
   /// Returns the interval that was saved last before `number` and is on the host alone. Null if there is none, or it
   /// may not come ahead of its use.
@@ -150,6 +151,8 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   // Called by intervals about themselves:
   void note_held(const Lock& lock, const StashedIntervalPtr& interval);
   void note_freed(const Lock& lock, const StashedInterval& interval) noexcept;
+  /// Notes a transfer to whose end device memory stays, but no longer: an interval leaves by it, or was freed since.
+  void note_releasing(const Lock& lock, TicketPtr transfer);
   /// Lets the interval be found by that storage.
   void note_storage(const Lock& lock, c10::StorageImpl* storage, const StashedIntervalPtr& interval);
   void await_length(const Lock& lock, const StashedIntervalPtr& interval);
@@ -157,6 +160,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
               const std::vector<c10::StorageImpl*>& storages) noexcept;
 
  private:
+  void drop_released(const Lock& lock) noexcept;
   StashedIntervalPtr find(const Lock& lock, const c10::Storage& storage, Bytes begin, const SavedBytes& saved,
                           const Wishes& wishes) const;
 
@@ -168,6 +172,7 @@ class IntervalIndex final : public std::enable_shared_from_this<IntervalIndex> {
   std::unordered_map<c10::StorageImpl*, std::vector<std::weak_ptr<StashedInterval>>> by_storage_;
   std::deque<std::weak_ptr<StashedInterval>> undecided_;  // to be encoded once others have been saved after them
   std::deque<std::weak_ptr<StashedInterval>> in_making_;
+  std::deque<TicketPtr> releasing_;
   std::int64_t numbered_ = 0;
 };
 

@@ -191,11 +191,11 @@ void Stash::wait_for_room(Ticket& ticket) {
 }
 
 bool Stash::await_leaving() {
-  const TicketPtr leaving = index_->next_to_leave();
-  if (leaving) {
-    wait_for_room(*leaving);
+  const TicketPtr transfer = index_->next_to_release();
+  if (transfer) {
+    wait_for_room(*transfer);
   }
-  return leaving != nullptr;
+  return transfer != nullptr;
 }
 
 bool Stash::give_one_up() {

@@ -59,9 +59,9 @@ class Stash final {
   at::Tensor unpack(SavedTensor& saved);
   // Ways to make room for an allocation on the device, from inside it: no call allocates device memory. Both return
   // whether something has changed, so that the allocation is worth another attempt.
-  /// Waits for the oldest interval that is leaving: costs no traffic.
+  /// Waits for the oldest transfer whose end releases memory: costs no traffic.
   bool await_leaving();
-  /// Frees the oldest interval that the host has too, or sends one that could have stayed.
+  /// Frees an interval that the host has too, or sends one that could have stayed.
   bool give_one_up();
 
   /// Changes the budget (see DeviceRoom). Returns when no more than that is held, or nothing else can leave.

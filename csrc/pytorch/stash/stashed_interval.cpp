@@ -178,6 +178,9 @@ c10::Storage StashedInterval::free(const Lock& lock) noexcept {
   }
   index_->room(lock).free(form_.bytes, state_ == kResident, std::exchange(readers_.have_come, false));
   index_->note_freed(lock, *this);
+  if (arriving_) {
+    index_->note_releasing(lock, arriving_);
+  }
   return std::exchange(form_.held, c10::Storage());
 }
 
@@ -263,6 +266,7 @@ std::optional<StashedInterval::Departure> StashedInterval::begin_leaving() {
 
 void StashedInterval::leave_by(TicketPtr leaving) {
   const Lock lock(*index_);
+  index_->note_releasing(lock, leaving);
   leaving_ = std::move(leaving);
 }
 
@@ -298,20 +302,23 @@ std::optional<IntervalIndex::RoomStep> StashedInterval::make_room(const Lock& lo
   return IntervalIndex::RoomStep{.freed = {}, .awaited = leaving_, .departing = nullptr};
 }
 
-TicketPtr StashedInterval::leaving(const Lock& /*lock*/) const {
-  return state_ == kLeaving && leaving_ && !leaving_->finished() ? leaving_ : nullptr;
+StashedInterval::Reader StashedInterval::reader(const Lock& /*lock*/) const noexcept {
+  if (!readers_.have_come) {
+    return Reader::kNone;
+  }
+  return form_.held.use_count() > 1 ? Reader::kMayBeThere : Reader::kGone;
 }
 
 std::optional<IntervalIndex::RoomStep> StashedInterval::give_up(const Lock& lock) {
-  if (readers_.have_come) {
-    return std::nullopt;
-  }
   if (state_ == kReturning && arriving_ && !arriving_->finished()) {  // its memory is not free before
     return IntervalIndex::RoomStep{.freed = {}, .awaited = arriving_, .departing = nullptr};
   }
   if (is_copied()) {
+    const bool was_ahead = !readers_.have_come;
     c10::Storage freed = free_copy(lock);
-    index_->room(lock).note_given_up();
+    if (was_ahead) {
+      index_->room(lock).note_given_up();
+    }
     return IntervalIndex::RoomStep{.freed = std::move(freed), .awaited = nullptr, .departing = nullptr};
   }
   if (state_ == kOnDevice && (form_.coder || !wishes_.encodable)) {

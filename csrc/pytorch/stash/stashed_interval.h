@@ -154,8 +154,10 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
   bool is_on_host_alone(const Lock& /*lock*/) const noexcept;
   /// Returns null if it cannot make room.
   std::optional<IntervalIndex::RoomStep> make_room(const Lock& lock, bool in_backward);
-  /// The transfer by which it leaves now; null if there is none.
-  TicketPtr leaving(const Lock& lock) const;
+  /// The last reader of a tensor since the interval is held. One that is there would keep the memory. Intervals of the
+  /// same storage own it too, and look the same.
+  enum class Reader : std::uint8_t { kNone, kGone, kMayBeThere };
+  Reader reader(const Lock& lock) const noexcept;
   /// A step by which it gives up its device memory, without any allocation. Returns null if there is none. What is to
   /// be encoded leaves only as a stream: otherwise the numbers would depend on the room.
   std::optional<IntervalIndex::RoomStep> give_up(const Lock& lock);
@@ -191,7 +193,7 @@ class StashedInterval final : public std::enable_shared_from_this<StashedInterva
 
   struct Readers {
     int waiting = 0;         // tensors that share the interval and were not read yet
-    bool have_come = false;  // a tensor was read since the interval is held; others will be read next
+    bool have_come = false;  // a tensor was read since the interval is held; others are often read next
   };
 
   const std::shared_ptr<IntervalIndex> index_;
