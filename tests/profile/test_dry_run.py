@@ -107,6 +107,48 @@ def test_a_perceptron_by_hand() -> None:
     assert profile.least_bytes() == pytest.approx(3 * MAP + MATRIX, abs=MATRIX)
 
 
+class Bank(nn.Module):
+    """One block of matrices that are used one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = x @ matrix
+        return x
+
+
+def test_a_gradient_counts_from_its_first_bytes_until_it_is_summed() -> None:
+    count = 5
+    model = nn.Sequential(Bank(count))
+    profile = dry_run(model, torch.randn(ROWS, WIDTH), lambda mb: model(mb).square().sum())
+    bank = profile.modules["0"]
+    assert [(block.name, block.gradient_bytes) for block in profile.blocks] == [("0", count * MATRIX)]
+    # A product's backward reads its input and gives two gradients. That of the matrix before is gone.
+    assert bank.backward_bytes == pytest.approx(3 * MAP, abs=64)
+    assert bank.live_gradient_bytes == bank.own_live_gradient_bytes == MATRIX
+    assert profile.least_bytes() == bank.backward_bytes + count * MATRIX + MATRIX
+
+
+def test_gradients_outside_of_the_calls_inside_are_those_of_own_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.scale = nn.Parameter(torch.ones(ROWS, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            return y * self.scale
+
+    model = Scaled()
+    whole = dry_run(model, torch.randn(ROWS, WIDTH), lambda mb: model(mb).sum()).modules[""]
+    assert whole.own_live_gradient_bytes == MAP
+    assert whole.own_backward_bytes + MAP == whole.backward_bytes + whole.live_gradient_bytes
+
+
 def test_weights_may_compute_in_another_dtype() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
