@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_ext.profile.cards import Speed, speed_of_this_machine
-from hydra_ext.profile.dry_run import device_of, dtype_of
+from hydra_ext.profile.dry_run import device_of, dtype_of, known_workspaces
 from hydra_ext.profile.figures import Profile
 from hydra_ext.profile.form import profile_of
 from hydra_ext.profile.microbatch import random_state_kept, run_microbatch
@@ -46,9 +46,10 @@ def real_run(
         example: One microbatch, with numbers.
         fn: As in ``run.step``.
         param_dtype: Dtype in which floating parameters compute; by default their own.
-        speed: Of the device; None measures this machine.
+        speed: As in a dry run.
     """
     place = device_of(model, None)
+    workspace = known_workspaces(place, speed)
     speed = speed or speed_of_this_machine(place, param_dtype or dtype_of(model))
     before = Snapshot(model, example)
     undo = Undo()
@@ -65,6 +66,7 @@ def real_run(
         lambda *operator: seconds_of(operator, speed),
         run=run,
         tensor_on=_tensor_on,
+        workspace=workspace,
         elsewhere=_OnTheHost(),
     )
     try:

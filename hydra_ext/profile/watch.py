@@ -28,6 +28,7 @@ Place = tuple[int, torch.Size, tuple[int, ...]]  # offset, size and strides
 TensorOn = Callable[[Any, torch.dtype, Place], Tensor]
 RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+OperatorBytes = Callable[[Any, tuple[Any, ...], Any], int]
 
 
 class Storages:
@@ -84,6 +85,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds: The time of an operator, from its function, its arguments and its result.
         run: Runs an operator.
         tensor_on: Makes a tensor on a storage, from its dtype and its place.
+        workspace: Bytes that an operator takes while it runs, from its function, its arguments and its result; None
+            where they are not known.
         elsewhere: Where the bytes of saved storages are.
 
     Attributes:
@@ -93,12 +96,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn, elsewhere: Elsewhere | None = None
+        self,
+        seconds: OperatorSeconds,
+        *,
+        run: RunOperator,
+        tensor_on: TensorOn,
+        workspace: OperatorBytes | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seconds = seconds
         self._run = run
         self._tensor_on = tensor_on
+        self._workspace = workspace
         self._elsewhere = elsewhere or Elsewhere()
         self.log = CallLog()
         self.timeline = Timeline()
@@ -142,7 +152,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.follow_backward()
             part = self.log.part
             self.born(out)
-            self.timeline.add(part, 0, 0)
+            self.timeline.pass_by(part, self._workspace(func, args, out) if self._workspace else 0)
             self.log.calls[part.call].seconds[part.is_backward] += self._seconds(func, args, kwargs, out)
         return out
 
