@@ -30,7 +30,7 @@ from hydra_ext.profile.form import profile_of
 from hydra_ext.profile.microbatch import nothing_compiled, random_state_kept, run_microbatch
 from hydra_ext.profile.operators import run_on_fakes, seconds_of, workspace_of
 from hydra_ext.profile.replacing import replaced
-from hydra_ext.profile.watch import OperatorBytes, Watch
+from hydra_ext.profile.watch import OperatorCost, Watch
 
 Example = TypeVar("Example")
 
@@ -73,16 +73,10 @@ def dry_run(
     if lazy:
         raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
     place = device_of(model, device)
-    workspace = known_workspaces(place, speed)
-    speed = speed or speed_of_this_machine(place, param_dtype or dtype_of(model))
+    cost = costs_on(place, param_dtype or dtype_of(model), speed)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
-    watch = Watch(
-        lambda *operator: seconds_of(operator, speed),
-        run=run_on_fakes,
-        tensor_on=fakes.tensor_on,
-        workspace=workspace,
-    )
+    watch = Watch(cost, run=run_on_fakes, tensor_on=fakes.tensor_on)
     with random_state_kept(place), replaced(model, fakes), _reasons_given():
         run_microbatch(watch, model, [Fakes(mode, place, None).of_value(example)], fn, mode=mode)
     return profile_of(model, watch, param_dtype)
@@ -111,9 +105,16 @@ class _OnFakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return run_on_fakes(func, args, kwargs or {})
 
 
-def known_workspaces(device: torch.device, speed: Speed | None) -> OperatorBytes | None:
-    """Those of this machine's CPU: a speed that was given may be that of another device."""
-    return workspace_of if device.type == "cpu" and speed is None else None
+def costs_on(device: torch.device, dtype: torch.dtype, speed: Speed | None) -> OperatorCost:
+    """Costs of operators. Workspaces are this machine's CPU's: a speed that is given may be that of another device."""
+    has_workspaces = device.type == "cpu" and speed is None
+    known = speed or speed_of_this_machine(device, dtype)
+
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[float, int]:
+        seconds = seconds_of((func, args, kwargs, out), known)
+        return seconds, workspace_of(func, args, out) if has_workspaces else 0
+
+    return cost
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

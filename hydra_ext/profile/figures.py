@@ -20,6 +20,21 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most bytes in use at once, as in :class:`ModuleFigures`.
+
+    Attributes:
+        forward_bytes: Of activations in forward.
+        backward_bytes: Likewise in backward.
+        live_gradient_bytes: What gradients of parameters add to ``backward_bytes``; None where that was not measured.
+    """
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    live_gradient_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModuleFigures:
     """A module's share of one microbatch, with the modules inside it. A storage counts once.
 
@@ -36,11 +51,9 @@ class ModuleFigures:
         forward_bytes: The most activations in use at once in its forward, if each saved one leaves at once.
         backward_bytes: Likewise in its backward, if each saved one comes when it is read. Gradients of parameters do
             not count.
-        own_forward_bytes: As ``forward_bytes``, outside of the calls inside.
-        own_backward_bytes: As ``backward_bytes``, outside of the calls inside.
         live_gradient_bytes: What gradients of parameters add to ``backward_bytes``, each from its first bytes until it
             is summed. None where that was not measured.
-        own_live_gradient_bytes: Likewise, to ``own_backward_bytes``.
+        own: The same three outside of the calls inside.
         is_repeatable: Whether a second call would do the same: it has one call, no inputs that it writes to, and no
             hooks of the user.
     """
@@ -54,10 +67,8 @@ class ModuleFigures:
     parked_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
-    own_forward_bytes: int = 0
-    own_backward_bytes: int = 0
     live_gradient_bytes: int | None = None
-    own_live_gradient_bytes: int | None = None
+    own: Peaks = field(default_factory=Peaks)
     is_repeatable: bool = False
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.profile.call_log import Call, amount
-from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
+from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.timeline import Part
 from hydra_ext.profile.watch import Watch
 
@@ -47,11 +47,13 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
             parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
             forward_bytes=most.of(whole, is_backward=False),
             backward_bytes=most.of(whole, is_backward=True),
-            own_forward_bytes=most.of(numbers, is_backward=False, alone=True),
-            own_backward_bytes=most.of(numbers, is_backward=True, alone=True),
             live_gradient_bytes=with_gradients.of(whole, is_backward=True) - most.of(whole, is_backward=True),
-            own_live_gradient_bytes=with_gradients.of(numbers, is_backward=True, alone=True)
-            - most.of(numbers, is_backward=True, alone=True),
+            own=Peaks(
+                forward_bytes=most.of(numbers, is_backward=False, alone=True),
+                backward_bytes=most.of(numbers, is_backward=True, alone=True),
+                live_gradient_bytes=with_gradients.of(numbers, is_backward=True, alone=True)
+                - most.of(numbers, is_backward=True, alone=True),
+            ),
             is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
         )
     forward, backward = calls[0].seconds

@@ -129,7 +129,7 @@ def test_a_gradient_counts_from_its_first_bytes_until_it_is_summed() -> None:
     assert [(block.name, block.gradient_bytes) for block in profile.blocks] == [("0", count * MATRIX)]
     # A product's backward reads its input and gives two gradients. That of the matrix before is gone.
     assert bank.backward_bytes == pytest.approx(3 * MAP, abs=64)
-    assert bank.live_gradient_bytes == bank.own_live_gradient_bytes == MATRIX
+    assert bank.live_gradient_bytes == bank.own.live_gradient_bytes == MATRIX
     assert profile.least_bytes() == bank.backward_bytes + count * MATRIX + MATRIX
 
 
@@ -146,8 +146,8 @@ def test_gradients_outside_of_the_calls_inside_are_those_of_own_parameters() -> 
 
     model = Scaled()
     whole = dry_run(model, torch.randn(ROWS, WIDTH), lambda mb: model(mb).sum()).modules[""]
-    assert whole.own_live_gradient_bytes == MAP
-    assert whole.own_backward_bytes + MAP == whole.backward_bytes + whole.live_gradient_bytes
+    assert whole.own.live_gradient_bytes == MAP
+    assert whole.own.backward_bytes + MAP == whole.backward_bytes + whole.live_gradient_bytes
 
 
 def test_workspaces_of_convolutions_count_on_this_machine_only() -> None:

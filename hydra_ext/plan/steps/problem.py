@@ -205,17 +205,17 @@ def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
     blocks = [block for number, block in enumerate(profile.blocks) if number not in used]
     slot_bytes = max((block.weight_bytes for block in blocks), default=0)
     gradient_bytes = sum(block.gradient_bytes for block in blocks)
-    backward_bytes = max((figures.own_backward_bytes for figures in outside), default=0)
+    backward_bytes = max((figures.own.backward_bytes for figures in outside), default=0)
     live_gradient_bytes = min(gradient_bytes, slot_bytes)
-    if whole.own_live_gradient_bytes is not None:
-        with_gradients = [figures.own_backward_bytes + (figures.own_live_gradient_bytes or 0) for figures in outside]
+    if whole.own.live_gradient_bytes is not None:
+        with_gradients = [figures.own.backward_bytes + (figures.own.live_gradient_bytes or 0) for figures in outside]
         live_gradient_bytes = max(with_gradients, default=0) - backward_bytes
     return Segment(
         figures=ModuleFigures(
             name=REST,
             forward_seconds=forward_seconds,
             saved=Amount(fresh=saved, all=saved),
-            forward_bytes=max((figures.own_forward_bytes for figures in outside), default=0),
+            forward_bytes=max((figures.own.forward_bytes for figures in outside), default=0),
             backward_bytes=backward_bytes,
         ),
         backward_seconds=forward_seconds * profile.backward_ratio,
