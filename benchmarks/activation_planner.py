@@ -40,6 +40,7 @@ class Segment:
     parked_bytes: int
     forward_bytes: int
     backward_bytes: int
+    live_gradient_bytes: int
     weight_bytes: int
     slot_bytes: int
     gradient_bytes: int
@@ -59,6 +60,7 @@ class Segment:
             parked_bytes=other.parked_bytes,
             forward_bytes=max(self.forward_bytes, other.forward_bytes),
             backward_bytes=max(self.backward_bytes, other.backward_bytes),
+            live_gradient_bytes=max(self.live_gradient_bytes, other.live_gradient_bytes),
             weight_bytes=self.weight_bytes + other.weight_bytes,
             slot_bytes=max(self.slot_bytes, other.slot_bytes),
             gradient_bytes=self.gradient_bytes + other.gradient_bytes,
@@ -101,6 +103,7 @@ def random_segment(draws: random.Random) -> Segment:
         parked_bytes=megabytes(0.5, 3),
         forward_bytes=megabytes(1, 6),
         backward_bytes=megabytes(1, 8),
+        live_gradient_bytes=min(500_000, weights),
         weight_bytes=weights,
         slot_bytes=min(500_000, weights),
         gradient_bytes=megabytes(0.5, 8),

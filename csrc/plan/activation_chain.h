@@ -46,6 +46,12 @@ struct StorageBytes {
   Bytes all = 0;  // at least `fresh`
 };
 
+/// Bytes of gradients of a segment's weights.
+struct GradientBytes {
+  Bytes live = 0;  // that add to the most in use in backward, if each leaves as soon as it is summed
+  Bytes all = 0;   // that leave after the backward of a round
+};
+
 struct SegmentCoding {
   Bytes stream_bytes = 0;  // of all that is fresh
   double seconds = 0;      // to compress and to decode
@@ -59,10 +65,10 @@ struct ActivationSegment {
   StorageBytes inputs;          // that a second forward needs
   Bytes parked_bytes = 0;       // alive after it: outputs, and what later segments read of earlier ones
   Bytes forward_bytes = 0;      // the most in use at once if what is saved leaves at once
-  Bytes backward_bytes = 0;     // likewise, if what was saved comes when it is read
+  Bytes backward_bytes = 0;     // likewise, if what was saved comes when it is read; without gradients of weights
   Bytes weight_bytes = 0;
-  Bytes slot_bytes = 0;                 // of its largest block: the least of its weights that is on the device
-  Bytes gradient_bytes = 0;             // that leave after its backward
+  Bytes slot_bytes = 0;  // of its largest block: the least of its weights that is on the device
+  GradientBytes gradients;
   std::optional<SegmentCoding> coding;  // none: not to be compressed
   RecomputeScope recompute = RecomputeScope::kNever;
 };

@@ -28,8 +28,8 @@ void check_activation_segment(const ActivationSegment& segment, std::size_t numb
                  "segment " + std::to_string(number) + ": its seconds are negative or not finite");
   }
   for (const Bytes bytes : {segment.saved.fresh, segment.saved.all, segment.inputs.fresh, segment.inputs.all,
-                            segment.parked_bytes, segment.forward_bytes, segment.backward_bytes, segment.weight_bytes,
-                            segment.slot_bytes, segment.gradient_bytes, coding.stream_bytes}) {
+                            segment.parked_bytes, segment.forward_bytes, segment.backward_bytes, segment.gradients.live,
+                            segment.weight_bytes, segment.slot_bytes, segment.gradients.all, coding.stream_bytes}) {
     HYDRA_EXPECT(bytes >= 0 && bytes < Bytes{1} << 40, PlanError,
                  "segment " + std::to_string(number) + ": its bytes are negative, or too many to count");
   }

@@ -188,7 +188,7 @@ class StepRun {
   }
 
   void send_gradients(std::size_t i) {
-    const Bytes bytes = segments_[i].gradient_bytes;
+    const Bytes bytes = segments_[i].gradients.all;
     if (bytes > 0) {
       const double sending = static_cast<double>(bytes) / machine_.to_host;
       to_host_ = std::max(to_host_, now_) + sending;
@@ -255,7 +255,7 @@ double compute_seconds(const ActivationSegment& segment, ActivationOption option
 
 Bytes needed_bytes(const ActivationSegment& segment, ActivationOption option, int round_size) {
   const bool in_rounds = round_size > 1;
-  const Bytes gradients = in_rounds ? segment.gradient_bytes : std::min(segment.gradient_bytes, segment.slot_bytes);
+  const Bytes gradients = in_rounds ? std::max(segment.gradients.all, segment.gradients.live) : segment.gradients.live;
   const bool runs_twice = runs_again(option);
   const Bytes again = runs_twice ? std::max(segment.saved.fresh, segment.saved.all) : 0;
   const Bytes in_use = runs_twice ? std::max(segment.forward_bytes, segment.backward_bytes) : segment.backward_bytes;

@@ -5,6 +5,9 @@
 //   stash + kept by segments before i + r * kept_i + in use + (r - 1) * parked_i + weights_i
 //         + in backward: gradients_i, and all that was saved if the segment runs again
 //
+// Gradients are those of a microbatch that are being summed. In larger rounds they are all of the segment's, if these
+// are more.
+//
 // In use is what forward and backward take, whichever is more, in a backward that runs forward again.
 //
 // Kept bytes are all saved bytes of `keep`, all inputs of `recompute`, else none. With rounds of 1, weights are those

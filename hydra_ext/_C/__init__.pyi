@@ -866,6 +866,7 @@ class ActivationSegment:
         parked_bytes: typing.SupportsInt | typing.SupportsIndex,
         forward_bytes: typing.SupportsInt | typing.SupportsIndex,
         backward_bytes: typing.SupportsInt | typing.SupportsIndex,
+        live_gradient_bytes: typing.SupportsInt | typing.SupportsIndex,
         weight_bytes: typing.SupportsInt | typing.SupportsIndex,
         slot_bytes: typing.SupportsInt | typing.SupportsIndex,
         gradient_bytes: typing.SupportsInt | typing.SupportsIndex,

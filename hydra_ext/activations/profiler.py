@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hydra_ext import _C
 from hydra_ext.blocks import Layout
 from hydra_ext.calls import StandIn
-from hydra_ext.profile import Amount, ModuleFigures, Profile
+from hydra_ext.profile import Amount, ModuleFigures, Peaks, Profile
 from hydra_ext.profile.figures import BlockFigures
 from hydra_ext.state.arguments import tensors_in
 from hydra_ext.state.numbers import version_of
@@ -199,8 +199,7 @@ class Profiler:
             parked_bytes=measured.parked,
             forward_bytes=forward_bytes,
             backward_bytes=backward_bytes,
-            own_forward_bytes=forward_bytes if is_leaf else 0,
-            own_backward_bytes=backward_bytes if is_leaf else 0,
+            own=Peaks(forward_bytes=forward_bytes, backward_bytes=backward_bytes) if is_leaf else Peaks(),
             is_repeatable=measured.calls == 1 and not measured.writes and not _has_hooks(module),
         )
 

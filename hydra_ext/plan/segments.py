@@ -21,7 +21,9 @@ class Segment:
         backward_seconds: Time of its backward, without waits and without a second forward.
         weight_bytes: Of all its blocks.
         slot_bytes: Of the largest one.
-        gradient_bytes: That leave after its backward.
+        live_gradient_bytes: What gradients of weights add to the most that its backward has in use, each until it is
+            summed.
+        gradient_bytes: Of its weights, those of blocks in earlier segments excepted.
         recompute: Where it may run again in backward.
     """
 
@@ -29,6 +31,7 @@ class Segment:
     backward_seconds: float
     weight_bytes: int
     slot_bytes: int
+    live_gradient_bytes: int
     gradient_bytes: int
     recompute: _C.RecomputeScope = _C.RecomputeScope.NEVER
 
@@ -49,6 +52,7 @@ class Segment:
             parked_bytes=figures.parked_bytes,
             forward_bytes=figures.forward_bytes,
             backward_bytes=figures.backward_bytes,
+            live_gradient_bytes=self.live_gradient_bytes,
             weight_bytes=self.weight_bytes,
             slot_bytes=self.slot_bytes,
             gradient_bytes=self.gradient_bytes,
@@ -76,6 +80,9 @@ def segments_of(
         weights = [profile.blocks[block].weight_bytes for block in blocks]
         gradients = [profile.blocks[block].gradient_bytes for block in blocks if block not in counted]
         counted.update(blocks)
+        slot_bytes, live_gradient_bytes = max(weights, default=0), figures.live_gradient_bytes
+        if live_gradient_bytes is None:
+            live_gradient_bytes = min(sum(gradients), slot_bytes)
         segments.append(
             Segment(
                 figures=replace(
@@ -85,7 +92,8 @@ def segments_of(
                 ),
                 backward_seconds=figures.forward_seconds * slowness * profile.backward_ratio,
                 weight_bytes=sum(weights),
-                slot_bytes=max(weights, default=0),
+                slot_bytes=slot_bytes,
+                live_gradient_bytes=live_gradient_bytes,
                 gradient_bytes=sum(gradients),
                 recompute=_scope(profile, figures) if recompute else _C.RecomputeScope.NEVER,
             )

@@ -2,12 +2,13 @@
 
 from hydra_ext.profile.cuts import cuts_of
 from hydra_ext.profile.dry_run import device_of, dry_run, dtype_of, faked
-from hydra_ext.profile.figures import Amount, BlockFigures, ModuleFigures, Profile
+from hydra_ext.profile.figures import Amount, BlockFigures, ModuleFigures, Peaks, Profile
 
 __all__ = [
     "Amount",
     "BlockFigures",
     "ModuleFigures",
+    "Peaks",
     "Profile",
     "cuts_of",
     "device_of",

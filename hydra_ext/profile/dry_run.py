@@ -1,8 +1,8 @@
 """A dry run: one microbatch on fake tensors, which have shapes and no numbers.
 
 It takes no memory and makes no step. Every tensor that is saved for backward leaves at once and comes back when it is
-read, so what is alive is what a model needs at least. Memory that a library takes for itself is not seen, such as the
-workspaces of convolutions and the notes of recurrent layers; a real step finds it.
+read, so what is alive is what a model needs at least. What a library takes for itself is not seen, such as the notes of
+recurrent layers; a real step finds it. The workspaces of convolutions on this machine's CPU count.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hydra_ext.profile.fakes import Fakes
 from hydra_ext.profile.figures import Profile
 from hydra_ext.profile.form import profile_of
 from hydra_ext.profile.microbatch import nothing_compiled, random_state_kept, run_microbatch
-from hydra_ext.profile.operators import run_on_fakes, seconds_of
+from hydra_ext.profile.operators import run_on_fakes, seconds_of, workspace_of
 from hydra_ext.profile.replacing import replaced
-from hydra_ext.profile.watch import Watch
+from hydra_ext.profile.watch import OperatorCost, Watch
 
 Example = TypeVar("Example")
 
@@ -57,7 +57,7 @@ def dry_run(
         fn: As in ``run.step``: returns the loss of ``example``, alone or with metrics.
         device: Where the tensors pretend to be; None for the model's device, or the CPU for a model on meta.
         param_dtype: Dtype in which floating parameters compute; by default their own.
-        speed: Of the device; None measures this machine.
+        speed: Of the device; None measures this machine. Only then do workspaces count: those of others are not known.
 
     Raises:
         NotOnFakeTensors: ``fn`` needs numbers, which fake tensors do not have.
@@ -73,10 +73,10 @@ def dry_run(
     if lazy:
         raise UnsupportedModel(f"'{lazy[0]}' has no shape yet: call the model once, or give it its shape")
     place = device_of(model, device)
-    speed = speed or speed_of_this_machine(place, param_dtype or dtype_of(model))
+    cost = costs_on(place, param_dtype or dtype_of(model), speed)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes = Fakes(mode, place, param_dtype)
-    watch = Watch(lambda *operator: seconds_of(operator, speed), run=run_on_fakes, tensor_on=fakes.tensor_on)
+    watch = Watch(cost, run=run_on_fakes, tensor_on=fakes.tensor_on)
     with random_state_kept(place), replaced(model, fakes), _reasons_given():
         run_microbatch(watch, model, [Fakes(mode, place, None).of_value(example)], fn, mode=mode)
     return profile_of(model, watch, param_dtype)
@@ -103,6 +103,18 @@ def faked(
 class _OnFakes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run_on_fakes(func, args, kwargs or {})
+
+
+def costs_on(device: torch.device, dtype: torch.dtype, speed: Speed | None) -> OperatorCost:
+    """Costs of operators. Workspaces are this machine's CPU's: a speed that is given may be that of another device."""
+    has_workspaces = device.type == "cpu" and speed is None
+    known = speed or speed_of_this_machine(device, dtype)
+
+    def cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[float, int]:
+        seconds = seconds_of((func, args, kwargs, out), known)
+        return seconds, workspace_of(func, args, out) if has_workspaces else 0
+
+    return cost
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
@@ -17,6 +17,21 @@ class Amount:
 
     fresh: int = 0
     all: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """The most bytes in use at once, as in :class:`ModuleFigures`.
+
+    Attributes:
+        forward_bytes: Of activations in forward.
+        backward_bytes: Likewise in backward.
+        live_gradient_bytes: What gradients of parameters add to ``backward_bytes``; None where that was not measured.
+    """
+
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    live_gradient_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +51,9 @@ class ModuleFigures:
         forward_bytes: The most activations in use at once in its forward, if each saved one leaves at once.
         backward_bytes: Likewise in its backward, if each saved one comes when it is read. Gradients of parameters do
             not count.
-        own_forward_bytes: As ``forward_bytes``, outside of the calls inside.
-        own_backward_bytes: As ``backward_bytes``, outside of the calls inside.
+        live_gradient_bytes: What gradients of parameters add to ``backward_bytes``, each from its first bytes until it
+            is summed. None where that was not measured.
+        own: The same three outside of the calls inside.
         is_repeatable: Whether a second call would do the same: it has one call, no inputs that it writes to, and no
             hooks of the user.
     """
@@ -51,8 +67,8 @@ class ModuleFigures:
     parked_bytes: int = 0
     forward_bytes: int = 0
     backward_bytes: int = 0
-    own_forward_bytes: int = 0
-    own_backward_bytes: int = 0
+    live_gradient_bytes: int | None = None
+    own: Peaks = field(default_factory=Peaks)
     is_repeatable: bool = False
 
 
@@ -69,6 +85,29 @@ class BlockFigures:
     name: str
     weight_bytes: int
     gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """Bytes on the device while a module runs, as few as can be.
+
+    Attributes:
+        module: Its name.
+        way: ``forward`` or ``backward``.
+        activations: That are alive.
+        weights: Of the blocks in use.
+        gradients: Of parameters.
+    """
+
+    module: str
+    way: str
+    activations: int
+    weights: int = 0
+    gradients: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.activations + self.weights + self.gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,15 +141,26 @@ class Profile:
         used = [blocks for site, blocks in self.sites.items() if site == name or site.startswith(prefix)]
         return sorted({block for blocks in used for block in blocks})
 
-    def least_bytes(self) -> int:
-        """The smallest budget for a step beside the buffers: what is alive, the blocks in use, and their gradients.
+    def moments(self) -> Iterator[Moment]:
+        """What a step takes at least, beside the buffers, as a whole and at each module that uses blocks itself.
 
-        All that is saved is on the host until it is read.
+        All that is saved is on the host until it is read, and each gradient leaves when it is summed. Where gradients
+        were not measured, all of the blocks in use count.
         """
-        whole = self.modules[""]
-        needs = [whole.forward_bytes, whole.backward_bytes]
-        for name, numbers in self.sites.items():
+        for name, numbers in {"": (), **self.sites}.items():
             figures, used = self.modules[name], [self.blocks[number] for number in numbers]
-            backward_bytes = figures.backward_bytes + sum(block.gradient_bytes for block in used)
-            needs.append(sum(block.weight_bytes for block in used) + max(figures.forward_bytes, backward_bytes))
-        return max(needs)
+            weights, gradients = sum(block.weight_bytes for block in used), figures.live_gradient_bytes
+            if gradients is None:
+                gradients = sum(block.gradient_bytes for block in used)
+            yield Moment(module=name, way="forward", activations=figures.forward_bytes, weights=weights)
+            yield Moment(
+                module=name, way="backward", activations=figures.backward_bytes, weights=weights, gradients=gradients
+            )
+
+    def neediest(self) -> Moment:
+        """The moment that sets the smallest budget."""
+        return max(self.moments(), key=lambda moment: moment.nbytes)
+
+    def least_bytes(self) -> int:
+        """The smallest budget for a step beside the buffers."""
+        return self.neediest().nbytes

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from hydra_ext import _C
 from hydra_ext.blocks import Layout, discover
 from hydra_ext.profile.call_log import Call, amount
-from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Profile
+from hydra_ext.profile.figures import BlockFigures, ModuleFigures, Peaks, Profile
+from hydra_ext.profile.timeline import Part
 from hydra_ext.profile.watch import Watch
 
 _BLOCKS_PER_MODEL = 16  # as offload cuts it, where the budget does not ask for smaller ones
@@ -21,17 +24,12 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
     of_module: list[list[int]] = [[] for _ in modules]
     for number, call in enumerate(calls):
         of_module[call.module].append(number)
-    alive = watch.timeline.most(without=watch.gradients)
     parked = watch.timeline.at_begin(without=watch.gradients)
-    most = [[0, 0] for _ in calls]
-    for part, size in alive.items():
-        most[part.call][part.is_backward] = size
-    own_most = [tuple(each) for each in most]
+    most = _Most(calls, watch.timeline.most(without=watch.gradients))
+    with_gradients = _Most(calls, watch.timeline.most(without=()))
     for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
-        above = calls[number].parent
         for way in (0, 1):
-            most[above][way] = max(most[above][way], most[number][way])
-            calls[above].seconds[way] += calls[number].seconds[way]
+            calls[calls[number].parent].seconds[way] += calls[number].seconds[way]
     figures = {}
     for (name, module), numbers in zip(modules, of_module, strict=True):
         whole = numbers if name else [0]
@@ -47,10 +45,15 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
                 (calls[number].fresh_inputs for number in numbers), (calls[number].inputs for number in numbers)
             ),
             parked_bytes=max((parked.get(number, 0) for number in numbers), default=0),
-            forward_bytes=max((most[number][0] for number in whole), default=0),
-            backward_bytes=max((most[number][1] for number in whole), default=0),
-            own_forward_bytes=max((own_most[number][0] for number in numbers), default=0),
-            own_backward_bytes=max((own_most[number][1] for number in numbers), default=0),
+            forward_bytes=most.of(whole, is_backward=False),
+            backward_bytes=most.of(whole, is_backward=True),
+            live_gradient_bytes=with_gradients.of(whole, is_backward=True) - most.of(whole, is_backward=True),
+            own=Peaks(
+                forward_bytes=most.of(numbers, is_backward=False, alone=True),
+                backward_bytes=most.of(numbers, is_backward=True, alone=True),
+                live_gradient_bytes=with_gradients.of(numbers, is_backward=True, alone=True)
+                - most.of(numbers, is_backward=True, alone=True),
+            ),
             is_repeatable=called == 1 and _is_repeatable(module, [calls[number] for number in numbers]),
         )
     forward, backward = calls[0].seconds
@@ -62,6 +65,21 @@ def profile_of(model: nn.Module, watch: Watch, param_dtype: torch.dtype | None) 
         sites={site.name: site.blocks for site in layout.sites},
         backward_ratio=backward / forward if forward else 2.0,
     )
+
+
+class _Most:
+    """The most bytes alive at once in calls: with the calls inside, or alone."""
+
+    def __init__(self, calls: Sequence[Call], alive: Mapping[Part, int]) -> None:
+        self._alone = [[alive.get(Part(number, way), 0) for way in (False, True)] for number in range(len(calls))]
+        self._whole = [list(each) for each in self._alone]
+        for number in range(len(calls) - 1, 0, -1):  # calls inside a call have higher numbers
+            above = self._whole[calls[number].parent]
+            above[:] = map(max, above, self._whole[number])
+
+    def of(self, numbers: Iterable[int], *, is_backward: bool, alone: bool = False) -> int:
+        each = self._alone if alone else self._whole
+        return max((each[number][is_backward] for number in numbers), default=0)
 
 
 def _is_repeatable(module: nn.Module, calls: list[Call]) -> bool:

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hydra_ext.profile.cards import Speed, speed_of_this_machine
-from hydra_ext.profile.dry_run import device_of, dtype_of
+from hydra_ext.profile.cards import Speed
+from hydra_ext.profile.dry_run import costs_on, device_of, dtype_of
 from hydra_ext.profile.figures import Profile
 from hydra_ext.profile.form import profile_of
 from hydra_ext.profile.microbatch import random_state_kept, run_microbatch
-from hydra_ext.profile.operators import seconds_of
 from hydra_ext.profile.replacing import Replacements, replaced
 from hydra_ext.profile.watch import Elsewhere, Place, Watch
 from hydra_ext.state.arguments import tensors_in
@@ -46,10 +45,10 @@ def real_run(
         example: One microbatch, with numbers.
         fn: As in ``run.step``.
         param_dtype: Dtype in which floating parameters compute; by default their own.
-        speed: Of the device; None measures this machine.
+        speed: As in a dry run.
     """
     place = device_of(model, None)
-    speed = speed or speed_of_this_machine(place, param_dtype or dtype_of(model))
+    cost = costs_on(place, param_dtype or dtype_of(model), speed)
     before = Snapshot(model, example)
     undo = Undo()
     own = {storage_key(tensor) for tensor in (*model.parameters(), *before.tensors)}
@@ -61,12 +60,7 @@ def real_run(
                     undo.before_write(tensor)
         return func(*args, **kwargs)
 
-    watch = Watch(
-        lambda *operator: seconds_of(operator, speed),
-        run=run,
-        tensor_on=_tensor_on,
-        elsewhere=_OnTheHost(),
-    )
+    watch = Watch(cost, run=run, tensor_on=_tensor_on, elsewhere=_OnTheHost())
     try:
         with random_state_kept(place), replaced(model, _Doubles(place, param_dtype)):
             run_microbatch(watch, model, [_Doubles(place, None).of_value(example)], fn)

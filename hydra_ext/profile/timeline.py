@@ -26,13 +26,18 @@ class Timeline:
         self._begins: dict[int, int] = {}
 
     def add(self, part: Part, storage: int, change: int) -> None:
-        """A storage is made or freed; a change of 0 notes that the part runs now."""
+        """A storage is made or freed."""
         self._moments.append((part, change, storage))
+
+    def pass_by(self, part: Part, size: int = 0) -> None:
+        """The part runs now, and has bytes that belong to no storage for a moment."""
+        self.add(part, 0, size)
+        self.add(part, 0, -size)
 
     def begin(self, part: Part) -> None:
         """A call begins."""
         self._begins[part.call] = len(self._moments)
-        self.add(part, 0, 0)
+        self.pass_by(part)
 
     def most(self, *, without: Collection[int]) -> dict[Part, int]:
         """The most bytes that are alive at once in each part, without some storages."""

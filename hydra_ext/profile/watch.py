@@ -27,7 +27,7 @@ SMALLEST = 1024  # bytes of a tensor that is counted among those saved, or among
 Place = tuple[int, torch.Size, tuple[int, ...]]  # offset, size and strides
 TensorOn = Callable[[Any, torch.dtype, Place], Tensor]
 RunOperator = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+OperatorCost = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], tuple[float, int]]
 
 
 class Storages:
@@ -81,7 +81,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches one microbatch, on the thread that enters it.
 
     Args:
-        seconds: The time of an operator, from its function, its arguments and its result.
+        cost: The seconds of an operator, and the bytes that it takes while it runs beside its arguments and its result;
+            from its function, these arguments, those with names, and the result.
         run: Runs an operator.
         tensor_on: Makes a tensor on a storage, from its dtype and its place.
         elsewhere: Where the bytes of saved storages are.
@@ -93,10 +94,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, seconds: OperatorSeconds, *, run: RunOperator, tensor_on: TensorOn, elsewhere: Elsewhere | None = None
+        self,
+        cost: OperatorCost,
+        *,
+        run: RunOperator,
+        tensor_on: TensorOn,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seconds = seconds
+        self._cost = cost
         self._run = run
         self._tensor_on = tensor_on
         self._elsewhere = elsewhere or Elsewhere()
@@ -142,8 +148,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.log.follow_backward()
             part = self.log.part
             self.born(out)
-            self.timeline.add(part, 0, 0)
-            self.log.calls[part.call].seconds[part.is_backward] += self._seconds(func, args, kwargs, out)
+            seconds, taken = self._cost(func, args, kwargs, out)
+            self.timeline.pass_by(part, taken)
+            self.log.calls[part.call].seconds[part.is_backward] += seconds
         return out
 
     def begin_backward(self) -> None:

@@ -24,6 +24,7 @@ def segment(**changed: Any) -> _C.ActivationSegment:
         "parked_bytes": 0,
         "forward_bytes": 5,
         "backward_bytes": 7,
+        "live_gradient_bytes": 0,
         "weight_bytes": 0,
         "slot_bytes": 0,
         "gradient_bytes": 0,

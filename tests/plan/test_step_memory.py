@@ -33,6 +33,7 @@ def segment(name: str, draw: random.Random) -> Segment:
         backward_seconds=draw.random(),
         weight_bytes=weights,
         slot_bytes=draw.randrange(weights + 1),
+        live_gradient_bytes=draw.randrange(100),
         gradient_bytes=draw.randrange(100),
         recompute=_C.RecomputeScope.IN_ROUNDS,
     )

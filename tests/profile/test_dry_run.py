@@ -24,6 +24,7 @@ from support.models.zoo_more import MORE_FAMILIES
 from support.profile.real_run import peaks, saved_by_modules
 from support.profile.unchanged import is_same, random_states, state_of
 
+ELSEWHERE = Speed(flops_per_second=1e12, bytes_per_second=1e11)  # of a device whose workspaces are not known
 ALL = {**FAMILIES, **MORE_FAMILIES}
 STATIC = [name for name in ALL if name not in ("dynamic", "experts")]  # whose paths do not depend on numbers
 
@@ -56,7 +57,7 @@ def test_saved_and_input_bytes_are_those_of_a_real_forward(name: str) -> None:
 def test_peaks_are_those_of_a_real_microbatch(name: str) -> None:
     family = ALL[name]
     model, batch = made(name)
-    profile = dry_run(model, batch, lambda mb: family.loss(model, mb))
+    profile = dry_run(model, batch, lambda mb: family.loss(model, mb), speed=ELSEWHERE)
     # A real kernel may keep more than its output: a mean squared error keeps the room for all squares. And a model may
     # make a mask on fake tensors that it leaves out where it reads that nothing is masked.
     given = [batch]
@@ -105,6 +106,60 @@ def test_a_perceptron_by_hand() -> None:
         ("2", MATRIX, MATRIX),
     ]
     assert profile.least_bytes() == pytest.approx(3 * MAP + MATRIX, abs=MATRIX)
+
+
+class Bank(nn.Module):
+    """One block of matrices that are used one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix in self.matrices:
+            x = x @ matrix
+        return x
+
+
+def test_a_gradient_counts_from_its_first_bytes_until_it_is_summed() -> None:
+    count = 5
+    model = nn.Sequential(Bank(count))
+    profile = dry_run(model, torch.randn(ROWS, WIDTH), lambda mb: model(mb).square().sum())
+    bank = profile.modules["0"]
+    assert [(block.name, block.gradient_bytes) for block in profile.blocks] == [("0", count * MATRIX)]
+    # A product's backward reads its input and gives two gradients. That of the matrix before is gone.
+    assert bank.backward_bytes == pytest.approx(3 * MAP, abs=64)
+    assert bank.live_gradient_bytes == bank.own.live_gradient_bytes == MATRIX
+    assert profile.least_bytes() == bank.backward_bytes + count * MATRIX + MATRIX
+
+
+def test_gradients_outside_of_the_calls_inside_are_those_of_own_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.scale = nn.Parameter(torch.ones(ROWS, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x)
+            return y * self.scale
+
+    model = Scaled()
+    whole = dry_run(model, torch.randn(ROWS, WIDTH), lambda mb: model(mb).sum()).modules[""]
+    assert whole.own.live_gradient_bytes == MAP
+    assert whole.own.backward_bytes + MAP == whole.backward_bytes + whole.live_gradient_bytes
+
+
+def test_workspaces_of_convolutions_count_on_this_machine_only() -> None:
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.Tanh()).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 16, 16).contiguous(memory_format=torch.channels_last)
+    weight = model[0].weight.nbytes
+    here, there = (
+        dry_run(model, x, lambda mb: model(mb).sum(), speed=speed).modules["0"] for speed in (None, ELSEWHERE)
+    )
+    assert here.backward_bytes - there.backward_bytes == 2 * weight
+    assert here.live_gradient_bytes == there.live_gradient_bytes == weight
+    assert 0 < here.forward_bytes - there.forward_bytes <= 1.125 * weight
 
 
 def test_weights_may_compute_in_another_dtype() -> None:

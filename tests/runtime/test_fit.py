@@ -518,3 +518,26 @@ def test_the_figures_are_those_of_a_dry_run(name: str) -> None:
         if module:
             assert real.saved == figures.saved, module
             assert real.inputs == figures.inputs, module
+
+
+def test_convolutions_train_within_the_least_bytes_of_a_dry_run_and_in_no_fewer() -> None:
+    def made() -> nn.Module:
+        layers = [nn.Conv2d(64, 64, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1, bias=False)]
+        return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+    def loss(model: nn.Module, images: Tensor) -> Tensor:
+        made: Tensor = model(images)
+        return made.square().mean()
+
+    images = torch.randn(2, 64, 12, 12).contiguous(memory_format=torch.channels_last)
+    model = made()
+    least = dry_run(model, images, lambda given: loss(model, given)).least_bytes()
+
+    def step(budget: int) -> None:
+        model = made()
+        with hydra_ext.offload(model, optimizer_of(model), budget=budget, device=SimulatedDevice()) as run:
+            run.step([images], lambda given: loss(model, given))
+
+    step(int(1.03 * least))
+    with pytest.raises(torch.OutOfMemoryError):
+        step(int(0.97 * least))

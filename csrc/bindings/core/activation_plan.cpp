@@ -28,20 +28,23 @@ constexpr Bytes kAllBytes = std::numeric_limits<Bytes>::max();
 
 ActivationSegment make_segment(double forward_seconds, double backward_seconds, Bytes saved_fresh, Bytes saved_all,
                                Bytes inputs_fresh, Bytes inputs_all, Bytes parked_bytes, Bytes forward_bytes,
-                               Bytes backward_bytes, Bytes weight_bytes, Bytes slot_bytes, Bytes gradient_bytes,
-                               RecomputeScope recompute, std::optional<Bytes> stream_bytes, double coding_seconds) {
-  ActivationSegment segment = {forward_seconds,
-                               backward_seconds,
-                               {saved_fresh, saved_all},
-                               {inputs_fresh, inputs_all},
-                               parked_bytes,
-                               forward_bytes,
-                               backward_bytes,
-                               weight_bytes,
-                               slot_bytes,
-                               gradient_bytes,
-                               std::nullopt,
-                               recompute};
+                               Bytes backward_bytes, Bytes live_gradient_bytes, Bytes weight_bytes, Bytes slot_bytes,
+                               Bytes gradient_bytes, RecomputeScope recompute, std::optional<Bytes> stream_bytes,
+                               double coding_seconds) {
+  ActivationSegment segment = {
+      .forward_seconds = forward_seconds,
+      .backward_seconds = backward_seconds,
+      .saved = {saved_fresh, saved_all},
+      .inputs = {inputs_fresh, inputs_all},
+      .parked_bytes = parked_bytes,
+      .forward_bytes = forward_bytes,
+      .backward_bytes = backward_bytes,
+      .weight_bytes = weight_bytes,
+      .slot_bytes = slot_bytes,
+      .gradients = {live_gradient_bytes, gradient_bytes},
+      .coding = std::nullopt,
+      .recompute = recompute,
+  };
   if (stream_bytes) {
     segment.coding = SegmentCoding{*stream_bytes, coding_seconds};
   }
@@ -88,8 +91,8 @@ void bind_activation_plan(py::module_& module) {
   py::class_<ActivationSegment>(module, "ActivationSegment", "One microbatch of modules that run in one piece.")
       .def(py::init(&make_segment), py::kw_only(), py::arg("forward_seconds"), py::arg("backward_seconds"),
            py::arg("saved_fresh"), py::arg("saved_all"), py::arg("inputs_fresh"), py::arg("inputs_all"),
-           py::arg("parked_bytes"), py::arg("forward_bytes"), py::arg("backward_bytes"), py::arg("weight_bytes"),
-           py::arg("slot_bytes"), py::arg("gradient_bytes"),
+           py::arg("parked_bytes"), py::arg("forward_bytes"), py::arg("backward_bytes"), py::arg("live_gradient_bytes"),
+           py::arg("weight_bytes"), py::arg("slot_bytes"), py::arg("gradient_bytes"),
            py::arg_v("recompute", RecomputeScope::kNever, "RecomputeScope.NEVER"), py::arg("stream_bytes") = py::none(),
            py::arg("coding_seconds") = 0.0);
   py::class_<ActivationPlan>(module, "ActivationPlan")

@@ -28,7 +28,7 @@ class MemoryPoint:
         kept: Activations that stay until backward reads them.
         weights: Of the segment; with rounds of 1, of its largest block.
         in_use: Activations that are alive in the segment, of all microbatches of the round.
-        gradients: Of the segment's parameters; with rounds of 1, of one block.
+        gradients: Of parameters, until they are summed; with larger rounds all of the segment's, if these are more.
     """
 
     segment: str
@@ -60,8 +60,8 @@ def _points(
         kept += size * _kept(segment, option)
         in_use, gradients = segment.figures.forward_bytes, 0
         if way == "backward":
-            in_use, gradients = segment.figures.backward_bytes, segment.gradient_bytes
-            gradients = gradients if size > 1 else min(gradients, segment.slot_bytes)
+            in_use, gradients = segment.figures.backward_bytes, segment.live_gradient_bytes
+            gradients = max(gradients, segment.gradient_bytes) if size > 1 else gradients
             if option in _AGAIN:
                 in_use = max(segment.figures.forward_bytes, in_use) + max(
                     segment.figures.saved.fresh, segment.figures.saved.all

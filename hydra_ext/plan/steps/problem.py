@@ -151,8 +151,14 @@ class StepProblem:
         return min(kept, whole)
 
     def too_small(self, budget: int) -> BudgetTooSmall:
-        moment, name, terms = self._neediest()
-        terms["buffers"] = self.setting.buffer_bytes
+        neediest = self.profile.neediest()
+        moment = f"{neediest.way} of {neediest.module or 'the model'}"
+        terms = {
+            "activations": neediest.activations,
+            "weights": neediest.weights,
+            "gradients": neediest.gradients,
+            "buffers": self.setting.buffer_bytes,
+        }
         beside = "between segments" if 1 in (self.setting.round_sizes or (1,)) else "the round's other microbatches"
         terms[beside] = self.least_bytes - sum(terms.values())
         terms = {what: size for what, size in terms.items() if size}
@@ -161,8 +167,8 @@ class StepProblem:
             f"budget={budget} is less than a step of this model takes: the {moment} needs "
             f"{_C.human_bytes(self.least_bytes)} ({listed}); give at least {self.least_bytes} bytes, or a smaller "
             f"microbatch. With {self.ideal_bytes} bytes all activations stay",
-            block=name,
-            block_bytes=terms.get("weights", 0),
+            block=neediest.module,
+            block_bytes=neediest.weights,
             needed=self.least_bytes,
             moment=moment,
             terms=terms,
@@ -187,25 +193,6 @@ class StepProblem:
             needed=enough,
         )
 
-    def _neediest(self) -> tuple[str, str, dict[str, int]]:
-        whole = self.profile.modules[""]
-        found = [
-            (whole.forward_bytes, "forward", "", {"activations": whole.forward_bytes, "weights": 0, "gradients": 0}),
-            (whole.backward_bytes, "backward", "", {"activations": whole.backward_bytes, "weights": 0, "gradients": 0}),
-        ]
-        for name, numbers in self.profile.sites.items():
-            figures, used = self.profile.modules[name], [self.profile.blocks[number] for number in numbers]
-            weights = sum(block.weight_bytes for block in used)
-            gradients = sum(block.gradient_bytes for block in used)
-            for way, activations, more in (
-                ("forward", figures.forward_bytes, 0),
-                ("backward", figures.backward_bytes, gradients),
-            ):
-                terms = {"activations": activations, "weights": weights, "gradients": more}
-                found.append((sum(terms.values()), way, name, terms))
-        _, way, name, terms = max(found, key=lambda each: each[0])
-        return f"{way} of {name or 'the model'}", name, terms
-
 
 def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
     """What runs outside of the segments, such as the loss, as one more segment behind them."""
@@ -216,19 +203,26 @@ def _rest(profile: Profile, names: Sequence[str], slowness: float) -> Segment:
     saved = max(0, whole.saved.fresh - sum(figures.saved.fresh for figures in inside))
     used = {block for name in names for block in profile.blocks_of(name)}
     blocks = [block for number, block in enumerate(profile.blocks) if number not in used]
-    weights = [block.weight_bytes for block in blocks]
+    slot_bytes = max((block.weight_bytes for block in blocks), default=0)
+    gradient_bytes = sum(block.gradient_bytes for block in blocks)
+    backward_bytes = max((figures.own.backward_bytes for figures in outside), default=0)
+    live_gradient_bytes = min(gradient_bytes, slot_bytes)
+    if whole.own.live_gradient_bytes is not None:
+        with_gradients = [figures.own.backward_bytes + (figures.own.live_gradient_bytes or 0) for figures in outside]
+        live_gradient_bytes = max(with_gradients, default=0) - backward_bytes
     return Segment(
         figures=ModuleFigures(
             name=REST,
             forward_seconds=forward_seconds,
             saved=Amount(fresh=saved, all=saved),
-            forward_bytes=max((figures.own_forward_bytes for figures in outside), default=0),
-            backward_bytes=max((figures.own_backward_bytes for figures in outside), default=0),
+            forward_bytes=max((figures.own.forward_bytes for figures in outside), default=0),
+            backward_bytes=backward_bytes,
         ),
         backward_seconds=forward_seconds * profile.backward_ratio,
-        weight_bytes=sum(weights),
-        slot_bytes=max(weights, default=0),
-        gradient_bytes=sum(block.gradient_bytes for block in blocks),
+        weight_bytes=sum(block.weight_bytes for block in blocks),
+        slot_bytes=slot_bytes,
+        live_gradient_bytes=live_gradient_bytes,
+        gradient_bytes=gradient_bytes,
     )
 
 

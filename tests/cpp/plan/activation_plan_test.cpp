@@ -43,7 +43,8 @@ class Chains {
     segment.backward_bytes = mib(1, 8);
     segment.weight_bytes = mib(0.5, 8);
     segment.slot_bytes = std::min<Bytes>(500'000, segment.weight_bytes);
-    segment.gradient_bytes = mib(0.5, 8);
+    segment.gradients.all = mib(0.5, 8);
+    segment.gradients.live = std::min(segment.gradients.all, segment.slot_bytes);
     const double drawn = between(0, 1);
     segment.recompute = drawn < 0.6   ? RecomputeScope::kInRounds
                         : drawn < 0.9 ? RecomputeScope::kAlone
@@ -152,7 +153,7 @@ TEST(StepSimulation, WeightsThatHaveRoomComeOnce) {
 
 TEST(StepSimulation, GradientsLeaveBehindTheNextBackward) {
   ActivationSegment segment = plain_segment();
-  segment.gradient_bytes = 100;
+  segment.gradients.all = 100;
   EXPECT_EQ(seconds_of(segment, 2, machine_of(10'000, 100), 1, Option::kKeep), 6 + 1);
 }
 
@@ -167,12 +168,15 @@ TEST(StepSimulation, MemoryIsWhatTheHeaderSays) {
   segment.parked_bytes = 3;
   segment.weight_bytes = 1000;
   segment.slot_bytes = 400;
-  segment.gradient_bytes = 600;
+  segment.gradients.all = 600;
+  segment.gradients.live = 40;
   segment.inputs.all = 20;
-  EXPECT_EQ(needed_bytes(segment, Option::kKeep, 1), 100 + 400 + 7 + 400);
+  EXPECT_EQ(needed_bytes(segment, Option::kKeep, 1), 100 + 400 + 7 + 40);
   EXPECT_EQ(needed_bytes(segment, Option::kOffload, 3), 2 * 3 + 1000 + 7 + 600);
   EXPECT_EQ(needed_bytes(segment, Option::kRecompute, 3), 60 + 2 * 3 + 1000 + 7 + 600 + 100);
   EXPECT_EQ(peak_bytes({segment, segment}, {{Option::kKeep, Option::kOffload}, 3, 50}), 50 + 300 + 6 + 1607 + 0);
+  segment.gradients.live = 700;  // of weights that another segment has, too
+  EXPECT_EQ(needed_bytes(segment, Option::kOffload, 3), 2 * 3 + 1000 + 7 + 700);
   EXPECT_EQ(host_bytes({segment, segment}, {{Option::kRecomputeOffloaded, Option::kOffload}, 3, 50}), 3 * 110);
 }
 
