@@ -5,8 +5,8 @@ A step is ``run.step`` over four microbatches with hydra_ext.optim.AdamW and cli
 (smallest) By bisection, within 1 %: three steps while it is sought, then ten, whose losses, weights and buffers are
     compared with plain PyTorch's bit for bit, on poisoned hosts. If the ten run out of memory, 1 % more is tried.
 (dry run) The floor of a run on fake tensors, before any step: what is alive in one microbatch if each saved tensor
-    leaves at once, with the blocks in use and their gradients, and buffers. Blocks are those of a roomy budget; small
-    budgets may have smaller blocks. Goal: at most 1.10 times that.
+    leaves at once, with the blocks in use, gradients until they are summed, what convolutions take for themselves, and
+    buffers. Blocks are those of a roomy budget; small budgets may have smaller blocks. Goal: at most 1.10 times that.
 (operator) The bytes of the largest operation of one microbatch's forward and backward, as PyTorch dispatches it below
     autograd: its inputs, weights among them, and its outputs. A storage counts once, with the bytes of the largest
     view of it that the operation was given. What kernels allocate meanwhile does not count, nor does the optimizer.
@@ -15,7 +15,7 @@ A step is ``run.step`` over four microbatches with hydra_ext.optim.AdamW and cli
     Neither the optimizer's state nor what is alive for a moment is in it.
 
 Convolutional models are in channels last: in the other layout oneDNN copies what convolutions take and give into
-layouts of its own, which no fake tensor knows of. --channels-first has a table of that.
+layouts of its own. --channels-first has a table of that.
 
     python benchmarks/smallest_budget.py [--models NAME ...] [--channels-first] [--sweep]
 
